@@ -1,0 +1,256 @@
+"""Output lengths of finished requests, and what they say about running ones.
+
+Source: SOLA (Hong et al., MLSys 2025), section 4.3 (4): finished requests are classified by the
+ranges of input length and of maximum output length, and each range pair has a distribution of
+output lengths. The paper leaves open what a class without data does, how old data leaves, and
+which statistic of the distribution is used; here:
+
+- A class's measure is its own samples plus a few pseudo-samples of all requests' lengths, which
+  have a few pseudo-samples of a prior themselves. Few samples thus fall back smoothly, and so
+  does the far tail of a class, where even many samples leave few.
+- Old samples fade exponentially, on the clock of their own class.
+- The statistics are conditional on what a request has generated: E[L - l | L > l] and quantiles
+  of it.
+
+The prior is a Lomax distribution of shape 2, P(L > l) = (1 + l / 256)^-2, cut at the class's
+maximum output length: 256 tokens are expected at the start, 256 + l after l tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.integer]
+
+#: Longer outputs count as this long.
+MAX_LENGTH = 2**17
+_EXACT_LENGTHS = 32
+_BINS_PER_OCTAVE = 16
+_PRIOR_MEAN = 256.0
+# Pseudo-samples of all lengths in a class, and of the prior in all lengths.
+_GLOBAL_SAMPLES = 16.0
+_PRIOR_SAMPLES = 8.0
+_REBUILD_EVERY = 64
+_MAX_CACHED_QUANTILES = 8
+_RESCALE_AT = 1e100
+_MAX_RANGE = 20
+
+
+def _bin_starts() -> NDArray[np.int64]:
+    # One bin per length up to 32, then 16 per factor of two: at most 1/16 wide.
+    starts = list(range(1, _EXACT_LENGTHS))
+    base = _EXACT_LENGTHS
+    while base < MAX_LENGTH:
+        starts += [base + i * base // _BINS_PER_OCTAVE for i in range(_BINS_PER_OCTAVE)]
+        base *= 2
+    return np.array([*starts, MAX_LENGTH], dtype=np.int64)
+
+
+_START = _bin_starts()  # [num_bins], first length of each bin
+_NUM_BINS = len(_START)
+_WIDTH = np.diff(_START, append=MAX_LENGTH + 1)  # [num_bins]
+_MIDDLE = _START + (_WIDTH - 1) / 2.0  # [num_bins]
+
+
+class LengthHistogram:
+    """Distribution of output lengths per class of requests, with forgetting.
+
+    Memory is bounded: 441 classes at most, 224 bins each. Not thread-safe.
+
+    Args:
+        memory: Samples after which an old one has faded to 1/e, per class, >= 1.
+    """
+
+    def __init__(self, *, memory: int = 1000) -> None:
+        if isinstance(memory, bool) or not isinstance(memory, int) or memory < 1:
+            raise ValueError(f"'memory' must be an integer >= 1 (got {memory!r}).")
+        self._growth = 1.0 + 1.0 / memory
+        self._bin_of = np.searchsorted(_START, np.arange(MAX_LENGTH + 1), side="right") - 1
+        self._ids: dict[tuple[int, int], int] = {}
+        self._caps: list[int] = []
+        # Row 0 is all requests, row 1 + class_id a class.
+        self._weights = np.zeros((1, _NUM_BINS))
+        self._lengths = np.zeros((1, _NUM_BINS))  # sum of weight * length
+        self._next_weight = [1.0]
+        self._num_observed = 0
+        self._rebuild_at = 0
+        self._tail = np.zeros((0, _NUM_BINS + 1))  # [class, bin], mass of lengths >= start
+        self._mean_line = np.zeros((2, 0))
+        self._quantile_lines: dict[float, FloatArray] = {}
+
+    @property
+    def num_observed(self) -> int:
+        """Finished requests taken in so far."""
+        return self._num_observed
+
+    @property
+    def num_classes(self) -> int:
+        """Classes seen so far."""
+        return len(self._ids)
+
+    def class_of(self, num_prompt_tokens: int, max_tokens: int) -> int:
+        """The class of a request: log2 ranges of input length and of maximum output length.
+
+        Args:
+            num_prompt_tokens: Prompt length, >= 0.
+            max_tokens: Most tokens it may generate, >= 1.
+
+        Returns:
+            A small integer, counted from 0 in order of first use; stable for this object.
+        """
+        key = (
+            min(int(num_prompt_tokens).bit_length(), _MAX_RANGE),
+            min(int(max_tokens).bit_length(), _MAX_RANGE),
+        )
+        class_id = self._ids.get(key)
+        if class_id is None:
+            class_id = self._ids[key] = len(self._ids)
+            self._caps.append(min(2 ** key[1] - 1, MAX_LENGTH))
+            self._weights = np.pad(self._weights, ((0, 1), (0, 0)))
+            self._lengths = np.pad(self._lengths, ((0, 1), (0, 0)))
+            self._next_weight.append(1.0)
+            self._rebuild_at = 0
+        return class_id
+
+    def observe(self, class_id: int, num_output_tokens: int) -> None:
+        """Take in a request that ended by itself or by its limit; not for aborted ones.
+
+        Args:
+            class_id: From ``class_of``.
+            num_output_tokens: Tokens generated; less than 1 is ignored.
+        """
+        if num_output_tokens < 1:
+            return
+        if not 0 <= class_id < len(self._ids):
+            raise ValueError(
+                f"'class_id' must come from class_of() (got {class_id!r} of {len(self._ids)})."
+            )
+        length = min(num_output_tokens, MAX_LENGTH)
+        column = self._bin_of[length]
+        for row in (0, class_id + 1):
+            weight = self._next_weight[row]
+            self._weights[row, column] += weight
+            self._lengths[row, column] += weight * length
+            # Newer samples weigh more instead of older ones less: one cell changes, not all.
+            weight *= self._growth
+            if weight > _RESCALE_AT:
+                self._weights[row] /= weight
+                self._lengths[row] /= weight
+                weight = 1.0
+            self._next_weight[row] = weight
+        self._num_observed += 1
+
+    def remaining(
+        self, class_ids: IntArray, num_output: IntArray, max_tokens: IntArray
+    ) -> FloatArray:
+        """Expected tokens still to come, E[L - l | L > l], elementwise.
+
+        Args:
+            class_ids: Classes [n] from ``class_of``.
+            num_output: Tokens generated so far [n], l >= 0.
+            max_tokens: Most tokens each request may generate [n].
+
+        Returns:
+            Tokens [n], at least 1 and at most ``max_tokens - num_output`` (but 1).
+        """
+        self._refresh()
+        return self._evaluate(self._mean_line, class_ids, num_output, max_tokens)
+
+    def remaining_quantile(
+        self, q: float, class_ids: IntArray, num_output: IntArray, max_tokens: IntArray
+    ) -> FloatArray:
+        """Quantile of the tokens still to come, given L > l; arguments as ``remaining``.
+
+        Args:
+            q: Probability in (0, 1). A table is kept for each of the last few values used.
+            class_ids: Classes [n] from ``class_of``.
+            num_output: Tokens generated so far [n].
+            max_tokens: Most tokens each request may generate [n].
+
+        Returns:
+            Tokens [n], at least 1 and at most ``max_tokens - num_output`` (but 1), monotone in q.
+        """
+        if not 0.0 < q < 1.0:
+            raise ValueError(f"'q' must be in (0, 1) (got {q!r}).")
+        self._refresh()
+        line = self._quantile_lines.get(q)
+        if line is None:
+            if len(self._quantile_lines) >= _MAX_CACHED_QUANTILES:
+                del self._quantile_lines[next(iter(self._quantile_lines))]
+            line = self._quantile_lines[q] = self._quantile_line(q)
+        return self._evaluate(line, class_ids, num_output, max_tokens)
+
+    def _evaluate(
+        self, line: FloatArray, class_ids: IntArray, num_output: IntArray, max_tokens: IntArray
+    ) -> FloatArray:
+        # A request with l tokens has L >= l + 1: it sits in the bin of length l + 1.
+        cell = self._bin_of.take(num_output + 1, mode="clip")
+        cell += class_ids * _NUM_BINS
+        result: FloatArray = line[1].take(cell)
+        result *= num_output
+        result += line[0].take(cell)
+        np.minimum(result, max_tokens - num_output, out=result)
+        return np.maximum(result, 1.0, out=result)
+
+    def _refresh(self) -> None:
+        if self._num_observed < self._rebuild_at:
+            return
+        weights, lengths = self._class_measures()
+        self._tail = np.zeros((len(weights), _NUM_BINS + 1))
+        self._tail[:, :-1] = _sum_from_end(weights)
+        # Below the smallest normal numbers the ratio of two sums means nothing.
+        mass = np.maximum(self._tail[:, :-1], 1e-290)
+        self._mean_line = _line(_sum_from_end(lengths) / mass - (_START - 1))
+        self._quantile_lines.clear()
+        # Early samples change much, later ones little.
+        self._rebuild_at = self._num_observed + min(_REBUILD_EVERY, 1 + self._num_observed // 8)
+
+    def _class_measures(self) -> tuple[FloatArray, FloatArray]:
+        """Mass and mass times length [num_classes, num_bins], fallbacks mixed in."""
+        scale = np.array(self._next_weight)[:, None]
+        weights = self._weights / scale
+        lengths = self._lengths / scale
+        survival = (1.0 + np.append(_START - 1, MAX_LENGTH) / _PRIOR_MEAN) ** -2.0
+        prior = -np.diff(survival)
+        prior[-1] += survival[-1]
+        global_mass = weights[0].sum() + _PRIOR_SAMPLES
+        all_weights = (weights[0] + _PRIOR_SAMPLES * prior) / global_mass
+        all_lengths = (lengths[0] + _PRIOR_SAMPLES * prior * _MIDDLE) / global_mass
+        class_weights = weights[1:] + _GLOBAL_SAMPLES * all_weights
+        class_lengths = lengths[1:] + _GLOBAL_SAMPLES * all_lengths
+        # A request stops at its limit: longer lengths of others are that limit here.
+        for row, cap in enumerate(self._caps):
+            last = int(self._bin_of[cap])
+            excess = class_weights[row, last + 1 :].sum()
+            class_weights[row, last] += excess
+            class_lengths[row, last] += excess * cap
+            class_weights[row, last + 1 :] = 0.0
+            class_lengths[row, last + 1 :] = 0.0
+        return class_weights, class_lengths
+
+    def _quantile_line(self, q: float) -> FloatArray:
+        residual = np.empty((len(self._tail), _NUM_BINS))
+        for row, tail in enumerate(self._tail):
+            target = (1.0 - q) * tail[:-1]
+            # The bin where the mass of longer outputs falls to the target.
+            column = np.searchsorted(-tail, -target, side="left") - 1
+            column = np.clip(column, 0, _NUM_BINS - 1)
+            inside = tail[column] - tail[column + 1]
+            share = (tail[column] - target) / np.where(inside > 0.0, inside, 1.0)
+            length = _START[column] - 1 + np.ceil(_WIDTH[column] * np.clip(share, 0.0, 1.0))
+            residual[row] = length - (_START - 1)
+        return _line(residual)
+
+
+def _sum_from_end(values: FloatArray) -> FloatArray:
+    result: FloatArray = np.cumsum(values[:, ::-1], axis=1)[:, ::-1]
+    return result
+
+
+def _line(residual: FloatArray) -> FloatArray:
+    """Intercepts and slopes [2, num_classes * num_bins] of residuals known at bin starts."""
+    residual = np.maximum(residual, 1.0)
+    slope = np.diff(residual, axis=1, append=residual[:, -1:]) / _WIDTH
+    return np.stack([(residual - slope * (_START - 1)).ravel(), slope.ravel()])

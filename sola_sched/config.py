@@ -1,0 +1,161 @@
+"""The operator's options, validated when they are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sola_sched.errors import ConfigError, SloError
+from sola_sched.slo import SloTarget
+
+#: The one key under ``--additional-config`` that belongs to this package.
+CONFIG_KEY = "sola_sched"
+POLICIES = ("attain", "paper")
+OVERLOAD_MODES = ("defer", "reject")
+
+
+@dataclass(frozen=True)
+class SolaConfig:
+    """Options of ``sola_sched.Scheduler``.
+
+    Attributes:
+        policy: ``attain`` maximizes the number of requests that meet both SLOs; ``paper`` is
+            SOLA as published.
+        ttft_s: Default TTFT target, seconds; None disables it. The default of 2 s (and of 0.1 s
+            for TPOT) is the server target of MLPerf Inference for an 8B chat model.
+        tpot_s: Default TPOT target, seconds; None disables it.
+        classes: SLO classes by name, each ``{"ttft_s": ..., "tpot_s": ...}``.
+        overload: What happens to a waiting request that can no longer meet its SLO: ``defer``
+            serves it from the best-effort share, ``reject`` ends it at once with an error.
+        best_effort_share: Share of engine time, in [0, 1), kept for requests that have lost
+            their SLO while others can still meet theirs; the oldest of them is always next.
+        tile: Prefill chunks are multiples of this many tokens (SOLA 4.4.3).
+        alpha: Confidence of one measured step in the online correction, in (0, 1] (SOLA Eq. 5).
+        window: Steps of the sliding window that damps switching between the two problems of
+            SOLA Table 2, >= 1.
+        safety: Share of each latency target kept as a margin for mispredicted steps, in [0, 1).
+        profile: Cost-model file written by ``python -m sola_sched.profile``; None learns the
+            cost model from live steps.
+        log_interval_s: Seconds between two summary lines in the log; 0 disables them.
+    """
+
+    policy: str = "attain"
+    ttft_s: float | None = 2.0
+    tpot_s: float | None = 0.1
+    classes: Mapping[str, SloTarget] = field(default_factory=dict)
+    overload: str = "defer"
+    best_effort_share: float = 0.05
+    tile: int = 128
+    alpha: float = 0.1
+    window: int = 8
+    safety: float = 0.05
+    profile: str | None = None
+    log_interval_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        _one_of("policy", self.policy, POLICIES)
+        _one_of("overload", self.overload, OVERLOAD_MODES)
+        for name in ("ttft_s", "tpot_s"):
+            value = getattr(self, name)
+            if value is not None:
+                _number(name, value, low=0.0, low_open=True, hint="use null to disable it")
+        _number("best_effort_share", self.best_effort_share, low=0.0, high=1.0, high_open=True)
+        _number("alpha", self.alpha, low=0.0, low_open=True, high=1.0)
+        _number("safety", self.safety, low=0.0, high=1.0, high_open=True)
+        _number("log_interval_s", self.log_interval_s, low=0.0)
+        for name in ("tile", "window"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"'{name}' must be an integer >= 1 (got {value!r}).")
+        if self.profile is not None and not isinstance(self.profile, str | Path):
+            raise ConfigError(f"'profile' must be a path or null (got {self.profile!r}).")
+
+    @property
+    def default_slo(self) -> SloTarget:
+        """The targets of a request that names none."""
+        return SloTarget(
+            ttft_s=math.inf if self.ttft_s is None else float(self.ttft_s),
+            tpot_s=math.inf if self.tpot_s is None else float(self.tpot_s),
+        )
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any] | None) -> SolaConfig:
+        """Build a configuration from plain data, e.g. the JSON of ``--additional-config``.
+
+        Raises:
+            ConfigError: An option is unknown or breaks its rule.
+        """
+        if options is None:
+            return cls()
+        if not isinstance(options, Mapping):
+            raise ConfigError(
+                f"'{CONFIG_KEY}' must be an object of options (got {options!r}); "
+                f'e.g. {{"{CONFIG_KEY}": {{"ttft_s": 0.5, "tpot_s": 0.05}}}}.'
+            )
+        known = [f.name for f in dataclasses.fields(cls)]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ConfigError(
+                f"Unknown option{'s' if len(unknown) > 1 else ''} "
+                f"{', '.join(map(repr, unknown))} in '{CONFIG_KEY}'; known options: "
+                f"{', '.join(known)}."
+            )
+        values = dict(options)
+        if "classes" in values:
+            values["classes"] = _classes(values["classes"])
+        return cls(**values)
+
+
+def _classes(raw: Any) -> dict[str, SloTarget]:
+    if not isinstance(raw, Mapping):
+        raise ConfigError(
+            f"'classes' must map names to targets (got {raw!r}); "
+            'e.g. {"chat": {"ttft_s": 0.5, "tpot_s": 0.05}}.'
+        )
+    classes = {}
+    for name, targets in raw.items():
+        if isinstance(targets, SloTarget):
+            classes[name] = targets
+            continue
+        if not isinstance(targets, Mapping) or set(targets) - {"ttft_s", "tpot_s"}:
+            raise ConfigError(
+                f"SLO class {name!r} must be an object with 'ttft_s' and 'tpot_s' "
+                f"(got {targets!r})."
+            )
+        values = {k: math.inf if v is None else v for k, v in targets.items()}
+        try:
+            classes[name] = SloTarget(**values)
+        except SloError as error:
+            raise ConfigError(f"SLO class {name!r}: {error}") from error
+    return classes
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"'{name}' must be one of {', '.join(allowed)} (got {value!r}).")
+
+
+def _number(
+    name: str,
+    value: Any,
+    *,
+    low: float,
+    high: float = math.inf,
+    low_open: bool = False,
+    high_open: bool = False,
+    hint: str = "",
+) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    inside = is_number and (low < value if low_open else low <= value)
+    inside = inside and (value < high if high_open or math.isinf(high) else value <= high)
+    if not inside:
+        left = "(" if low_open else "["
+        right = ")" if high_open or math.isinf(high) else "]"
+        raise ConfigError(
+            f"'{name}' must be a number in {left}{low:g}, {high:g}{right} (got {value!r})"
+            f"{'; ' + hint if hint else ''}."
+        )

@@ -1,0 +1,156 @@
+"""The profile file: coefficients with units and their provenance, as readable JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sola_sched.errors import ProfileError
+
+FORMAT = "sola_sched.cost_model"
+VERSION = 1
+
+#: Name and unit of each coefficient, in the order of the file.
+COEFFICIENT_UNITS = {
+    "a0": "s/token^2",
+    "b0": "s/token^2",
+    "c0": "s/token",
+    "d0": "s",
+    "a1": "s/request",
+    "b1": "s/token",
+    "c1": "s",
+    "overlap": "s",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """Coefficients of Eq. 3 and 4, finite and >= 0.
+
+    Attributes:
+        a0: Seconds per prefill token and token already computed.
+        b0: Seconds per squared prefill token.
+        c0: Seconds per prefill token.
+        d0: Seconds of a step with prefill, constant.
+        a1: Seconds per decode.
+        b1: Seconds per decode KV token.
+        c1: Seconds of a step with decode, constant.
+        overlap: The part of ``d0`` and ``c1`` that a mixed step pays once, seconds.
+
+    Raises:
+        ProfileError: A value is negative or not finite, or ``overlap`` exceeds a constant.
+    """
+
+    a0: float
+    b0: float
+    c0: float
+    d0: float
+    a1: float
+    b1: float
+    c1: float
+    overlap: float
+
+    def __post_init__(self) -> None:
+        for name in COEFFICIENT_UNITS:
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0.0 <= value < math.inf:
+                raise ProfileError(
+                    f"Coefficient '{name}' must be finite and >= 0 (got {value!r}); "
+                    f"run `python -m sola_sched.profile` again."
+                )
+        if self.overlap > min(self.d0, self.c1) * (1.0 + 1e-9):
+            raise ProfileError(
+                f"'overlap' must not exceed 'd0' or 'c1' (got {self.overlap!r}, {self.d0!r} and "
+                f"{self.c1!r}); run `python -m sola_sched.profile` again."
+            )
+
+
+def write_profile(
+    path: str | os.PathLike[str], coefficients: Coefficients, meta: Mapping[str, Any]
+) -> None:
+    """Write a profile atomically: readers see the old file or the new one, never a part.
+
+    Args:
+        path: File to create or replace; its folder must exist.
+        coefficients: What to store.
+        meta: Plain JSON data on machine, model, versions, command and fit error.
+    """
+    values = asdict(coefficients)
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "coefficients": {
+            name: {"value": values[name], "unit": unit} for name, unit in COEFFICIENT_UNITS.items()
+        },
+        "meta": dict(meta),
+    }
+    text = json.dumps(document, indent=2) + "\n"
+    target = Path(path)
+    # A temporary file in the same folder, so that the rename stays on one file system.
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            # mkstemp makes files private; a profile is meant to be shared.
+            os.fchmod(file.fileno(), 0o644)
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def read_profile(path: str | os.PathLike[str]) -> tuple[Coefficients, dict[str, Any]]:
+    """Read and check a profile.
+
+    Returns:
+        The coefficients and the stored ``meta``.
+
+    Raises:
+        ProfileError: The file is unreadable, damaged, foreign, of an unknown version or
+            physically impossible; the message names the file and the reason.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ProfileError(f"Profile {str(path)!r} must be a JSON file: {error}.") from error
+    try:
+        return _parse(document)
+    except ProfileError as error:
+        raise ProfileError(f"Profile {str(path)!r}: {error}") from error
+
+
+def _parse(document: Any) -> tuple[Coefficients, dict[str, Any]]:
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, dict) else type(document).__name__
+        raise ProfileError(
+            f"'format' must be {FORMAT!r} (got {found!r}); "
+            f"write the file with `python -m sola_sched.profile`."
+        )
+    if document.get("version") != VERSION:
+        raise ProfileError(
+            f"'version' must be {VERSION} (got {document.get('version')!r}); "
+            f"write the file again with this release's `python -m sola_sched.profile`."
+        )
+    stored = document.get("coefficients")
+    if not isinstance(stored, dict) or set(stored) != set(COEFFICIENT_UNITS):
+        found = sorted(stored) if isinstance(stored, dict) else stored
+        raise ProfileError(
+            f"'coefficients' must hold {', '.join(COEFFICIENT_UNITS)} (got {found!r})."
+        )
+    values: dict[str, Any] = {}
+    for name, unit in COEFFICIENT_UNITS.items():
+        entry = stored[name]
+        if not isinstance(entry, dict) or entry.get("unit") != unit:
+            raise ProfileError(f"Coefficient '{name}' must be in {unit} (got {entry!r}).")
+        values[name] = entry.get("value")
+    meta = document.get("meta", {})
+    if not isinstance(meta, dict):
+        raise ProfileError(f"'meta' must be an object (got {meta!r}).")
+    return Coefficients(**values), meta

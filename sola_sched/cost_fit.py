@@ -1,0 +1,209 @@
+"""The fit behind the cost model: shapes and times of steps in, coefficients out.
+
+Robust non-negative least squares. The fit minimizes the *relative* error, because a step of 5 ms
+that is 1 ms off hurts a 50 ms TPOT objective as much as one of 50 ms that is 10 ms off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+
+#: Kinds of steps.
+PREFILL, DECODE, MIXED = range(3)
+#: Columns of a feature row. The last three are 0/1: the step runs at all, has prefill, has decode.
+FEATURES = (
+    "prefill_ctx",
+    "prefill_sq",
+    "prefill_tokens",
+    "num_decodes",
+    "decode_ctx",
+    "is_step",
+    "has_prefill",
+    "has_decode",
+)
+NUM_FEATURES = len(FEATURES)
+
+# Prior precision per feature, in rows. A coefficient is scaled to the share of the step time that
+# it explains, so sigma^2 / spread^2 = 0.05^2 / 0.5^2 = 0.01 is a weak prior at 5 % noise. Where
+# the data cannot tell features apart, the lighter one explains more: constants before terms per
+# token before quadratic terms, one shared constant before one per phase.
+_PRIOR_ROWS = np.array([0.1, 0.1, 0.01, 0.02, 0.02, 0.01, 0.1, 0.1])
+# Weight of the previous coefficients once old steps have been forgotten, in rows.
+_MEMORY_ROWS = 1.0
+_NUM_REWEIGHTS = 3
+_HUBER_SIGMAS = 1.5
+_MIN_SIGMA = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What one step computes; the sums of Eq. 3 and 4.
+
+    Attributes:
+        num_decodes: Requests that compute one decode token.
+        decode_ctx_tokens: Sum of KV lengths of the decodes.
+        prefill_tokens: Sum of new tokens over the prefill chunks.
+        prefill_sq_tokens: Sum of squared chunk lengths.
+        prefill_ctx_tokens: Sum over chunks of tokens already computed times chunk length.
+    """
+
+    num_decodes: int
+    decode_ctx_tokens: int
+    prefill_tokens: int
+    prefill_sq_tokens: float
+    prefill_ctx_tokens: float
+
+
+def kind_of(shape: StepShape) -> int | None:
+    """``PREFILL``, ``DECODE`` or ``MIXED``; None for a step that computes nothing."""
+    if shape.num_decodes > 0:
+        return MIXED if shape.prefill_tokens > 0 else DECODE
+    return PREFILL if shape.prefill_tokens > 0 else None
+
+
+def features_of(shape: StepShape) -> tuple[float, ...]:
+    """The feature row of a step, in the order of ``FEATURES``."""
+    return (
+        shape.prefill_ctx_tokens,
+        shape.prefill_sq_tokens,
+        shape.prefill_tokens,
+        shape.num_decodes,
+        shape.decode_ctx_tokens,
+        1.0,
+        1.0 if shape.prefill_tokens > 0 else 0.0,
+        1.0 if shape.num_decodes > 0 else 0.0,
+    )
+
+
+def fit_coefficients(
+    rows: FloatArray, times_s: FloatArray, previous: FloatArray | None = None
+) -> FloatArray:
+    """Fit non-negative coefficients of ``times_s ~ rows @ coefficients``.
+
+    Huber-reweighted least squares on the relative residual (t - prediction) / prediction, with a
+    weak ridge so that steps of one single shape still give one answer.
+
+    Args:
+        rows: Features [num_steps, NUM_FEATURES], >= 0, ``num_steps`` >= 1.
+        times_s: Measured times [num_steps], seconds, finite and > 0.
+        previous: Coefficients [NUM_FEATURES] that unidentified directions stay close to, or None.
+
+    Returns:
+        Coefficients [NUM_FEATURES], finite and >= 0; 0 for features that never occur.
+    """
+    # Very short outliers must not get the leverage of 1 / t.
+    floor_s = 0.25 * float(np.median(times_s))
+    weights = 1.0 / np.maximum(times_s, floor_s)
+    scale = np.sqrt(np.mean((rows * weights[:, None]) ** 2, axis=0))
+    is_used = scale > 0.0
+    scale[~is_used] = 1.0
+    scaled = rows / scale
+    prior_rows = _PRIOR_ROWS.copy()
+    centre = np.zeros(NUM_FEATURES)
+    if previous is not None:
+        prior_rows += _MEMORY_ROWS
+        centre = previous * scale * (_MEMORY_ROWS / prior_rows)
+    solution = np.zeros(NUM_FEATURES)
+    for _ in range(1 + _NUM_REWEIGHTS):
+        weighted = scaled * weights[:, None]
+        gram = weighted.T @ weighted + np.diag(prior_rows)
+        target = weighted.T @ (times_s * weights) + prior_rows * centre
+        solution = solve_nonnegative(gram, target, solution)
+        predicted = scaled @ solution
+        denominator = np.maximum(predicted, floor_s)
+        residual = np.abs(times_s - predicted) / denominator
+        cut = _HUBER_SIGMAS * max(1.4826 * float(np.median(residual)), _MIN_SIGMA)
+        weights = np.sqrt(np.minimum(1.0, cut / np.maximum(residual, cut))) / denominator
+    if previous is None:
+        solution[~is_used] = 0.0
+    result: FloatArray = solution / scale
+    return result
+
+
+def solve_nonnegative(gram: FloatArray, target: FloatArray, start: FloatArray) -> FloatArray:
+    """Minimize x' gram x / 2 - target' x over x >= 0 (Lawson and Hanson's active set).
+
+    Args:
+        gram: Positive definite matrix [n, n].
+        target: Right-hand side [n].
+        start: Feasible start [n], >= 0; its support is the first guess of the solution's.
+
+    Returns:
+        The minimizer [n], >= 0.
+    """
+    solution = start.copy()
+    passive = solution > 0.0
+    tolerance = 1e-10 * float(np.max(np.abs(target), initial=0.0))
+    # Each pass adds one variable; the bound only stops cycling by rounding.
+    for attempt in range(3 * len(target) + 1):
+        if attempt or not passive.any():
+            gradient = target - gram @ solution
+            gradient[passive] = -np.inf
+            entering = int(np.argmax(gradient))
+            if gradient[entering] <= tolerance:
+                break
+            passive[entering] = True
+        while passive.any():
+            index = np.flatnonzero(passive)
+            trial = np.linalg.solve(gram[np.ix_(index, index)], target[index])
+            blocked = trial <= 0.0
+            if not blocked.any():
+                solution[index] = trial
+                break
+            current = solution[index]
+            step = float(np.min(current[blocked] / (current[blocked] - trial[blocked])))
+            moved = current + step * (trial - current)
+            moved[blocked & (moved <= 1e-14 * np.max(moved))] = 0.0
+            if not (moved[blocked] == 0.0).any():
+                moved[np.flatnonzero(blocked)[0]] = 0.0
+            solution[index] = np.maximum(moved, 0.0)
+            passive = solution > 0.0
+    return solution
+
+
+class StepMemory:
+    """The last measured steps of each kind, in bounded arrays owned by this object.
+
+    One ring per kind: an hour of decode-only steps must not push out the last prefill.
+
+    Args:
+        num_kinds: Kinds of steps.
+        capacity: Steps kept per kind.
+    """
+
+    def __init__(self, num_kinds: int, capacity: int) -> None:
+        self._data = np.zeros((num_kinds, capacity, NUM_FEATURES + 1))
+        self._capacity = capacity
+        self.num_added = [0] * num_kinds
+
+    @property
+    def has_forgotten(self) -> bool:
+        """True once a step has been overwritten."""
+        return max(self.num_added) > self._capacity
+
+    def add(self, kind: int, row: tuple[float, ...]) -> None:
+        """Keep one step; ``row`` is its features followed by its time in seconds."""
+        self._data[kind, self.num_added[kind] % self._capacity] = row
+        self.num_added[kind] += 1
+
+    def all_steps(self) -> tuple[FloatArray, FloatArray]:
+        """Features [n, NUM_FEATURES] and times [n] of every step kept (copies)."""
+        kept = np.concatenate(
+            [
+                data[: min(added, self._capacity)]
+                for data, added in zip(self._data, self.num_added, strict=True)
+            ]
+        )
+        return kept[:, :-1], kept[:, -1]
+
+    def last_steps(self, kind: int, count: int) -> tuple[FloatArray, FloatArray]:
+        """Features and times of at most ``count`` newest steps of a kind, oldest first."""
+        added = self.num_added[kind]
+        size = min(count, added, self._capacity)
+        kept = self._data[kind, np.arange(added - size, added) % self._capacity]
+        return kept[:, :-1], kept[:, -1]

@@ -1,0 +1,23 @@
+"""The exceptions sola_sched raises, each derived from the built-in a caller would expect."""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A configuration value breaks its rule; the message names key, value and rule."""
+
+
+class SloError(ValueError):
+    """A per-request SLO key has a wrong type or value; the message names key, value and rule."""
+
+
+class ProfileError(ValueError):
+    """A cost-model profile is damaged, of another format or physically impossible."""
+
+
+class IncompatibleVllmError(RuntimeError):
+    """The installed vLLM is outside the supported range or lacks a seam that is steered."""
+
+
+class DatasetError(ValueError):
+    """A benchmark dataset is missing or malformed; the message names the file and its source."""

@@ -1,0 +1,316 @@
+"""State monitor (SOLA, Hong et al., MLSys 2025, section 4.3): request and system states.
+
+An engine reports four events - a request arrives, a step is scheduled, a step completes, a
+request ends - and reads back a `StepState`. Everything is updated by those events alone;
+nothing is recomputed per step from the requests themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sola_sched.cost_model import CostModel, StepShape
+from sola_sched.slo import SloTarget
+from sola_sched.state import (
+    DECODE,
+    PREFILL,
+    WAITING,
+    FloatArray,
+    IntArray,
+    RequestTable,
+    StepState,
+)
+
+#: Weight of the newest step in the running averages of the system state.
+_AVERAGING = 0.05
+
+
+class LengthModel(Protocol):
+    """Output-length distribution D_i (SOLA 4.3); `length_predictor.LengthHistogram` is one."""
+
+    def class_of(self, num_prompt_tokens: int, max_tokens: int) -> int:
+        """Class of a request by its input length and output limit."""
+
+    def observe(self, class_id: int, num_output_tokens: int) -> None:
+        """Learn from one finished request."""
+
+    def remaining(
+        self,
+        class_ids: NDArray[np.int32],
+        num_output: IntArray,
+        max_tokens: IntArray,
+    ) -> FloatArray:
+        """Expected output tokens left, given how many were generated."""
+
+
+@dataclass(slots=True)
+class _StepRecord:
+    scheduled_s: float
+    shape: StepShape
+    predicted_s: float
+    decode_rows: IntArray
+    prefill_rows: IntArray
+
+
+@dataclass(slots=True)
+class MonitorStats:
+    """Counters over all ended requests; latencies in seconds."""
+
+    num_finished: int = 0
+    num_attained: int = 0
+    num_ttft_met: int = 0
+    num_tpot_met: int = 0
+    num_aborted: int = 0
+    num_rejected: int = 0
+    num_steps: int = 0
+    max_wait_s: float = 0.0
+
+
+class StateMonitor:
+    """Keeps the states that a planner needs, from events of the engine.
+
+    Args:
+        cost: Step-time model; corrected online from the measured steps.
+        lengths: Output-length distribution; learns from requests that end by themselves.
+        clock: Monotonic time in seconds.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        lengths: LengthModel,
+        clock: Callable[[], float],
+    ) -> None:
+        self.cost = cost
+        self.lengths = lengths
+        self.clock = clock
+        self.table = RequestTable()
+        self.stats = MonitorStats()
+        self.prefill_share = 0.0
+        self.accepted_per_decode = 1.0
+        self._in_flight: deque[_StepRecord] = deque()
+        self._last_update_s = -math.inf
+        self._was_busy = False
+        self._elapsed_s = 0.0
+        self._next_pos = 1
+        self._front_pos = -1
+        self._num_limited = 0
+
+    # Events ---------------------------------------------------------------------------------
+
+    def add(
+        self,
+        req_id: str,
+        *,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        slo: SloTarget,
+        arrival_s: float,
+        priority: int = 0,
+    ) -> int:
+        """A request arrived; returns its row. `arrival_s` is on the monitor's clock."""
+        table = self.table
+        row = table.add(req_id)
+        table.phase[row] = WAITING
+        table.arrival_s[row] = arrival_s
+        table.ttft_s[row] = slo.ttft_s
+        table.tpot_s[row] = slo.tpot_s
+        table.priority[row] = priority
+        table.num_prompt[row] = num_prompt_tokens
+        table.prefill_target[row] = num_prompt_tokens
+        table.max_tokens[row] = max_tokens
+        table.length_class[row] = self.lengths.class_of(num_prompt_tokens, max_tokens)
+        table.queue_pos[row] = self._next_pos
+        self._next_pos += 1
+        self._num_limited += not slo.is_unlimited
+        return row
+
+    def admitted(self, row: int, *, num_computed: int, prefill_target: int) -> None:
+        """A waiting request got a slot; `num_computed` tokens came from a cache."""
+        table = self.table
+        table.phase[row] = PREFILL
+        table.num_computed[row] = num_computed
+        table.prefill_target[row] = prefill_target
+
+    def requeued(self, row: int, *, num_tokens: int, at_front: bool) -> None:
+        """A request lost its KV (preemption) or waits for more input; it is WAITING again."""
+        table = self.table
+        table.phase[row] = WAITING
+        table.num_computed[row] = 0
+        table.prefill_target[row] = num_tokens
+        if at_front:
+            table.num_preemptions[row] += 1
+            table.queue_pos[row] = self._front_pos
+            self._front_pos -= 1
+
+    def scheduled(
+        self, decode_rows: IntArray, prefill_rows: IntArray, prefill_tokens: IntArray
+    ) -> None:
+        """A step was handed to the accelerator. Steps complete in this order.
+
+        Args:
+            decode_rows: Rows that decode in the step.
+            prefill_rows: Rows that prefill, with their `prefill_tokens` in the step.
+        """
+        table = self.table
+        ctx = int(table.num_prompt[decode_rows].sum() + table.num_output[decode_rows].sum())
+        if len(prefill_rows):
+            has = table.num_computed[prefill_rows]
+            shape = StepShape(
+                num_decodes=len(decode_rows),
+                decode_ctx_tokens=ctx,
+                prefill_tokens=int(prefill_tokens.sum()),
+                prefill_sq_tokens=float(np.dot(prefill_tokens, prefill_tokens)),
+                prefill_ctx_tokens=float(np.dot(has, prefill_tokens)),
+            )
+            table.num_computed[prefill_rows] = has + prefill_tokens
+            done = table.num_computed[prefill_rows] >= table.prefill_target[prefill_rows]
+            table.phase[prefill_rows[done]] = DECODE
+            sampled = prefill_rows[done]
+        else:
+            shape = StepShape(len(decode_rows), ctx, 0, 0.0, 0.0)
+            sampled = prefill_rows
+        self._in_flight.append(
+            _StepRecord(
+                scheduled_s=self.clock(),
+                shape=shape,
+                predicted_s=self.cost.step_s(shape) if self.cost.is_ready else 0.0,
+                decode_rows=decode_rows,
+                prefill_rows=sampled,
+            )
+        )
+
+    def completed(self, rows: IntArray, num_tokens: IntArray | int) -> None:
+        """The oldest step in flight completed and delivered tokens.
+
+        Args:
+            rows: Rows that received output tokens, each once.
+            num_tokens: Tokens per row, or one number for all.
+        """
+        now = self.clock()
+        record = self._in_flight.popleft()
+        start = self._last_update_s if self._was_busy else record.scheduled_s
+        elapsed = now - start
+        self._last_update_s = now
+        self._elapsed_s += elapsed
+        self.stats.num_steps += 1
+        shape = record.shape
+        if shape.num_decodes or shape.prefill_tokens:
+            self.cost.observe(shape, elapsed)
+            share = 0.0
+            if shape.prefill_tokens and record.predicted_s > 0:
+                decode_s = self.cost.decode_s(shape.num_decodes, shape.decode_ctx_tokens)
+                share = max(0.0, 1.0 - float(decode_s) / record.predicted_s)
+            self.prefill_share += _AVERAGING * (share - self.prefill_share)
+        if not len(rows):
+            return
+        table = self.table
+        fresh = rows[np.isnan(table.first_token_s[rows])]
+        if len(fresh):
+            table.first_token_s[fresh] = now
+        table.last_token_s[rows] = now
+        table.num_output[rows] += num_tokens
+        if not isinstance(num_tokens, int) and shape.num_decodes:
+            mean = float(np.mean(num_tokens))
+            self.accepted_per_decode += _AVERAGING * (max(1.0, mean) - self.accepted_per_decode)
+
+    def finished(self, req_id: str, *, by_itself: bool = True, rejected: bool = False) -> None:
+        """A request ended; `by_itself` is False for aborts and errors."""
+        table = self.table
+        row = table.row_of[req_id]
+        stats = self.stats
+        self._num_limited -= bool(
+            math.isfinite(table.ttft_s[row]) or math.isfinite(table.tpot_s[row])
+        )
+        if rejected:
+            stats.num_rejected += 1
+        elif not by_itself:
+            stats.num_aborted += 1
+        else:
+            num_output = int(table.num_output[row])
+            self.lengths.observe(int(table.length_class[row]), num_output)
+            stats.num_finished += 1
+            if num_output:
+                first = float(table.first_token_s[row])
+                ttft = first - float(table.arrival_s[row])
+                ttft_met = ttft <= table.ttft_s[row]
+                decode_s = float(table.last_token_s[row]) - first
+                tpot_met = num_output < 2 or decode_s / (num_output - 1) <= table.tpot_s[row]
+                stats.num_ttft_met += bool(ttft_met)
+                stats.num_tpot_met += bool(tpot_met)
+                stats.num_attained += bool(ttft_met and tpot_met)
+                stats.max_wait_s = max(stats.max_wait_s, ttft)
+        table.remove(req_id)
+
+    def set_busy(self, is_busy: bool) -> None:
+        """Tell after each step whether requests are left: idle time is not step time."""
+        self._was_busy = is_busy
+
+    # State ----------------------------------------------------------------------------------
+
+    def state(
+        self,
+        running: Sequence[int] | IntArray,
+        *,
+        max_num_tokens: int,
+        max_num_running: int,
+        num_free_blocks: int,
+        num_blocks: int,
+        block_size: int,
+        tokens_per_decode: int = 1,
+    ) -> StepState:
+        """The state for the next plan; call once per step, before it is scheduled.
+
+        Args:
+            running: Rows that hold a slot, in the engine's order.
+            The rest: as in `StepState`.
+        """
+        table = self.table
+        rows = np.asarray(running, dtype=np.int64)
+        now = self.clock()
+        start = now
+        ahead = np.zeros(len(rows), dtype=np.int64)
+        if self._in_flight:
+            free_s = max(self._last_update_s, self._in_flight[0].scheduled_s)
+            pending = np.zeros(table.capacity, dtype=np.int64)
+            for record in self._in_flight:
+                free_s += record.predicted_s
+                pending[record.decode_rows] += 1
+                pending[record.prefill_rows] += 1
+            ahead = pending[rows]
+            start = max(now, free_s)
+        waiting = np.flatnonzero(table.phase == WAITING)
+        remaining = self.lengths.remaining(
+            table.length_class[rows], table.num_output[rows] + ahead, table.max_tokens[rows]
+        )
+        waiting_output = self.lengths.remaining(
+            table.length_class[waiting], table.num_output[waiting], table.max_tokens[waiting]
+        )
+        elapsed, self._elapsed_s = self._elapsed_s, 0.0
+        return StepState(
+            now_s=start,
+            table=table,
+            running=rows,
+            num_ahead=ahead,
+            waiting=waiting,
+            remaining=remaining,
+            waiting_output=waiting_output,
+            cost=self.cost,
+            max_num_tokens=max_num_tokens,
+            max_num_running=max_num_running,
+            num_free_blocks=num_free_blocks,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            tokens_per_decode=tokens_per_decode,
+            accepted_per_decode=self.accepted_per_decode,
+            elapsed_s=elapsed,
+            prefill_share=self.prefill_share,
+            has_slo=self._num_limited > 0,
+        )

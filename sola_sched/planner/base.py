@@ -1,0 +1,112 @@
+"""What both planners share: the interface, peak memory, priorities and the neutral plan."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from sola_sched.state import FloatArray, IntArray, StepPlan, StepState
+
+#: Share of the KV cache that may be planned for; the rest absorbs partly filled blocks.
+_PLANNABLE = 0.97
+
+
+class Planner(Protocol):
+    """Decides one step. Called once per step, in order."""
+
+    def plan(self, state: StepState) -> StepPlan:
+        """Plan the step that `state` describes; must not change `state`."""
+
+
+def peak_tokens(used: FloatArray | IntArray, left: FloatArray) -> float:
+    """Largest KV need, in tokens, until every request has finished.
+
+    Source: SOLA section 5.1, after LightLLM. With requests sorted by tokens left, longest
+    first, the need when request i ends is ``sum_{j<=i} used_j + i * left_i``; the peak is the
+    largest of these.
+
+    Args:
+        used: Tokens each request holds now.
+        left: Tokens each request will still add, >= 0.
+    """
+    if not len(used):
+        return 0.0
+    order = np.argsort(-left)
+    held = np.cumsum(used[order])
+    return float((held + left[order] * np.arange(1, len(order) + 1)).max())
+
+
+def num_that_fit(
+    state: StepState, growing: IntArray, growth: FloatArray, held: int, index: IntArray
+) -> int:
+    """How many waiting requests, from the front, keep the predicted peak inside the KV cache.
+
+    Args:
+        state: The step's state.
+        growing: Rows that run on, each to add `growth` tokens, shape [len(growing)].
+        held: Tokens of KV that stay as they are.
+        index: Positions in `state.waiting` of the candidates, in the order of admission.
+
+    Returns:
+        A count in [0, len(index)]; at least 1 when nothing else holds KV.
+    """
+    if not len(index):
+        return 0
+    table = state.table
+    capacity = state.num_blocks * state.block_size * _PLANNABLE - held
+    used = table.prefill_target[growing] + table.num_output[growing]
+    used = np.maximum(used, table.num_computed[growing])
+    new_used = table.prefill_target[state.waiting[index]]
+    new_left = state.waiting_output[index]
+
+    def fits(count: int) -> bool:
+        need = peak_tokens(
+            np.concatenate([used, new_used[:count]]),
+            np.concatenate([growth, new_left[:count]]),
+        )
+        return need <= capacity
+
+    if fits(len(index)):
+        return len(index)
+    low, high = 0, len(index)  # fits(low) or low == 0; not fits(high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    if low == 0 and not len(growing) and not held:
+        return 1
+    return low
+
+
+def priority_victims(state: StepState) -> IntArray:
+    """Running rows that must give way to waiting ones of a higher priority class.
+
+    vLLM stops admitting when every slot is taken, whatever waits (vLLM issue 40004). Here, when
+    no slot is free, each waiting request may displace one running request of a strictly lower
+    class (larger number); the lowest class goes first, the latest arrival first within it.
+    """
+    table, rows = state.table, state.running
+    if len(rows) < state.max_num_running or not len(state.waiting):
+        return rows[:0]
+    running, waiting = table.priority[rows], np.sort(table.priority[state.waiting])
+    if waiting[0] >= running.max():
+        return rows[:0]
+    order = np.lexsort((-table.arrival_s[rows], -running))
+    count = min(len(order), len(waiting))
+    gives_way = waiting[:count] < running[order[:count]]
+    return rows[order[:count][gives_way]]
+
+
+def neutral(state: StepState, problem: str = "neutral") -> StepPlan:
+    """Stock behaviour: every request in the engine's own order, the full budget."""
+    table = state.table
+    priority = table.priority[state.waiting]
+    plan = StepPlan(problem=problem)
+    if priority.any() or table.priority[state.running].any():
+        plan.preempt = priority_victims(state)
+        plan.admit = state.waiting[np.lexsort((table.queue_pos[state.waiting], priority))]
+        rows = state.running
+        plan.run = rows[np.argsort(table.priority[rows], kind="stable")]
+        if len(plan.preempt):
+            plan.run = plan.run[~np.isin(plan.run, plan.preempt)]
+    return plan

@@ -1,0 +1,381 @@
+"""`sola_sched.Scheduler`: vLLM's V1 scheduler, steered by a planner.
+
+vLLM's own `schedule()` does the work - prefix cache, block allocation, structured output,
+speculative decoding, LoRA, KV connectors. Before each call the mixin observes the state and asks
+the planner; around the call it applies the plan through narrow seams; afterwards it puts back
+what it hid. See `docs/design.md` for the seams and the rules they follow.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import vllm
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import Request, RequestStatus
+
+from sola_sched.config import CONFIG_KEY, SolaConfig
+from sola_sched.cost_model import CostModel
+from sola_sched.errors import SloError
+from sola_sched.length_predictor.histogram import LengthHistogram
+from sola_sched.monitor import StateMonitor
+from sola_sched.planner import make_planner
+from sola_sched.queues import PlannedQueue
+from sola_sched.slo import SloTarget, request_target
+from sola_sched.state import DECODE, WAITING, IntArray, StepPlan
+from sola_sched.vllm_compat import Seams, check_version
+
+logger = logging.getLogger("sola_sched")
+
+_NEUTRAL = StepPlan()
+
+
+class SolaSchedulerMixin:
+    """SOLA's observe - plan - apply loop around the `schedule()` of a vLLM scheduler.
+
+    Mix it in before any class derived from vLLM's `AsyncScheduler` (or `Scheduler`, which loses
+    asynchronous scheduling). Under asynchronous scheduling `schedule()` runs again before the
+    previous step's output is known, so the observed state lags the step in flight; tokens in
+    flight are accounted for as delivered at the step's predicted end.
+
+    Attributes:
+        sola_clock: Monotonic time in seconds; replaceable, e.g. by a simulator.
+        sola_wall_clock: Time on the scale of `Request.arrival_time`; replaceable likewise.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_version(vllm.__version__)
+        super().__init__(*args, **kwargs)
+        self._seams = Seams(self)
+        self.sola_config = SolaConfig.from_mapping(
+            (self.vllm_config.additional_config or {}).get(CONFIG_KEY)
+        )
+        self.sola_clock: Callable[[], float] = time.monotonic
+        self.sola_wall_clock: Callable[[], float] = time.time
+        config = self.sola_config
+        cost = (
+            CostModel.load(config.profile, alpha=config.alpha)
+            if config.profile
+            else CostModel(alpha=config.alpha)
+        )
+        self.sola_monitor = StateMonitor(cost, LengthHistogram(), lambda: self.sola_clock())
+        self.sola_planner = make_planner(config)
+        # The plan orders by priority itself; vLLM's victim is then the tail of our order.
+        self._honours_priority = self.policy == SchedulingPolicy.PRIORITY
+        self.policy = SchedulingPolicy.FCFS
+        self.waiting = PlannedQueue()
+        self._steers = self.vllm_config.model_config.runner_type != "pooling"
+        self._tokens_per_decode = 1 + int(self.num_spec_tokens)
+        self._default_slo = config.default_slo
+        self._num_blocks = max(1, self.kv_cache_manager.block_pool.num_gpu_blocks - 1)
+        # Chunks of models with aligned state must span a block, or they would never start.
+        self._min_budget = (
+            self.block_size if getattr(self, "need_mamba_block_aligned_split", False) else 1
+        )
+        self._is_updating = False
+        self._stalled = False
+        self._ended: list[tuple[str, bool]] = []
+        self._rejected: list[Request] = []
+        self._counts = dict.fromkeys(
+            (
+                "num_held",
+                "num_reordered",
+                "num_preempted_by_policy",
+                "num_rejected",
+                "num_invalid_slo",
+                "num_stalled",
+            ),
+            0,
+        )
+        self._problems: dict[str, int] = {}
+        self._next_log_s = 0.0
+        logger.info(
+            "sola_sched: policy %s, default SLO TTFT %g s, TPOT %g s, %d classes, cost model %s",
+            config.policy,
+            self._default_slo.ttft_s,
+            self._default_slo.tpot_s,
+            len(config.classes),
+            config.profile or "learned from live steps",
+        )
+
+    # Arrivals and ends ----------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id not in self.requests:
+            wait_s = max(0.0, self.sola_wall_clock() - request.arrival_time)
+            self.sola_monitor.add(
+                request.request_id,
+                num_prompt_tokens=request.num_prompt_tokens,
+                max_tokens=max(1, request.max_tokens),
+                slo=self._slo_of(request),
+                arrival_s=self.sola_clock() - wait_s,
+                priority=request.priority if self._honours_priority else 0,
+            )
+        super().add_request(request)
+
+    def _slo_of(self, request: Request) -> SloTarget:
+        params = request.sampling_params
+        try:
+            return request_target(
+                params.extra_args if params is not None else None,
+                self._default_slo,
+                self.sola_config.classes,
+            )
+        except SloError as error:  # the front end refuses these unless the plug-in is off
+            self._counts["num_invalid_slo"] += 1
+            if self._counts["num_invalid_slo"] == 1:
+                logger.warning("%s: using the default SLO instead. %s", request.request_id, error)
+            return self._default_slo
+
+    def _enqueue_waiting_request(self, request: Request) -> None:
+        row = self.sola_monitor.table.row_of.get(request.request_id)
+        if row is not None and self.sola_monitor.table.phase[row] != WAITING:
+            # A streaming session goes back for its next input.
+            self.sola_monitor.requeued(row, num_tokens=request.num_tokens, at_front=False)
+        super()._enqueue_waiting_request(request)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)
+        row = self.sola_monitor.table.row_of[request.request_id]
+        self.sola_monitor.requeued(row, num_tokens=request.num_tokens, at_front=True)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        by_itself = request.status in (
+            RequestStatus.FINISHED_STOPPED,
+            RequestStatus.FINISHED_LENGTH_CAPPED,
+            RequestStatus.FINISHED_REPETITION,
+        )
+        if self._is_updating:  # its last tokens are booked after the update
+            self._ended.append((request.request_id, by_itself))
+        else:
+            self.sola_monitor.finished(request.request_id, by_itself=by_itself)
+        return super()._free_request(request, *args, **kwargs)
+
+    def has_requests(self) -> bool:
+        return bool(self._rejected) or super().has_requests()
+
+    # One step -------------------------------------------------------------------------------
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self._seams.merge_skipped()
+        plan = self._plan()
+        with self._applied(plan):
+            output = super().schedule(*args, **kwargs)
+        self._stalled = not output.num_scheduled_tokens and plan is not _NEUTRAL
+        self._counts["num_stalled"] += self._stalled
+        self._record(output)
+        return output
+
+    def _plan(self) -> StepPlan:
+        if not self._steers or self._stalled or self._is_paused():
+            return _NEUTRAL
+        row_of = self.sola_monitor.table.row_of
+        pool = self.kv_cache_manager.block_pool
+        state = self.sola_monitor.state(
+            [row_of[request.request_id] for request in self.running],
+            max_num_tokens=self.max_num_scheduled_tokens,
+            max_num_running=self._seams.num_slots,
+            num_free_blocks=pool.get_num_free_blocks(),
+            num_blocks=self._num_blocks,
+            block_size=self.block_size,
+            tokens_per_decode=self._tokens_per_decode,
+        )
+        plan = self.sola_planner.plan(state)
+        self._problems[plan.problem] = self._problems.get(plan.problem, 0) + 1
+        return plan
+
+    def _is_paused(self) -> bool:
+        state = getattr(self, "_pause_state", None)
+        return state is not None and state.name != "UNPAUSED"
+
+    @contextmanager
+    def _applied(self, plan: StepPlan) -> Iterator[None]:
+        """Show vLLM what the plan lets it see; put everything back afterwards."""
+        if plan is _NEUTRAL:
+            yield
+            return
+        if len(plan.reject):
+            self._reject(plan.reject)
+        if len(plan.preempt):
+            self._preempt_rows(plan.preempt)
+        hidden = [] if plan.run is None else self._hide(plan.run)
+        if plan.admit is not None:
+            self.waiting.plan(self._seams.within_max_loras(self._requests(plan.admit)))
+        budget, slots = self.max_num_scheduled_tokens, self._seams.slots_attribute
+        num_slots = getattr(self, slots)
+        if plan.token_budget is not None:
+            self.max_num_scheduled_tokens = min(budget, max(self._min_budget, plan.token_budget))
+        setattr(self, slots, num_slots - len(hidden))
+        try:
+            yield
+        finally:
+            self.running.extend(hidden)
+            self.max_num_scheduled_tokens = budget
+            setattr(self, slots, num_slots)
+            self.waiting.unplan()
+
+    def _hide(self, run: IntArray) -> list[Request]:
+        """Reorder `running` as planned; returns the requests that sit out."""
+        by_row = dict.fromkeys(run.tolist())
+        row_of = self.sola_monitor.table.row_of
+        hidden = []
+        for request in self.running:
+            row = row_of[request.request_id]
+            if row in by_row:
+                by_row[row] = request
+            else:
+                hidden.append(request)
+        shown = [request for request in by_row.values() if request is not None]
+        self._counts["num_reordered"] += shown != self.running[: len(shown)]
+        self._counts["num_held"] += len(hidden)
+        self.running = shown
+        return hidden
+
+    def _requests(self, rows: IntArray) -> Iterable[Request]:
+        req_id, requests = self.sola_monitor.table.req_id, self.requests
+        return (requests[name] for row in rows.tolist() if (name := req_id[row]) in requests)
+
+    def _preempt_rows(self, rows: IntArray) -> None:
+        running = set(self.running)
+        victims = [
+            request
+            for request in self._requests(rows)
+            if request in running and self._seams.can_preempt(request)
+        ]
+        if not victims:
+            return
+        gone = set(victims)
+        self.running = [request for request in self.running if request not in gone]
+        timestamp = time.monotonic()
+        for request in victims:
+            self._seams.preempt(request, timestamp)
+        self._counts["num_preempted_by_policy"] += len(victims)
+
+    def _reject(self, rows: IntArray) -> None:
+        rejected = [request for request in self._requests(rows) if request in self.waiting]
+        names = [request.request_id for request in rejected]
+        self.finish_requests(names, RequestStatus.FINISHED_ERROR)
+        self._rejected.extend(rejected)
+        self._counts["num_rejected"] += len(rejected)
+
+    def _record(self, output: Any) -> None:
+        """Book the step that was just scheduled."""
+        monitor = self.sola_monitor
+        table = monitor.table
+        row_of = table.row_of
+        scheduled = output.num_scheduled_tokens
+        rows = np.fromiter((row_of[name] for name in scheduled), np.int64, len(scheduled))
+        is_decode = table.phase[rows] == DECODE
+        if is_decode.all():
+            monitor.scheduled(rows, rows[:0], rows[:0])
+            return
+        tokens = np.fromiter(scheduled.values(), np.int64, len(scheduled))
+        for name, row in zip(scheduled, rows.tolist(), strict=True):
+            if table.phase[row] == WAITING:
+                request = self.requests[name]
+                monitor.admitted(
+                    row,
+                    num_computed=request.num_computed_tokens - scheduled[name],
+                    prefill_target=request.num_tokens,
+                )
+        monitor.scheduled(rows[is_decode], rows[~is_decode], tokens[~is_decode])
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        self._is_updating = True
+        try:
+            outputs = super().update_from_output(scheduler_output, model_runner_output)
+        finally:
+            self._is_updating = False
+        row_of = self.sola_monitor.table.row_of
+        received = [
+            (row_of[out.request_id], len(out.new_token_ids))
+            for group in outputs.values()
+            for out in group.outputs
+            if out.new_token_ids
+        ]
+        if received:
+            booked = np.array(received, dtype=np.int64)
+            self.sola_monitor.completed(booked[:, 0], booked[:, 1])
+        else:
+            nothing = np.empty(0, dtype=np.int64)
+            self.sola_monitor.completed(nothing, nothing)
+        for name, by_itself in self._ended:
+            self.sola_monitor.finished(name, by_itself=by_itself)
+        self._ended.clear()
+        self.sola_monitor.set_busy(bool(self.requests))
+        if self._rejected:
+            self._answer_rejected(outputs)
+        if self.sola_config.log_interval_s and self.sola_clock() >= self._next_log_s:
+            self._log()
+        return outputs
+
+    def _answer_rejected(self, outputs: Any) -> None:
+        """A rejected request is answered: its stream ends with finish reason "error"."""
+        for request in self._rejected:
+            answer = EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+                events=request.take_events(),
+                trace_headers=request.trace_headers,
+            )
+            group = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            group.outputs.append(answer)
+        self._rejected.clear()
+
+    # Figures --------------------------------------------------------------------------------
+
+    def sola_stats(self) -> dict[str, Any]:
+        """Counters since start: requests, attainment, interventions, cost-model error."""
+        stats, monitor = self.sola_monitor.stats, self.sola_monitor
+        done = max(1, stats.num_finished)
+        return {
+            "policy": self.sola_config.policy,
+            "num_steps": stats.num_steps,
+            "num_finished": stats.num_finished,
+            "num_aborted": stats.num_aborted,
+            "attainment": stats.num_attained / done,
+            "ttft_attainment": stats.num_ttft_met / done,
+            "tpot_attainment": stats.num_tpot_met / done,
+            "max_wait_s": stats.max_wait_s,
+            "cost_model_error": monitor.cost.mean_abs_error,
+            "cost_model_ready": monitor.cost.is_ready,
+            "problems": dict(self._problems),
+            **self._counts,
+        }
+
+    def _log(self) -> None:
+        first = self._next_log_s == 0.0
+        self._next_log_s = self.sola_clock() + self.sola_config.log_interval_s
+        if first:
+            return
+        stats = self.sola_stats()
+        logger.info(
+            "sola_sched: %d finished, attained %.1f %% (TTFT %.1f %%, TPOT %.1f %%), %d running, "
+            "%d waiting, %d holds, %d preemptions by policy, %d rejected, step model error %.1f %%",
+            stats["num_finished"],
+            100 * stats["attainment"],
+            100 * stats["ttft_attainment"],
+            100 * stats["tpot_attainment"],
+            len(self.running),
+            len(self.waiting),
+            stats["num_held"],
+            stats["num_preempted_by_policy"],
+            stats["num_rejected"],
+            100 * stats["cost_model_error"],
+        )
+
+
+class Scheduler(SolaSchedulerMixin, AsyncScheduler):
+    """Drop-in replacement: ``vllm serve MODEL --scheduler-cls sola_sched.Scheduler``.
+
+    Works with asynchronous scheduling on and off. Options come from
+    ``--additional-config '{"sola_sched": {...}}'``; see `SolaConfig`.
+    """

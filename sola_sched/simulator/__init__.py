@@ -1,0 +1,37 @@
+"""Virtual-time simulation of a real vLLM scheduler; vLLM loads on first use of the engine."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_EXPORTS = {
+    "LLAMA_3_8B_A100": "sola_sched.simulator.step_time",
+    "LLAMA_3_8B_A100_NUM_BLOCKS": "sola_sched.simulator.step_time",
+    "RequestRecord": "sola_sched.simulator.request",
+    "StepTimeModel": "sola_sched.simulator.step_time",
+    "StepTrace": "sola_sched.simulator.engine",
+    "VirtualClock": "sola_sched.simulator.engine",
+    "VirtualEngine": "sola_sched.simulator.engine",
+    "VirtualRequest": "sola_sched.simulator.request",
+}
+__all__ = sorted(_EXPORTS)
+
+if TYPE_CHECKING:
+    from sola_sched.simulator.engine import StepTrace, VirtualClock, VirtualEngine
+    from sola_sched.simulator.request import RequestRecord, VirtualRequest
+    from sola_sched.simulator.step_time import (
+        LLAMA_3_8B_A100,
+        LLAMA_3_8B_A100_NUM_BLOCKS,
+        StepTimeModel,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module 'sola_sched.simulator' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,201 @@
+"""Plain data between an engine and a planner: `StepState` in, `StepPlan` out.
+
+Per-request state lives in one struct of arrays (`RequestTable`), so that a planner works on
+whole columns and a step with hundreds of requests costs microseconds, not a Python loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sola_sched.cost_model import CostModel
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+
+#: Values of `RequestTable.phase`.
+FREE, WAITING, PREFILL, DECODE = 0, 1, 2, 3
+
+_COLUMNS: dict[str, tuple[type, Any]] = {
+    "phase": (np.int8, FREE),
+    "arrival_s": (np.float64, 0.0),
+    "ttft_s": (np.float64, np.inf),
+    "tpot_s": (np.float64, np.inf),
+    "priority": (np.int64, 0),
+    "queue_pos": (np.int64, 0),
+    "num_prompt": (np.int64, 0),
+    "max_tokens": (np.int64, 0),
+    "length_class": (np.int32, 0),
+    "num_computed": (np.int64, 0),
+    "prefill_target": (np.int64, 0),
+    "num_output": (np.int64, 0),
+    "first_token_s": (np.float64, np.nan),
+    "last_token_s": (np.float64, np.nan),
+    "num_preemptions": (np.int64, 0),
+}
+
+
+class RequestTable:
+    """One row per live request, one numpy column per quantity; rows are reused.
+
+    Columns (all of length `capacity`):
+        phase: FREE, WAITING (no KV on the accelerator), PREFILL or DECODE.
+        arrival_s: Arrival on the monitor's clock, seconds.
+        ttft_s, tpot_s: Targets, seconds; ``inf`` means none.
+        priority: Smaller is more urgent, as in vLLM.
+        queue_pos: First-come-first-served position; preempted requests get one in front.
+        num_prompt, max_tokens: Tokens.
+        length_class: Class of the output-length distribution.
+        num_computed: Tokens whose KV exists or is being computed; exact while in PREFILL.
+        prefill_target: Tokens to compute before the next token can be sampled.
+        num_output: Output tokens delivered.
+        first_token_s, last_token_s: Delivery times, seconds; NaN before the first token.
+        num_preemptions: Times the request lost its KV.
+    """
+
+    phase: NDArray[np.int8]
+    arrival_s: FloatArray
+    ttft_s: FloatArray
+    tpot_s: FloatArray
+    priority: IntArray
+    queue_pos: IntArray
+    num_prompt: IntArray
+    max_tokens: IntArray
+    length_class: NDArray[np.int32]
+    num_computed: IntArray
+    prefill_target: IntArray
+    num_output: IntArray
+    first_token_s: FloatArray
+    last_token_s: FloatArray
+    num_preemptions: IntArray
+
+    def __init__(self, capacity: int = 256) -> None:
+        self.capacity = capacity
+        self.row_of: dict[str, int] = {}
+        self.req_id: list[str | None] = [None] * capacity
+        self._free = list(range(capacity - 1, -1, -1))
+        for name, (dtype, default) in _COLUMNS.items():
+            setattr(self, name, np.full(capacity, default, dtype=dtype))
+
+    def __len__(self) -> int:
+        return len(self.row_of)
+
+    def add(self, req_id: str) -> int:
+        """Give `req_id` a row with every column at its default.
+
+        Raises:
+            ValueError: The request is in the table already.
+        """
+        if req_id in self.row_of:
+            raise ValueError(f"request {req_id!r} must be new (it is in the table already).")
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        self.row_of[req_id] = row
+        self.req_id[row] = req_id
+        for name, (_, default) in _COLUMNS.items():
+            getattr(self, name)[row] = default
+        return row
+
+    def remove(self, req_id: str) -> None:
+        """Free the row of `req_id`; its values stay readable until the row is reused."""
+        row = self.row_of.pop(req_id)
+        self.req_id[row] = None
+        self.phase[row] = FREE
+        self._free.append(row)
+
+    def check_integrity(self) -> None:
+        """Assert that rows, names and free list agree (for tests and debug runs)."""
+        assert len(self.row_of) + len(self._free) == self.capacity, (
+            f"{len(self.row_of)} live + {len(self._free)} free rows != {self.capacity}"
+        )
+        for req_id, row in self.row_of.items():
+            assert self.req_id[row] == req_id, f"row {row}: {self.req_id[row]!r} != {req_id!r}"
+            assert self.phase[row] != FREE, f"live request {req_id!r} has a free row"
+
+    def _grow(self) -> None:
+        old = self.capacity
+        self.capacity = 2 * old
+        self._free = list(range(self.capacity - 1, old - 1, -1))
+        self.req_id.extend([None] * old)
+        for name, (dtype, default) in _COLUMNS.items():
+            fresh = np.full(self.capacity, default, dtype=dtype)
+            fresh[:old] = getattr(self, name)
+            setattr(self, name, fresh)
+
+
+@dataclass(slots=True)
+class StepState:
+    """What a planner may know when it plans one step.
+
+    Attributes:
+        now_s: Time at which the planned step is expected to start, seconds on the clock of the
+            table. With steps still in flight this lies ahead of the wall.
+        table: Per-request columns.
+        running: Rows of requests that hold a slot and KV, in the engine's order.
+        num_ahead: Output tokens in flight for each row of `running`, same length.
+        waiting: Rows of requests without KV, any order.
+        remaining: Predicted output tokens left for each row of `running` (>= 1), counted after
+            those in flight.
+        waiting_output: Predicted output tokens for each row of `waiting` (>= 1).
+        cost: Step-time model.
+        max_num_tokens: Largest token budget of a step.
+        max_num_running: Slots.
+        num_free_blocks, num_blocks, block_size: KV cache; sizes in blocks and tokens.
+        tokens_per_decode: Tokens a decode occupies in the budget (1 + draft tokens).
+        accepted_per_decode: Mean output tokens per decode step, >= 1.
+        elapsed_s: Measured engine time since the previous plan, seconds.
+        prefill_share: Recent share of engine time spent on prefill, in [0, 1).
+        has_slo: Whether any live request has a target.
+    """
+
+    now_s: float
+    table: RequestTable
+    running: IntArray
+    num_ahead: IntArray
+    waiting: IntArray
+    remaining: FloatArray
+    waiting_output: FloatArray
+    cost: CostModel
+    max_num_tokens: int
+    max_num_running: int
+    num_free_blocks: int
+    num_blocks: int
+    block_size: int
+    tokens_per_decode: int = 1
+    accepted_per_decode: float = 1.0
+    elapsed_s: float = 0.0
+    prefill_share: float = 0.0
+    has_slo: bool = True
+
+
+_NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What the engine does in one step.
+
+    Attributes:
+        run: Rows of running requests that take part, in order of service; None means all of
+            them as they stand. A running row that is missing is held: it keeps its KV and its
+            slot, and sits this step out.
+        admit: Rows of waiting requests that may start, in order; None means all of them in the
+            engine's own order.
+        token_budget: Tokens of the step, >= 1; None means the engine's maximum.
+        preempt: Rows of running requests that give up slot and KV before the step.
+        reject: Rows of waiting requests to end with an error.
+        problem: Which problem was solved; for metrics and logs.
+    """
+
+    run: IntArray | None = None
+    admit: IntArray | None = None
+    token_budget: int | None = None
+    preempt: IntArray = field(default_factory=lambda: _NO_ROWS)
+    reject: IntArray = field(default_factory=lambda: _NO_ROWS)
+    problem: str = "neutral"

@@ -1,0 +1,134 @@
+"""Supported vLLM versions, and the few places where they differ.
+
+This is the only module that knows about versions. `Seams` names what the scheduler steers and
+checks at start that all of it is there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from sola_sched.errors import IncompatibleVllmError
+
+#: First supported and first unsupported (major, minor).
+MIN_VERSION, END_VERSION = (0, 28), (0, 34)
+
+
+def check_version(version: str) -> tuple[int, int]:
+    """Return (major, minor) of a supported vLLM version.
+
+    Raises:
+        IncompatibleVllmError: The version is outside the supported range or unreadable.
+    """
+    match = re.match(r"(\d+)\.(\d+)", version)
+    parsed = (int(match[1]), int(match[2])) if match else (-1, -1)
+    if not MIN_VERSION <= parsed < END_VERSION:
+        last = END_VERSION[1] - 1
+        raise IncompatibleVllmError(
+            f"sola_sched steers vLLM {MIN_VERSION[0]}.{MIN_VERSION[1]} to {END_VERSION[0]}.{last} "
+            f"(found vLLM {version}); install a supported vLLM, e.g. "
+            f"pip install 'vllm=={END_VERSION[0]}.{last}.*', or a sola_sched made for yours."
+        )
+    return parsed
+
+
+class Seams:
+    """The attributes and methods of vLLM's scheduler that are steered.
+
+    Args:
+        scheduler: A scheduler built by vLLM's own constructor.
+
+    Raises:
+        IncompatibleVllmError: One of them is missing.
+    """
+
+    _NEEDED = (
+        "running",
+        "waiting",
+        "requests",
+        "policy",
+        "max_num_running_reqs",
+        "max_num_scheduled_tokens",
+        "kv_cache_manager",
+        "scheduler_config",
+        "_preempt_request",
+        "_free_request",
+        "_enqueue_waiting_request",
+        "finish_requests",
+    )
+
+    def __init__(self, scheduler: Any) -> None:
+        missing = [name for name in self._NEEDED if not hasattr(scheduler, name)]
+        if missing:
+            raise IncompatibleVllmError(
+                f"vLLM's scheduler must have {', '.join(missing)} (this build lacks "
+                f"{'it' if len(missing) == 1 else 'them'}); use an unmodified vLLM "
+                f"{MIN_VERSION[0]}.{MIN_VERSION[1]} to {END_VERSION[0]}.{END_VERSION[1] - 1}."
+            )
+        self._scheduler = scheduler
+        # 0.31 separated the admission cap from the number of model-runner slots.
+        self.slots_attribute = (
+            "max_num_active_reqs"
+            if hasattr(scheduler, "max_num_active_reqs")
+            else "max_num_running_reqs"
+        )
+        # Up to 0.30, skipped requests wait in a queue of their own that is drained first.
+        self._has_skipped = hasattr(scheduler, "skipped_waiting")
+
+    @property
+    def num_slots(self) -> int:
+        """Requests that may hold a slot at once, parked streaming sessions subtracted."""
+        slots = int(getattr(self._scheduler, self.slots_attribute))
+        return slots - int(getattr(self._scheduler, "num_waiting_for_streaming_input", 0))
+
+    def merge_skipped(self) -> None:
+        """Bring requests that only waited for a passing condition back under the plan's order."""
+        if not self._has_skipped:
+            return
+        scheduler = self._scheduler
+        ready = [
+            request
+            for request in scheduler.skipped_waiting
+            if not scheduler._is_blocked_waiting_status(request.status)
+            and request.num_computed_tokens == 0
+        ]
+        if ready:
+            scheduler.skipped_waiting.remove_requests(ready)
+            scheduler.waiting.prepend_requests(reversed(ready))
+
+    def can_preempt(self, request: Any) -> bool:
+        """Whether the request's blocks would be free at once (no step in flight writes them)."""
+        check = getattr(self._scheduler, "_request_blocks_can_be_freed", None)
+        return check is None or bool(check(request))
+
+    def preempt(self, request: Any, timestamp: float) -> None:
+        """Preempt a request that was taken out of `running`, as vLLM itself would."""
+        scheduler = self._scheduler
+        drop = getattr(scheduler, "requires_kv_delivery", False)
+        scheduler._preempt_request(request, timestamp, drop_stale_output=drop)
+
+    def within_max_loras(self, requests: Iterable[Any]) -> list[Any]:
+        """Those of `requests` whose adapters fit beside the adapters of all running requests.
+
+        vLLM counts the adapters of the requests that it sees in a step; held ones must count too,
+        or a later step could need more adapters than there are slots for.
+        """
+        lora_config = getattr(self._scheduler, "lora_config", None)
+        if not lora_config:
+            return list(requests)
+        active = {
+            request.lora_request.lora_int_id
+            for request in self._scheduler.running
+            if request.lora_request
+        }
+        allowed = []
+        for request in requests:
+            if request.lora_request:
+                adapter = request.lora_request.lora_int_id
+                if adapter not in active and len(active) >= lora_config.max_loras:
+                    continue
+                active.add(adapter)
+            allowed.append(request)
+        return allowed
