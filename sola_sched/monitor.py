@@ -11,43 +11,24 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sola_sched.cost_model import CostModel, StepShape
 from sola_sched.slo import SloTarget
 from sola_sched.state import (
     DECODE,
+    PARKED,
     PREFILL,
     WAITING,
-    FloatArray,
     IntArray,
+    LengthModel,
     RequestTable,
     StepState,
 )
 
 #: Weight of the newest step in the running averages of the system state.
 _AVERAGING = 0.05
-
-
-class LengthModel(Protocol):
-    """Output-length distribution D_i (SOLA 4.3); `length_predictor.LengthHistogram` is one."""
-
-    def class_of(self, num_prompt_tokens: int, max_tokens: int) -> int:
-        """Class of a request by its input length and output limit."""
-
-    def observe(self, class_id: int, num_output_tokens: int) -> None:
-        """Learn from one finished request."""
-
-    def remaining(
-        self,
-        class_ids: NDArray[np.int32],
-        num_output: IntArray,
-        max_tokens: IntArray,
-    ) -> FloatArray:
-        """Expected output tokens left, given how many were generated."""
 
 
 @dataclass(slots=True)
@@ -57,6 +38,7 @@ class _StepRecord:
     predicted_s: float
     decode_rows: IntArray
     prefill_rows: IntArray
+    num_ended: int
 
 
 @dataclass(slots=True)
@@ -102,6 +84,7 @@ class StateMonitor:
         self._next_pos = 1
         self._front_pos = -1
         self._num_limited = 0
+        self._num_ended = 0
 
     # Events ---------------------------------------------------------------------------------
 
@@ -138,6 +121,10 @@ class StateMonitor:
         table.phase[row] = PREFILL
         table.num_computed[row] = num_computed
         table.prefill_target[row] = prefill_target
+
+    def parked(self, row: int) -> None:
+        """A waiting request is out of the planner's hands until it is admitted or requeued."""
+        self.table.phase[row] = PARKED
 
     def requeued(self, row: int, *, num_tokens: int, at_front: bool) -> None:
         """A request lost its KV (preemption) or waits for more input; it is WAITING again."""
@@ -184,18 +171,32 @@ class StateMonitor:
                 predicted_s=self.cost.step_s(shape) if self.cost.is_ready else 0.0,
                 decode_rows=decode_rows,
                 prefill_rows=sampled,
+                num_ended=self._num_ended,
             )
         )
 
-    def completed(self, rows: IntArray, num_tokens: IntArray | int) -> None:
+    @property
+    def num_expected(self) -> int:
+        """Requests that sample in the oldest step in flight; -1 if one may have ended since."""
+        record = self._in_flight[0]
+        if record.num_ended != self._num_ended:
+            return -1
+        return len(record.decode_rows) + len(record.prefill_rows)
+
+    def completed(self, rows: IntArray | None = None, num_tokens: IntArray | None = None) -> None:
         """The oldest step in flight completed and delivered tokens.
 
         Args:
-            rows: Rows that received output tokens, each once.
-            num_tokens: Tokens per row, or one number for all.
+            rows: Rows that received output tokens, each once; None means that each of the
+                `num_expected` requests received one.
+            num_tokens: Tokens per row, with `rows`.
         """
         now = self.clock()
         record = self._in_flight.popleft()
+        if rows is None:
+            rows = record.decode_rows
+            if len(record.prefill_rows):
+                rows = np.concatenate([rows, record.prefill_rows])
         start = self._last_update_s if self._was_busy else record.scheduled_s
         elapsed = now - start
         self._last_update_s = now
@@ -212,12 +213,15 @@ class StateMonitor:
         if not len(rows):
             return
         table = self.table
-        fresh = rows[np.isnan(table.first_token_s[rows])]
-        if len(fresh):
-            table.first_token_s[fresh] = now
+        fresh = np.isnan(table.first_token_s[rows])
+        if fresh.any():
+            table.first_token_s[rows[fresh]] = now
         table.last_token_s[rows] = now
+        if num_tokens is None:
+            table.num_output[rows] += 1
+            return
         table.num_output[rows] += num_tokens
-        if not isinstance(num_tokens, int) and shape.num_decodes:
+        if shape.num_decodes:
             mean = float(np.mean(num_tokens))
             self.accepted_per_decode += _AVERAGING * (max(1.0, mean) - self.accepted_per_decode)
 
@@ -247,6 +251,7 @@ class StateMonitor:
                 stats.num_tpot_met += bool(tpot_met)
                 stats.num_attained += bool(ttft_met and tpot_met)
                 stats.max_wait_s = max(stats.max_wait_s, ttft)
+        self._num_ended += 1
         table.remove(req_id)
 
     def set_busy(self, is_busy: bool) -> None:
@@ -287,12 +292,6 @@ class StateMonitor:
             ahead = pending[rows]
             start = max(now, free_s)
         waiting = np.flatnonzero(table.phase == WAITING)
-        remaining = self.lengths.remaining(
-            table.length_class[rows], table.num_output[rows] + ahead, table.max_tokens[rows]
-        )
-        waiting_output = self.lengths.remaining(
-            table.length_class[waiting], table.num_output[waiting], table.max_tokens[waiting]
-        )
         elapsed, self._elapsed_s = self._elapsed_s, 0.0
         return StepState(
             now_s=start,
@@ -300,8 +299,7 @@ class StateMonitor:
             running=rows,
             num_ahead=ahead,
             waiting=waiting,
-            remaining=remaining,
-            waiting_output=waiting_output,
+            lengths=self.lengths,
             cost=self.cost,
             max_num_tokens=max_num_tokens,
             max_num_running=max_num_running,

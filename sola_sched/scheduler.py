@@ -29,7 +29,7 @@ from sola_sched.monitor import StateMonitor
 from sola_sched.planner import make_planner
 from sola_sched.queues import PlannedQueue
 from sola_sched.slo import SloTarget, request_target
-from sola_sched.state import DECODE, WAITING, IntArray, StepPlan
+from sola_sched.state import DECODE, PARKED, WAITING, IntArray, StepPlan
 from sola_sched.vllm_compat import Seams, check_version
 
 logger = logging.getLogger("sola_sched")
@@ -136,7 +136,7 @@ class SolaSchedulerMixin:
 
     def _enqueue_waiting_request(self, request: Request) -> None:
         row = self.sola_monitor.table.row_of.get(request.request_id)
-        if row is not None and self.sola_monitor.table.phase[row] != WAITING:
+        if row is not None and self.sola_monitor.table.phase[row] == DECODE:
             # A streaming session goes back for its next input.
             self.sola_monitor.requeued(row, num_tokens=request.num_tokens, at_front=False)
         super()._enqueue_waiting_request(request)
@@ -177,6 +177,8 @@ class SolaSchedulerMixin:
         if not self._steers or self._stalled or self._is_paused():
             return _NEUTRAL
         row_of = self.sola_monitor.table.row_of
+        for request in self._seams.parked():
+            self.sola_monitor.parked(row_of[request.request_id])
         pool = self.kv_cache_manager.block_pool
         state = self.sola_monitor.state(
             [row_of[request.request_id] for request in self.running],
@@ -278,7 +280,7 @@ class SolaSchedulerMixin:
             return
         tokens = np.fromiter(scheduled.values(), np.int64, len(scheduled))
         for name, row in zip(scheduled, rows.tolist(), strict=True):
-            if table.phase[row] == WAITING:
+            if table.phase[row] in (WAITING, PARKED):
                 request = self.requests[name]
                 monitor.admitted(
                     row,
@@ -293,19 +295,25 @@ class SolaSchedulerMixin:
             outputs = super().update_from_output(scheduler_output, model_runner_output)
         finally:
             self._is_updating = False
-        row_of = self.sola_monitor.table.row_of
-        received = [
-            (row_of[out.request_id], len(out.new_token_ids))
-            for group in outputs.values()
-            for out in group.outputs
-            if out.new_token_ids
-        ]
-        if received:
-            booked = np.array(received, dtype=np.int64)
-            self.sola_monitor.completed(booked[:, 0], booked[:, 1])
+        monitor = self.sola_monitor
+        delivered = [out for group in outputs.values() for out in group.outputs]
+        if (
+            len(delivered) == monitor.num_expected
+            and self._tokens_per_decode == 1
+            and all(by_itself for _, by_itself in self._ended)
+        ):
+            monitor.completed()
         else:
-            nothing = np.empty(0, dtype=np.int64)
-            self.sola_monitor.completed(nothing, nothing)
+            row_of = monitor.table.row_of
+            received = np.array(
+                [
+                    (row_of[out.request_id], len(out.new_token_ids))
+                    for out in delivered
+                    if out.new_token_ids
+                ],
+                dtype=np.int64,
+            ).reshape(-1, 2)
+            monitor.completed(received[:, 0], received[:, 1])
         for name, by_itself in self._ended:
             self.sola_monitor.finished(name, by_itself=by_itself)
         self._ended.clear()

@@ -7,7 +7,7 @@ whole columns and a step with hundreds of requests costs microseconds, not a Pyt
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
 #: Values of `RequestTable.phase`.
-FREE, WAITING, PREFILL, DECODE = 0, 1, 2, 3
+FREE, WAITING, PREFILL, DECODE, PARKED = 0, 1, 2, 3, 4
 
 _COLUMNS: dict[str, tuple[type, Any]] = {
     "phase": (np.int8, FREE),
@@ -44,7 +44,8 @@ class RequestTable:
     """One row per live request, one numpy column per quantity; rows are reused.
 
     Columns (all of length `capacity`):
-        phase: FREE, WAITING (no KV on the accelerator), PREFILL or DECODE.
+        phase: FREE, WAITING (no KV on the accelerator), PREFILL, DECODE, or PARKED (out of the
+            planner's hands, e.g. while a connector loads its KV).
         arrival_s: Arrival on the monitor's clock, seconds.
         ttft_s, tpot_s: Targets, seconds; ``inf`` means none.
         priority: Smaller is more urgent, as in vLLM.
@@ -129,6 +130,21 @@ class RequestTable:
             setattr(self, name, fresh)
 
 
+class LengthModel(Protocol):
+    """Output-length distribution D_i (SOLA 4.3); `length_predictor.LengthHistogram` is one."""
+
+    def class_of(self, num_prompt_tokens: int, max_tokens: int) -> int:
+        """Class of a request by its input length and output limit."""
+
+    def observe(self, class_id: int, num_output_tokens: int) -> None:
+        """Learn from one finished request."""
+
+    def remaining(
+        self, class_ids: NDArray[np.int32], num_output: IntArray, max_tokens: IntArray
+    ) -> FloatArray:
+        """Expected output tokens left (>= 1), given how many were generated."""
+
+
 @dataclass(slots=True)
 class StepState:
     """What a planner may know when it plans one step.
@@ -140,9 +156,7 @@ class StepState:
         running: Rows of requests that hold a slot and KV, in the engine's order.
         num_ahead: Output tokens in flight for each row of `running`, same length.
         waiting: Rows of requests without KV, any order.
-        remaining: Predicted output tokens left for each row of `running` (>= 1), counted after
-            those in flight.
-        waiting_output: Predicted output tokens for each row of `waiting` (>= 1).
+        lengths: Output-length distribution; see `remaining`.
         cost: Step-time model.
         max_num_tokens: Largest token budget of a step.
         max_num_running: Slots.
@@ -159,8 +173,7 @@ class StepState:
     running: IntArray
     num_ahead: IntArray
     waiting: IntArray
-    remaining: FloatArray
-    waiting_output: FloatArray
+    lengths: LengthModel
     cost: CostModel
     max_num_tokens: int
     max_num_running: int
@@ -172,6 +185,13 @@ class StepState:
     elapsed_s: float = 0.0
     prefill_share: float = 0.0
     has_slo: bool = True
+
+    def remaining(self, rows: IntArray, num_ahead: IntArray | int = 0) -> FloatArray:
+        """Predicted output tokens left (>= 1) for `rows`, after `num_ahead` in flight."""
+        table = self.table
+        return self.lengths.remaining(
+            table.length_class[rows], table.num_output[rows] + num_ahead, table.max_tokens[rows]
+        )
 
 
 _NO_ROWS: IntArray = np.empty(0, dtype=np.int64)

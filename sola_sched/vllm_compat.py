@@ -57,6 +57,7 @@ class Seams:
         "_free_request",
         "_enqueue_waiting_request",
         "finish_requests",
+        "_is_blocked_waiting_status",
     )
 
     def __init__(self, scheduler: Any) -> None:
@@ -97,6 +98,18 @@ class Seams:
         if ready:
             scheduler.skipped_waiting.remove_requests(ready)
             scheduler.waiting.prepend_requests(reversed(ready))
+
+    def parked(self) -> Iterable[Any]:
+        """Requests that vLLM drains before the waiting queue: they hold KV or load it."""
+        if self._has_skipped:
+            return (
+                request
+                for request in self._scheduler.skipped_waiting
+                if self._scheduler._is_blocked_waiting_status(request.status)
+                or request.num_computed_tokens > 0
+            )
+        requests: Iterable[Any] = self._scheduler.kv_holding_waiting
+        return requests
 
     def can_preempt(self, request: Any) -> bool:
         """Whether the request's blocks would be free at once (no step in flight writes them)."""

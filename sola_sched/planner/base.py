@@ -58,7 +58,7 @@ def num_that_fit(
     used = table.prefill_target[growing] + table.num_output[growing]
     used = np.maximum(used, table.num_computed[growing])
     new_used = table.prefill_target[state.waiting[index]]
-    new_left = state.waiting_output[index]
+    new_left = state.remaining(state.waiting[index])
 
     def fits(count: int) -> bool:
         need = peak_tokens(

@@ -42,11 +42,10 @@ class PaperPlanner:
         if not state.cost.is_ready or not state.has_slo:
             return neutral(state, "neutral")
         table, rows = state.table, state.running
-        remaining = state.remaining
         victims = priority_victims(state)
         if len(victims):
-            keep = ~np.isin(rows, victims)
-            rows, remaining = rows[keep], remaining[keep]
+            rows = rows[~np.isin(rows, victims)]
+        remaining = state.remaining(rows)
         is_decode = table.phase[rows] == DECODE
         decodes, prefills = rows[is_decode], rows[~is_decode]
         slots = state.max_num_running - len(rows)
@@ -132,9 +131,7 @@ class PaperPlanner:
 
     # Strategy (section 4.4) -----------------------------------------------------------------
 
-    def _problem(
-        self, ratio_ttft: FloatArray, ratio_tpot: FloatArray
-    ) -> tuple[bool, float, float]:
+    def _problem(self, ratio_ttft: FloatArray, ratio_tpot: FloatArray) -> tuple[bool, float, float]:
         """Table 2: (optimize TTFT?, level of the TTFT maximum, level of the TPOT maximum)."""
         mean_ttft = float(np.mean([r[0] for r in self._ratios]))
         mean_tpot = float(np.mean([r[1] for r in self._ratios]))
@@ -159,9 +156,7 @@ class PaperPlanner:
             slack = slack[ratio_tpot <= 1.0]
         return float(slack.min(initial=np.inf))
 
-    def _tiles(
-        self, state: StepState, seconds: float, new: FloatArray, has: FloatArray
-    ) -> int:
+    def _tiles(self, state: StepState, seconds: float, new: FloatArray, has: FloatArray) -> int:
         """k_i: the largest multiple of the tile whose prefill takes at most `seconds`."""
         if not len(new) or seconds <= 0:
             return 0
@@ -202,9 +197,7 @@ class PaperPlanner:
         return int(np.argmax(worst + step_s <= 0)) if (worst + step_s <= 0).any() else len(order)
 
     @staticmethod
-    def _fits(
-        state: StepState, running: IntArray, growth: FloatArray, index: IntArray
-    ) -> int:
+    def _fits(state: StepState, running: IntArray, growth: FloatArray, index: IntArray) -> int:
         """Peak-memory check before admission (Algorithm 1, line 7; section 5.1)."""
         if not len(index):
             return 0

@@ -1,0 +1,411 @@
+"""One step of `policy="attain"`: which prefills, how long a chunk, what is left for the lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sola_sched.planner.base import neutral, num_that_fit
+from sola_sched.planner.deadlines import on_time_first
+from sola_sched.state import BoolArray, FloatArray, IntArray, StepPlan, StepState
+
+#: Share of the step time that new decodes may not fill: prefills come in between.
+_ADMISSION_MARGIN = 0.1
+#: Best-effort credit never exceeds this many seconds: no burst of lost requests.
+_MAX_CREDIT_S = 0.5
+#: KV use above which admission predicts the peak.
+_MEMORY_THRESHOLD = 0.5
+#: Chunks smaller than a tile come in multiples of this.
+_SUB_TILE = 16
+#: Waiting requests offered beyond the chunk: prefix-cache hits may leave budget for them.
+_NUM_SPARE_OFFERS = 16
+
+
+@dataclass(slots=True)
+class Decodes:
+    """The decoding requests of a step, all arrays aligned.
+
+    Attributes:
+        rows: Rows of the table.
+        ctx: KV tokens of each.
+        sustain_s: Longest mean step that still meets TPOT at the predicted end, seconds.
+        allowed_s: Longest next step that keeps (or brings) the request on course, seconds.
+        lost: Whether it missed an SLO or cannot meet one any more.
+    """
+
+    rows: IntArray
+    ctx: IntArray
+    sustain_s: FloatArray
+    allowed_s: FloatArray
+    lost: BoolArray
+
+
+class BestEffort:
+    """The guaranteed share of engine time of requests that have lost their SLO.
+
+    Attributes:
+        credit_s: Engine time earned and not yet spent, seconds.
+        is_blocked: The oldest lost request has credit but neither slot nor memory: nobody else
+            is admitted until it has.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.credit_s = 0.0
+        self.is_blocked = False
+
+    def earn(self, elapsed_s: float) -> None:
+        """Book the share of the engine time that has passed."""
+        self.credit_s = min(_MAX_CREDIT_S, self.credit_s + self.share * elapsed_s)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more credit can be earned: it has been waiting to be spent."""
+        return self.credit_s >= 0.99 * _MAX_CREDIT_S
+
+
+class AttainStep:
+    """One step's decision; holds what its parts share."""
+
+    def __init__(
+        self,
+        state: StepState,
+        decodes: Decodes,
+        rows: IntArray,
+        is_decode: BoolArray,
+        remaining: FloatArray,
+        victims: IntArray,
+        *,
+        best_effort: BestEffort,
+        tile: int,
+        keep: float,
+        rejects: bool,
+    ) -> None:
+        self.state, self.decodes, self.best_effort = state, decodes, best_effort
+        self.rows, self.is_decode, self.remaining = rows, is_decode, remaining
+        self.victims, self.tile, self.keep, self.rejects = victims, tile, keep, rejects
+        table = state.table
+        self.alive = decodes.rows[~decodes.lost]
+        self.num_alive = len(self.alive)
+        self.ctx_alive = float(decodes.ctx[~decodes.lost].sum())
+        self.decode_s = (
+            float(state.cost.decode_s(self.num_alive, self.ctx_alive)) if self.num_alive else 0.0
+        )
+        # Prefills: those that run already, then those that wait.
+        prefills = rows[~is_decode]
+        self.num_prefills = len(prefills)
+        self.pending = np.concatenate([prefills, state.waiting])
+        new = table.prefill_target[self.pending] - table.num_computed[self.pending]
+        self.new = np.maximum(new, 1).astype(np.float64)
+        self.has = table.num_computed[self.pending].astype(np.float64)
+        self.prefill_s = np.asarray(state.cost.prefill_marginal_s(self.new, self.has))
+        self.outputs = np.concatenate([remaining[~is_decode], state.remaining(state.waiting)])
+        self.deadline_s = self._deadlines()
+        self.feasible = np.isfinite(self.deadline_s) & (
+            self.decode_s + self.prefill_s <= self.deadline_s
+        )
+
+    def plan(self) -> StepPlan:
+        """Decide the step."""
+        state = self.state
+        chosen, num_on_time, limit_s = self._order(self._limit_s())
+        served, offered, tokens = self._serve(chosen, limit_s)
+        has_backlog = len(served) < len(chosen) or tokens < self.new[served].sum()
+        lost_run, lost_prefill = self._serve_lost(limit_s, served, tokens, has_backlog)
+        if lost_prefill is not None:
+            index, lost_tokens, is_alone = lost_prefill
+            if is_alone:
+                served, offered, tokens = served[:0], offered[:0], 0
+            served, tokens = np.append(served, index), tokens + lost_tokens
+        is_waiting = served >= self.num_prefills
+        run_prefills = self.pending[served[~is_waiting]]
+        admit = self.pending[np.concatenate([served[is_waiting], offered])]
+        run = np.concatenate([self.alive, lost_run, run_prefills])
+        budget = (self.num_alive + len(lost_run)) * state.tokens_per_decode + tokens
+        victims = self._make_room(run, self.pending[served[is_waiting]], lost_run)
+        if not len(run) and not len(admit):
+            return neutral(state, "stalled")
+        runs_all = len(run) == len(state.running) and not len(run_prefills)
+        return StepPlan(
+            run=None if runs_all and not len(victims) else run,
+            admit=admit,
+            token_budget=int(np.clip(budget, 1, state.max_num_tokens)),
+            preempt=victims,
+            reject=self._rejected() if self.rejects else state.waiting[:0],
+            problem="overload" if num_on_time < len(chosen) else "attain",
+        )
+
+    # 1. Deadlines ---------------------------------------------------------------------------
+
+    def _deadlines(self) -> FloatArray:
+        """Time left until each prefill must end, seconds; inf without a target."""
+        table, rows, keep = self.state.table, self.pending, self.keep
+        deadline = table.arrival_s[rows] + keep * table.ttft_s[rows] - self.state.now_s
+        again = table.num_output[rows] > 0
+        if again.any():  # preempted after its first token: what counts is TPOT
+            back = rows[again]
+            first, out = table.first_token_s[back], table.num_output[back]
+            remaining = self.outputs[again]
+            slack = np.maximum(keep * table.tpot_s[back] - self.decode_s, 0.0)
+            due = first + keep * table.tpot_s[back] * out + slack * (remaining - 1)
+            late = first - table.arrival_s[back] > table.ttft_s[back]
+            deadline[again] = np.where(late, -np.inf, due - self.state.now_s)
+        result: FloatArray = deadline
+        return result
+
+    # 2. Length of the step ------------------------------------------------------------------
+
+    def _limit_s(self) -> float:
+        alive = ~self.decodes.lost
+        return float(self.decodes.allowed_s[alive].min(initial=np.inf))
+
+    def _order(self, limit_s: float) -> tuple[IntArray, int, float]:
+        """Feasible prefills in order, how many are on time, and the limit of the step.
+
+        When they are not all on time, letting the few decodes with the least slack miss theirs
+        is weighed against the prefills that a longer step brings in on time.
+        """
+        candidates = np.flatnonzero(self.feasible)
+        if not len(candidates):
+            return candidates, 0, limit_s
+        table = self.state.table
+        rank = table.priority[self.pending[candidates]]
+        ranks = rank if rank.any() else None
+        cost = self._total_cost(candidates)
+
+        def on_time(limit: float) -> tuple[IntArray, int]:
+            share = 1.0 if np.isinf(limit) else max(0.02, 1.0 - self.decode_s / max(limit, 1e-9))
+            return on_time_first(
+                self.prefill_s[candidates] / share,
+                self.deadline_s[candidates] - self.decode_s,
+                cost,
+                ranks,
+            )
+
+        order, count = on_time(limit_s)
+        if count < len(candidates) and self.num_alive > 1:
+            allowed = np.sort(self.decodes.allowed_s[~self.decodes.lost])
+            best = count
+            for num_given_up in (1, 2, 4, 8):
+                if num_given_up >= min(len(allowed), len(candidates) - count + 1):
+                    break
+                other, other_count = on_time(float(allowed[num_given_up]))
+                if other_count - 2 * num_given_up > best:
+                    best = other_count - 2 * num_given_up
+                    order, count, limit_s = other, other_count, float(allowed[num_given_up])
+        return candidates[order], count, limit_s
+
+    def _total_cost(self, index: IntArray) -> FloatArray:
+        """Accelerator time of each request: its prefill and what its decode adds to steps."""
+        cost = self.state.cost
+        outputs = self.outputs
+        one = float(cost.decode_s(2.0, 0.0)) - float(cost.decode_s(1.0, 0.0))
+        per_ctx = float(cost.decode_s(1.0, 1000.0)) - float(cost.decode_s(1.0, 0.0))
+        ctx = self.new[index] + self.has[index] + outputs[index] / 2
+        total: FloatArray = self.prefill_s[index] + outputs[index] * (one + per_ctx * ctx / 1000)
+        return total
+
+    # 3. Prefills of this step ---------------------------------------------------------------
+
+    def _serve(self, chosen: IntArray, limit_s: float) -> tuple[IntArray, IntArray, int]:
+        """The first of `chosen` that fit the step.
+
+        Returns:
+            Indices served; waiting ones offered beyond them, in case a prefix cache leaves
+            budget over; tokens of the chunk.
+        """
+        state = self.state
+        room = state.max_num_tokens - self.num_alive * state.tokens_per_decode
+        budget = self._tokens_in(limit_s, room, self.has[chosen[0]]) if len(chosen) else 0
+        if not budget:
+            return chosen[:0], chosen[:0], 0
+        ends = np.cumsum(self.new[chosen])
+        num_served = int(np.searchsorted(ends, budget, side="left")) + 1
+        candidates = self._admissible(chosen[: num_served + _NUM_SPARE_OFFERS])
+        is_served = np.isin(candidates, chosen[:num_served])
+        served = candidates[is_served]
+        offered = candidates[~is_served]
+        offered = offered[offered >= self.num_prefills]
+        return served, offered, int(min(budget, self.new[served].sum()))
+
+    def _tokens_in(self, limit_s: float, room: int, has: float) -> int:
+        if room <= 0:
+            return 0
+        if np.isinf(limit_s):
+            return room
+        tokens = self.state.cost.max_prefill_tokens(
+            limit_s, self.num_alive, int(self.ctx_alive), float(has)
+        )
+        step = self.tile if tokens >= self.tile else _SUB_TILE
+        return int(min(room, tokens // step * step))
+
+    def _admissible(self, served: IntArray) -> IntArray:
+        """Drop the waiting requests for which slots, TPOT or memory leave no room."""
+        state, table = self.state, self.state.table
+        waiting = served[served >= self.num_prefills]
+        if not len(waiting):
+            return served
+        if self.best_effort.is_blocked:
+            return served[served < self.num_prefills]
+        held = self.decodes.rows[self.decodes.lost]
+        slots = state.max_num_running - len(self.rows) + len(held)
+        count = min(len(waiting), max(0, slots))
+        # New decodes must not make bare decode steps outgrow the targets.
+        alive = ~self.decodes.lost
+        edge = float(self.decodes.sustain_s[alive].min(initial=np.inf))
+        tpot = self.keep * table.tpot_s[self.pending[waiting[:count]]]
+        if count:
+            edge_s = np.minimum(edge, np.minimum.accumulate(tpot)) * state.accepted_per_decode
+            others = self.num_alive + self.num_prefills
+            ctx = self.ctx_alive + float((self.new + self.has)[: self.num_prefills].sum())
+            grown = state.cost.decode_s(
+                others + np.arange(1.0, count + 1),
+                ctx + np.cumsum(self.new[waiting[:count]]),
+            )
+            over = np.flatnonzero(np.asarray(grown) > (1.0 - _ADMISSION_MARGIN) * edge_s)
+            if len(over) and others:
+                count = int(over[0])
+        waiting = waiting[:count]
+        need = float(self.new[waiting].sum())
+        used = 1.0 - (state.num_free_blocks - need / state.block_size) / max(1, state.num_blocks)
+        if used > _MEMORY_THRESHOLD:
+            growing = np.concatenate([self.alive, self.rows[~self.is_decode]])
+            growth = np.concatenate(
+                [
+                    self.remaining[self.is_decode][alive],
+                    self.remaining[~self.is_decode],
+                ]
+            )
+            waiting = waiting[
+                : num_that_fit(state, growing, growth, 0, waiting - self.num_prefills)
+            ]
+        return served[(served < self.num_prefills) | np.isin(served, waiting)]
+
+    # 4. The lost ----------------------------------------------------------------------------
+
+    def _is_hopeless(self) -> BoolArray:
+        """Waiting requests that had a TTFT target and can no longer meet it."""
+        waiting = self.state.waiting
+        deadline = self.deadline_s[self.num_prefills :]
+        fresh = self.state.table.num_output[waiting] == 0
+        result: BoolArray = fresh & np.isfinite(deadline) & ~self.feasible[self.num_prefills :]
+        return result
+
+    def _rejected(self) -> IntArray:
+        return self.state.waiting[self._is_hopeless()]
+
+    def _serve_lost(
+        self, limit_s: float, served: IntArray, tokens: int, has_backlog: bool
+    ) -> tuple[IntArray, tuple[int, int, bool] | None]:
+        """Lost requests for this step, strictly in the order of arrival.
+
+        What the others leave over is free; beyond that a lost request spends the credit. A
+        prefill paid by credit takes the whole chunk of a step.
+
+        Returns:
+            Decode rows to run; a prefill as (index, tokens, is_alone) or None.
+        """
+        state, table, credit = self.state, self.state.table, self.best_effort
+        was_blocked, credit.is_blocked = credit.is_blocked, False
+        is_lost = ~self.feasible
+        if self.rejects:
+            is_lost[self.num_prefills :] &= ~self._is_hopeless()
+        prefills = np.flatnonzero(is_lost)
+        decodes = np.flatnonzero(self.decodes.lost)
+        if not len(prefills) and not len(decodes):
+            return self.rows[:0], None
+        cost = state.cost
+        spare_s = 0.0
+        if not has_backlog:
+            spare_s = limit_s - self.decode_s
+            spare_s -= float(cost.prefill_marginal_s(float(tokens), 0.0)) if tokens else 0.0
+        per_request = float(cost.decode_s(2.0, 0.0)) - float(cost.decode_s(1.0, 0.0))
+        room = state.max_num_tokens - self.num_alive * state.tokens_per_decode - tokens
+        arrival = np.concatenate(
+            [
+                table.arrival_s[self.decodes.rows[decodes]],
+                table.arrival_s[self.pending[prefills]],
+            ]
+        )
+        run: list[int] = []
+        for position in np.argsort(arrival, kind="stable").tolist():
+            if position < len(decodes):
+                index = int(decodes[position])
+                ctx = float(self.decodes.ctx[index])
+                added = per_request
+                added += float(cost.decode_s(1.0, ctx)) - float(cost.decode_s(1.0, 0.0))
+                if added <= spare_s:
+                    spare_s -= added
+                elif credit.credit_s > 0:
+                    credit.credit_s -= added
+                else:
+                    break
+                run.append(index)
+                room -= state.tokens_per_decode
+                continue
+            index = int(prefills[position - len(decodes)])
+            if not self._has_room(index):
+                # Once it has waited long enough to fill its credit, room is kept for it.
+                credit.is_blocked = was_blocked or credit.is_full
+                break
+            prefill = self._lost_prefill(index, limit_s, spare_s, room, served)
+            return self.decodes.rows[run], prefill
+        return self.decodes.rows[run], None
+
+    def _lost_prefill(
+        self, index: int, limit_s: float, spare_s: float, room: int, served: IntArray
+    ) -> tuple[int, int, bool] | None:
+        """The chunk of one lost request: from what is left over, else alone and on credit."""
+        credit, need, has = self.best_effort, int(self.new[index]), float(self.has[index])
+        if spare_s > 0:
+            tokens = min(need, self._tokens_in(self.decode_s + spare_s, room, has))
+            # vLLM serves running requests before waiting ones: a long one must not take the
+            # chunk of those admitted beside it.
+            overtakes = index < self.num_prefills and bool((served >= self.num_prefills).any())
+            if tokens and (tokens == need or not overtakes):
+                return index, tokens, False
+        tokens = min(need, self._tokens_in(limit_s, room, has))
+        if not tokens and credit.is_full:
+            tokens = min(need, self.tile)
+        seconds = float(self.state.cost.prefill_marginal_s(float(tokens), has))
+        if not tokens or (credit.credit_s < seconds and not credit.is_full):
+            return None
+        credit.credit_s -= seconds
+        return index, tokens, True
+
+    def _has_room(self, index: int) -> bool:
+        """Whether slot and memory can be had for a lost request."""
+        if index < self.num_prefills:
+            return True
+        state = self.state
+        held = self.decodes.lost
+        free = state.num_free_blocks + int(self.decodes.ctx[held].sum()) // state.block_size
+        slots = state.max_num_running - len(self.rows) + int(held.sum())
+        return slots > 0 and free > self.new[index] / state.block_size + 1
+
+    # Room -----------------------------------------------------------------------------------
+
+    def _make_room(self, run: IntArray, admit: IntArray, lost_run: IntArray) -> IntArray:
+        """Preempt held lost decodes, youngest first, for the slots and blocks this step needs."""
+        state, table = self.state, self.state.table
+        victims = self.victims
+        held = self.decodes.rows[self.decodes.lost]
+        held = held[~np.isin(held, lost_run)]
+        if not len(held):
+            return victims
+        decoding = np.concatenate([self.alive, lost_run])
+        tokens = table.num_prompt[decoding] + table.num_output[decoding]
+        blocks = int((tokens % state.block_size == 0).sum())
+        blocks += int(np.ceil(table.prefill_target[admit] / state.block_size).sum()) + 1
+        num_slots = len(admit) - (state.max_num_running - len(self.rows))
+        short = blocks - state.num_free_blocks
+        chosen: list[int] = []
+        for row in held[np.argsort(-table.arrival_s[held], kind="stable")].tolist():
+            if num_slots <= 0 and short <= 0:
+                break
+            chosen.append(row)
+            num_slots -= 1
+            size = int(table.num_prompt[row] + table.num_output[row])
+            short -= -(-size // state.block_size)
+        return np.concatenate([victims, np.asarray(chosen, dtype=np.int64)])
