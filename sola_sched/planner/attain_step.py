@@ -321,7 +321,7 @@ class AttainStep:
             spare_s = limit_s - self.decode_s
             spare_s -= float(cost.prefill_marginal_s(float(tokens), 0.0)) if tokens else 0.0
         per_request = float(cost.decode_s(2.0, 0.0)) - float(cost.decode_s(1.0, 0.0))
-        room = state.max_num_tokens - self.num_alive * state.tokens_per_decode - tokens
+        room = state.max_num_tokens - self.num_alive * state.tokens_per_decode
         arrival = np.concatenate(
             [
                 table.arrival_s[self.decodes.rows[decodes]],
@@ -349,17 +349,23 @@ class AttainStep:
                 # Once it has waited long enough to fill its credit, room is kept for it.
                 credit.is_blocked = was_blocked or credit.is_full
                 break
-            prefill = self._lost_prefill(index, limit_s, spare_s, room, served)
+            prefill = self._lost_prefill(index, limit_s, spare_s, room, served, tokens)
             return self.decodes.rows[run], prefill
         return self.decodes.rows[run], None
 
     def _lost_prefill(
-        self, index: int, limit_s: float, spare_s: float, room: int, served: IntArray
+        self,
+        index: int,
+        limit_s: float,
+        spare_s: float,
+        room: int,
+        served: IntArray,
+        served_tokens: int,
     ) -> tuple[int, int, bool] | None:
         """The chunk of one lost request: from what is left over, else alone and on credit."""
         credit, need, has = self.best_effort, int(self.new[index]), float(self.has[index])
         if spare_s > 0:
-            tokens = min(need, self._tokens_in(self.decode_s + spare_s, room, has))
+            tokens = min(need, self._tokens_in(self.decode_s + spare_s, room - served_tokens, has))
             # vLLM serves running requests before waiting ones: a long one must not take the
             # chunk of those admitted beside it.
             overtakes = index < self.num_prefills and bool((served >= self.num_prefills).any())

@@ -76,11 +76,10 @@ class PaperPlanner:
             chosen = by_ttft
             problem = "ttft"
         else:
-            chosen = by_ttft[
-                : self._eq2_count(
-                    state, decodes, ttft_s, ttft_limit, prefill_s, by_ttft, level_ttft
-                )
-            ]
+            count = self._eq2_count(
+                state, decodes, ttft_s, ttft_limit, prefill_s, by_ttft, level_ttft
+            )
+            chosen = by_ttft[: max(count, len(victims))]
             run_decodes, budget = ordered_decodes, state.max_num_tokens
             problem = "tpot"
 

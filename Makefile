@@ -1,0 +1,42 @@
+# Every target runs `make install` first; that does nothing once the virtualenv is up to date.
+#   PYTHON=python3.12   interpreter for a new virtualenv (>= 3.11)
+#   VENV=dir            virtualenv to create or reuse
+#   DEVICE=cpu|gpu      which vLLM to install; found out by default
+#   ARGS="..."          extra arguments for pytest or the benchmark
+
+VENV ?= .venv
+export VENV PYTHON DEVICE
+
+# Keeps the repository root off sys.path: its `kernels` folder would shadow Hugging Face's package.
+export PYTHONSAFEPATH := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install test test-slow test-gpu check bench clean
+
+help:  ## Show the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+
+install:  ## Create the virtualenv and install what this machine needs
+	@.ci/install
+
+test: install  ## Run the fast tests, including those on vLLM's engine with a tiny model
+	$(VENV)/bin/pytest $(ARGS)
+
+test-slow: install  ## Run the tests that the fast run leaves out
+	$(VENV)/bin/pytest -m "slow and not gpu" $(ARGS)
+
+test-gpu: install  ## Run the tests that need a CUDA device
+	$(VENV)/bin/pytest -m gpu $(ARGS)
+
+check: install  ## Run the linter, the format check and the type checker
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	.ci/typecheck
+
+bench: install  ## Run the benchmark
+	$(VENV)/bin/python -m sola_sched.bench $(ARGS)
+
+clean:  ## Remove virtualenvs, build products and caches
+	rm -rf .venv .venv-ci build dist *.egg-info .typecheck
+	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

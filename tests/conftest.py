@@ -1,0 +1,64 @@
+"""Settings for the whole test run, and skips for what this machine does not have.
+
+Shared builders belong in ``tests/helpers/<module>.py``; tests import them as ``<module>``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+
+def _has_gpu() -> bool:
+    """Whether the driver lists a device; asked without importing torch."""
+    if shutil.which("nvidia-smi") is None:
+        return False
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return listing.returncode == 0 and listing.stdout.startswith("GPU")
+
+
+HAS_GPU = _has_gpu()
+
+# vLLM, torch and Triton read these when they are imported, hence before any test module is.
+_ENVIRONMENT = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the test's own process
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+if not HAS_GPU:
+    _ENVIRONMENT |= {
+        # Two OpenMP threads that spin for each other slow a busy machine down many times.
+        "OMP_NUM_THREADS": "1",
+        "TRITON_INTERPRET": "1",
+        "VLLM_CPU_CI_ENV": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+for _name, _value in _ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+_NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
+    "gpu": (lambda: HAS_GPU, "needs a CUDA device"),
+    "ray": (lambda: importlib.util.find_spec("ray") is not None, "needs Ray"),
+    "vllm": (lambda: importlib.util.find_spec("vllm") is not None, "needs vLLM"),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, with the reason, each test that is marked for something missing here."""
+    skips = {
+        marker: pytest.mark.skip(reason=reason)
+        for marker, (is_present, reason) in _NEEDS.items()
+        if not is_present()
+    }
+    for item in items:
+        for marker, skip in skips.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(skip)

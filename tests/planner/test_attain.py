@@ -1,0 +1,277 @@
+"""Step tables for `policy="attain"`: what runs, what is held, who starts, how many tokens.
+
+The builder's cost model: a step takes 10 ms + 1 ms per decode + 0.1 ms per prefill token.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from states import StateBuilder
+
+from sola_sched.config import SolaConfig
+from sola_sched.cost_model import CostModel
+from sola_sched.planner import make_planner
+from sola_sched.planner.attain import AttainPlanner
+from sola_sched.slo import SloTarget
+
+LOOSE = SloTarget(10.0, 0.1)
+
+
+def make_attain(**options: object) -> AttainPlanner:
+    planner = make_planner(SolaConfig(**{"safety": 0.0, "best_effort_share": 0.0, **options}))
+    assert isinstance(planner, AttainPlanner)
+    return planner
+
+
+def test_without_any_target_the_plan_is_the_engines_own() -> None:
+    b = StateBuilder()
+    b.decode("a", first_ago_s=5.0, out=2, slo=SloTarget())
+    b.waiting("w", waited_s=50.0, slo=SloTarget())
+    plan = make_attain().plan(b.build(has_slo=False))
+    assert plan.run is None
+    assert plan.admit is None
+    assert plan.token_budget is None
+
+
+def test_a_cost_model_that_is_not_ready_changes_nothing() -> None:
+    b = StateBuilder()
+    b.decode("a", first_ago_s=5.0, out=2)
+    b.waiting("w", waited_s=0.0)
+    plan = make_attain().plan(b.build(cost=CostModel()))
+    assert plan.run is None
+    assert plan.admit is None
+
+
+def test_waiting_requests_start_by_deadline_not_by_arrival() -> None:
+    b = StateBuilder()
+    b.waiting("early, loose", waited_s=0.5, slo=SloTarget(10.0, 0.1))
+    b.waiting("late, tight", waited_s=0.1, slo=SloTarget(1.0, 0.1))
+    plan = make_attain().plan(b.build())
+    assert b.names(plan.admit) == ["late, tight", "early, loose"]
+    assert plan.token_budget == 200
+
+
+def test_a_request_past_its_deadline_goes_behind_those_that_can_make_it() -> None:
+    b = StateBuilder(max_num_tokens=128)
+    b.waiting("lost", waited_s=3.0)
+    b.waiting("feasible", waited_s=0.5, prompt=2000)
+    plan = make_attain().plan(b.build())
+    assert b.names(plan.admit)[0] == "feasible"
+    assert "lost" not in b.names(plan.admit)
+
+
+def test_a_deadline_within_the_own_prefill_time_counts_as_lost() -> None:
+    b = StateBuilder(max_num_tokens=64)
+    b.waiting("too long", waited_s=0.95, prompt=1000)  # needs 100 ms, has 50
+    b.waiting("short", waited_s=0.0, prompt=1000)
+    plan = make_attain().plan(b.build())
+    assert b.names(plan.admit) == ["short"]
+
+
+def test_when_not_all_fit_the_costliest_is_given_up() -> None:
+    b = StateBuilder(max_num_tokens=4096)
+    b.waiting("long", waited_s=0.5, prompt=4000)  # 400 ms of 500 left
+    for i in range(3):
+        b.waiting(f"short {i}", waited_s=0.49, prompt=1000)  # 100 ms each of 510 left
+    plan = make_attain().plan(b.build())
+    assert b.names(plan.admit)[:3] == ["short 0", "short 1", "short 2"]
+    assert plan.problem == "overload"
+
+
+def test_the_chunk_is_the_largest_that_keeps_every_decode_on_course() -> None:
+    b = StateBuilder()
+    b.decode("a", first_ago_s=0.0, out=1)  # its next token is due in 100 ms
+    b.waiting("w", waited_s=0.0, prompt=2000)
+    plan = make_attain(tile=128).plan(b.build())
+    # 10 ms + 1 ms + 0.1 ms x tokens <= 100 ms: 890 tokens, 6 tiles of 128, and 1 decode
+    assert plan.token_budget == 6 * 128 + 1
+
+
+def test_time_in_the_bank_may_be_spent_on_a_longer_chunk() -> None:
+    b = StateBuilder()
+    b.decode("fast so far", first_ago_s=0.1, out=2)  # due at 0.2 s after the first: 100 ms left
+    quick = make_attain().plan(_with_waiting(b)).token_budget
+    b = StateBuilder()
+    b.decode("much faster", first_ago_s=0.1, out=3)  # due at 0.3 s: 200 ms left
+    longer = make_attain().plan(_with_waiting(b)).token_budget
+    assert quick == 6 * 128 + 1
+    assert longer == 14 * 128 + 1  # 10 + 1 + 0.1 x 1890 ms
+
+
+def _with_waiting(b: StateBuilder) -> object:
+    b.waiting("w", waited_s=0.0, prompt=5000)
+    return b.build()
+
+
+def test_a_decode_that_missed_ttft_is_held_while_prefills_need_its_time() -> None:
+    b = StateBuilder(max_num_tokens=256)
+    b.decode("lost", first_ago_s=0.05, out=1, arrived_ago_s=5.0)
+    b.decode("fine", first_ago_s=0.05, out=1)
+    for i in range(4):
+        b.waiting(f"w{i}", waited_s=0.2, prompt=1000)
+    plan = make_attain().plan(b.build())
+    assert "lost" not in b.names(plan.run)
+    assert "fine" in b.names(plan.run)
+
+
+def test_a_decode_whose_tpot_cannot_be_met_any_more_is_held() -> None:
+    b = StateBuilder(left=5.0, max_num_tokens=256)
+    b.decode("hopeless", first_ago_s=3.0, out=10)  # 2 s behind with 5 tokens to go
+    b.decode("can catch up", first_ago_s=1.05, out=10)  # 50 ms behind, gains 89 ms a step
+    b.waiting("w", waited_s=0.2, prompt=5000)
+    plan = make_attain().plan(b.build())
+    assert b.names(plan.run) == ["can catch up"]
+
+
+def test_the_lost_run_on_what_is_left_over() -> None:
+    b = StateBuilder()
+    b.decode("lost", first_ago_s=0.05, out=1, arrived_ago_s=5.0)
+    b.decode("fine", first_ago_s=0.05, out=1)
+    b.waiting("lost too", waited_s=3.0, prompt=100)
+    plan = make_attain().plan(b.build())
+    assert plan.run is None  # all of them
+    assert b.names(plan.admit) == ["lost too"]
+
+
+def test_best_effort_credit_serves_the_oldest_lost_request_first() -> None:
+    planner = make_attain(best_effort_share=0.1)
+    served = []
+    for _ in range(30):
+        b = StateBuilder(max_num_tokens=512, elapsed_s=0.05)
+        b.decode("fine", first_ago_s=0.0, out=1)
+        b.waiting("younger lost", waited_s=3.0, prompt=300)
+        b.waiting("oldest lost", waited_s=9.0, prompt=300)
+        for i in range(10):
+            b.waiting(f"w{i}", waited_s=0.3, prompt=2000)
+        plan = planner.plan(b.build())
+        served += [name for name in b.names(plan.admit) if "lost" in name]
+    # 30 steps x 50 ms x 10 % = 150 ms of credit, 30 ms for each service
+    assert served.count("oldest lost") in (4, 5)
+    assert set(served) == {"oldest lost"}
+
+
+def test_without_a_share_the_lost_wait_for_slack() -> None:
+    planner = make_attain(best_effort_share=0.0)
+    for _ in range(30):
+        b = StateBuilder(max_num_tokens=512, elapsed_s=0.05)
+        b.waiting("lost", waited_s=9.0, prompt=300)
+        for i in range(10):
+            b.waiting(f"w{i}", waited_s=0.3, prompt=2000)
+        assert "lost" not in b.names(planner.plan(b.build()).admit)
+
+
+def test_reject_ends_the_hopeless_and_only_them() -> None:
+    b = StateBuilder()
+    lost = b.waiting("lost", waited_s=3.0)
+    b.waiting("fine", waited_s=0.3)
+    b.waiting("no target", waited_s=300.0, slo=SloTarget(math.inf, math.inf))
+    plan = make_attain(overload="reject").plan(b.build())
+    assert plan.reject.tolist() == [lost]
+
+
+def test_admission_stops_where_decode_steps_would_outgrow_tpot() -> None:
+    b = StateBuilder()
+    slo = SloTarget(10.0, 0.02)  # 20 ms: at most 10 decodes in a bare step of 10 ms + 1 ms each
+    for i in range(6):
+        b.decode(f"d{i}", first_ago_s=0.1, out=40, slo=slo)
+    for i in range(10):
+        b.waiting(f"w{i}", waited_s=0.0, prompt=16, slo=slo)
+    plan = make_attain().plan(b.build())
+    assert len(plan.admit) == 2  # 8 decodes: 18 ms = 0.9 x 20 ms
+
+
+def test_admission_stops_where_the_predicted_peak_outgrows_the_cache() -> None:
+    b = StateBuilder(left=160.0, num_blocks=100, num_free_blocks=100)
+    for i in range(10):
+        b.waiting(f"w{i}", waited_s=0.0, prompt=160, slo=LOOSE)
+    plan = make_attain().plan(b.build())
+    assert len(plan.admit) == 4  # 100 blocks x 16 x 0.97 = 1552 tokens; each peaks at 320
+
+
+def test_a_held_lost_decode_gives_its_slot_to_a_request_that_can_make_it() -> None:
+    b = StateBuilder(max_num_running=2, max_num_tokens=512)
+    b.decode("fine", first_ago_s=0.0, out=1)
+    old = b.decode("old lost", first_ago_s=0.05, out=1, arrived_ago_s=9.0)
+    young = b.decode("young lost", first_ago_s=0.05, out=1, arrived_ago_s=5.0)
+    for i in range(3):
+        b.waiting(f"w{i}", waited_s=0.4, prompt=1000)
+    plan = make_attain().plan(b.build())
+    assert young in plan.preempt
+    assert b.names(plan.admit)[0] == "w0"
+    assert old not in plan.run
+
+
+def test_a_higher_priority_class_displaces_a_running_lower_one_when_slots_are_full() -> None:
+    b = StateBuilder(max_num_running=2)
+    b.decode("first", first_ago_s=0.1, out=2, priority=1)
+    last = b.decode("last", first_ago_s=0.05, out=2, priority=1)
+    b.waiting("urgent", waited_s=0.0, priority=0)
+    for policy in ("attain", "paper"):
+        plan = make_planner(SolaConfig(policy=policy)).plan(b.build())
+        assert plan.preempt.tolist() == [last], policy
+        assert b.names(plan.admit) == ["urgent"], policy
+
+
+def test_settled_decodes_are_left_alone() -> None:
+    b = StateBuilder()
+    for i in range(8):
+        b.decode(f"d{i}", first_ago_s=0.1, out=5)
+    plan = make_attain().plan(b.build())
+    assert plan.run is None
+    assert plan.problem == "decode"
+
+
+@pytest.mark.parametrize("policy", ["attain", "paper"])
+@pytest.mark.parametrize("seed", range(40))
+def test_any_plan_is_well_formed(policy: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    blocks = int(rng.integers(20, 4000))
+    b = StateBuilder(
+        left=float(rng.uniform(1, 300)),
+        max_num_tokens=int(rng.choice([64, 512, 2048])),
+        max_num_running=int(rng.integers(1, 40)),
+        num_blocks=blocks,
+        num_free_blocks=int(rng.integers(0, blocks + 1)),
+        elapsed_s=float(rng.uniform(0, 0.3)),
+    )
+    targets = [SloTarget(), LOOSE, SloTarget(0.5, 0.02), SloTarget(1.0, math.inf)]
+    for i in range(int(rng.integers(0, b.options["max_num_running"] + 1))):
+        slo = targets[rng.integers(4)]
+        if rng.random() < 0.7:
+            first = float(rng.uniform(0, 5))
+            b.decode(
+                f"d{i}",
+                first_ago_s=first,
+                out=int(rng.integers(1, 200)),
+                arrived_ago_s=first + float(rng.uniform(0, 3)),
+                slo=slo,
+                priority=int(rng.integers(0, 3)),
+            )
+        else:
+            b.prefill(f"p{i}", waited_s=float(rng.uniform(0, 3)), computed=64, slo=slo)
+    for i in range(int(rng.integers(0, 60))):
+        b.waiting(
+            f"w{i}",
+            waited_s=float(rng.uniform(0, 3)),
+            prompt=int(rng.integers(1, 3000)),
+            slo=targets[rng.integers(4)],
+            priority=int(rng.integers(0, 3)),
+        )
+    state = b.build()
+    overload = "reject" if seed % 5 == 0 else "defer"
+    plan = make_planner(SolaConfig(policy=policy, overload=overload)).plan(state)
+    running, waiting = set(state.running.tolist()), set(state.waiting.tolist())
+    run = running if plan.run is None else set(plan.run.tolist())
+    admit = waiting if plan.admit is None else set(plan.admit.tolist())
+    assert plan.run is None or len(run) == len(plan.run), "a row runs twice"
+    assert plan.admit is None or len(admit) == len(plan.admit), "a row starts twice"
+    assert run <= running
+    assert admit <= waiting
+    assert set(plan.preempt.tolist()) <= running - (run if plan.run is not None else set())
+    assert set(plan.reject.tolist()) <= waiting - (admit if plan.admit is not None else set())
+    assert plan.token_budget is None or 1 <= plan.token_budget <= state.max_num_tokens
+    if running or waiting:
+        assert run or admit, "nothing would run"

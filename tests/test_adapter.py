@@ -1,0 +1,261 @@
+"""`sola_sched.Scheduler` around a real vLLM scheduler, in virtual time."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+import sola_sched
+from sola_sched.plugin import check_request, is_ours, register
+from sola_sched.simulator import (
+    RequestRecord,
+    StepTimeModel,
+    StepTrace,
+    VirtualEngine,
+    VirtualRequest,
+)
+
+pytestmark = pytest.mark.vllm
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "float32",
+}
+STEP_TIME = StepTimeModel(base_s=0.01, per_decode_s=2e-4, per_prefill_token_s=1e-4)
+
+
+def make_engine(
+    scheduler_cls: type[Any] = sola_sched.Scheduler, sola: dict[str, Any] | None = None, **options
+) -> VirtualEngine:
+    defaults: dict[str, Any] = {
+        "model": MODEL,
+        "num_blocks": 2000,
+        "max_model_len": 2048,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 1024,
+        "step_time": STEP_TIME,
+    }
+    if scheduler_cls is not AsyncScheduler:
+        defaults["additional_config"] = {"sola_sched": sola or {}}
+    return VirtualEngine(scheduler_cls, **(defaults | options))
+
+
+def make_workload(
+    count: int, rate_per_s: float, seed: int = 0, prompt: int = 400, **options: Any
+) -> list[VirtualRequest]:
+    rng = np.random.default_rng(seed)
+    arrivals = np.cumsum(rng.exponential(1 / rate_per_s, count))
+    return [
+        VirtualRequest(
+            f"r{i}",
+            arrival_s=float(arrivals[i]),
+            prompt_len=int(rng.integers(prompt // 4, 2 * prompt)),
+            output_len=int(rng.integers(2, 120)),
+            max_tokens=1000,
+            **options,
+        )
+        for i in range(count)
+    ]
+
+
+def attained(records: list[RequestRecord], ttft_s: float, tpot_s: float) -> float:
+    met = 0
+    for r in records:
+        if r.is_finished and r.first_token_s is not None and r.last_token_s is not None:
+            tpot = (r.last_token_s - r.first_token_s) / max(1, r.num_output_tokens - 1)
+            met += r.first_token_s - r.arrival_s <= ttft_s and tpot <= tpot_s
+    return met / len(records)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("policy", ["attain", "paper"])
+@pytest.mark.parametrize("num_blocks", [2000, 140])
+def test_without_slos_the_schedule_is_stock_vllms_step_by_step(
+    async_scheduling: bool, policy: str, num_blocks: int
+) -> None:
+    def schedules(scheduler_cls: type[Any], sola: dict[str, Any] | None) -> list[Any]:
+        steps: list[Any] = []
+
+        def note(trace: StepTrace) -> None:
+            steps.append((trace.start_s, dict(trace.output.num_scheduled_tokens)))
+
+        engine = make_engine(
+            scheduler_cls, sola, async_scheduling=async_scheduling, num_blocks=num_blocks
+        )
+        engine.run(make_workload(80, 12.0), on_step=note)
+        return steps
+
+    stock = schedules(AsyncScheduler, None)
+    ours = schedules(sola_sched.Scheduler, {"policy": policy, "ttft_s": None, "tpot_s": None})
+    assert ours == stock
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_past_saturation_more_requests_meet_their_slos_than_with_any_stock_chunk(
+    async_scheduling: bool,
+) -> None:
+    workload = make_workload(300, 25.0)
+    stock = max(
+        attained(
+            make_engine(
+                AsyncScheduler, max_num_batched_tokens=chunk, async_scheduling=async_scheduling
+            ).run(workload),
+            0.5,
+            0.03,
+        )
+        for chunk in (128, 256, 1024)
+    )
+    engine = make_engine(sola={"ttft_s": 0.5, "tpot_s": 0.03}, async_scheduling=async_scheduling)
+    ours = attained(engine.run(workload), 0.5, 0.03)
+    assert ours > 1.5 * stock, f"ours {ours:.3f}, best stock {stock:.3f}"
+
+
+def test_a_higher_priority_class_gets_a_slot_when_all_are_taken() -> None:
+    low = [
+        VirtualRequest(f"low{i}", arrival_s=0.0, prompt_len=50, output_len=400, priority=5)
+        for i in range(4)
+    ]
+    high = VirtualRequest("high", arrival_s=1.0, prompt_len=50, output_len=20, priority=0)
+    options = {"max_num_seqs": 4, "scheduling_policy": "priority"}
+    stock = {r.req_id: r for r in make_engine(AsyncScheduler, **options).run([*low, high])}
+    ours = {r.req_id: r for r in make_engine(**options).run([*low, high])}
+    assert stock["high"].first_token_s > 4.0  # waits for a low one to end
+    assert ours["high"].first_token_s < 1.1
+    assert sum(r.num_preemptions for r in ours.values()) == 1
+    assert all(r.num_output_tokens == 400 for name, r in ours.items() if name != "high")
+
+
+def test_held_requests_never_keep_others_out_of_free_slots() -> None:
+    """vLLM #53130: deferred requests must not count against admission for good."""
+    sola = {"ttft_s": 0.05, "tpot_s": 0.011, "best_effort_share": 0.02}
+    engine = make_engine(sola=sola, max_num_seqs=8)
+    records = engine.run(make_workload(120, 40.0))
+    assert all(r.is_finished for r in records)
+    assert engine.scheduler.sola_stats()["num_held"] > 0
+
+
+def test_a_rejected_request_is_answered_with_an_error_and_the_rest_is_served() -> None:
+    engine = make_engine(sola={"ttft_s": 0.3, "tpot_s": 0.05, "overload": "reject"})
+    records = engine.run(make_workload(200, 60.0))
+    reasons = {r.finish_reason for r in records}
+    assert reasons == {"stop", "error"}
+    assert engine.scheduler.sola_stats()["num_rejected"] == sum(
+        r.finish_reason == "error" for r in records
+    )
+    assert all(r.num_output_tokens == 0 for r in records if r.finish_reason == "error")
+    assert engine.num_free_blocks == 1999
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2])
+def test_the_best_effort_share_is_honoured_and_the_oldest_is_next(share: float) -> None:
+    """Under lasting overload the lost get their share of engine time, oldest first."""
+    slo_s = 0.3
+    sola = {"ttft_s": slo_s, "tpot_s": 0.05, "best_effort_share": share}
+    engine = make_engine(sola=sola)
+    workload = make_workload(600, 60.0)
+    arrival = {r.req_id: r.arrival_s for r in workload}
+    busy_s = lost_s = 0.0
+    started: set[str] = set()
+    lost: set[str] = set()
+    out_of_turn: list[str] = []
+
+    def note(trace: StepTrace) -> None:
+        nonlocal busy_s, lost_s
+        if trace.start_s > 9.0:  # arrivals end at about 10 s
+            return
+        for request in trace.output.scheduled_new_reqs:
+            name = request.req_id
+            if trace.start_s - arrival[name] > slo_s:
+                lost.add(name)
+                oldest = min((n for n in arrival if n not in started), key=arrival.__getitem__)
+                out_of_turn.extend([name] if name != oldest else [])
+            started.add(name)
+        busy_s += trace.end_s - trace.start_s
+        lost_s += sum(
+            STEP_TIME.per_prefill_token_s * tokens
+            for name, tokens in trace.output.num_scheduled_tokens.items()
+            if name in lost
+        )
+
+    records = engine.run(workload, on_step=note)
+    assert all(r.is_finished for r in records)
+    assert not out_of_turn
+    assert lost_s / busy_s >= 0.9 * share  # more where nobody else could use the time
+
+
+def test_prefix_cache_hits_do_not_slow_admission() -> None:
+    """The plan counts whole prompts; hits leave budget, which others behind get at once."""
+    prompt = list(range(10, 1010))
+    requests = [
+        VirtualRequest(
+            f"hit{i}", 0.5 * (i > 0), output_len=20, prompt_token_ids=[*prompt, 5, i + 6]
+        )
+        for i in range(12)
+    ]
+    engine = make_engine(
+        sola={"ttft_s": 1.0, "tpot_s": 0.05}, enable_prefix_caching=True, num_blocks=4000
+    )
+    warm = make_workload(30, 20.0)
+    engine.run(warm)
+    start = engine.clock.now
+    records = engine.run([dataclasses.replace(r, arrival_s=start + r.arrival_s) for r in requests])
+    late = [r for r in records if r.arrival_s > start]
+    assert max(r.first_token_s - r.arrival_s for r in late if r.first_token_s) < 0.1
+
+
+def test_bad_options_stop_the_engine_at_start() -> None:
+    with pytest.raises(ValueError, match=r"Unknown option 'polcy'.*known options"):
+        make_engine(sola={"polcy": "paper"})
+
+
+def vllm_config(scheduler_cls: Any, **sola: Any) -> Any:
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(scheduler_cls=scheduler_cls),
+        additional_config={"sola_sched": sola},
+    )
+
+
+def test_the_plugin_checks_requests_of_our_schedulers_only() -> None:
+    bad = {"ttft_slo_ms": "soon"}
+    check_request(vllm_config(None), bad)
+    check_request(vllm_config(AsyncScheduler), bad)
+    check_request(vllm_config("sola_sched.Scheduler"), {"ttft_slo_ms": 100})
+    for ours in ("sola_sched.Scheduler", sola_sched.Scheduler):
+        with pytest.raises(Exception, match=r"'ttft_slo_ms' must be .* \(got 'soon'\)") as caught:
+            check_request(vllm_config(ours), bad)
+        assert type(caught.value).__name__ == "VLLMValidationError"
+    classes = {"chat": {"ttft_s": 0.5}}
+    check_request(vllm_config("sola_sched.Scheduler", classes=classes), {"slo_class": "chat"})
+
+
+def test_a_users_own_subclass_is_recognised() -> None:
+    class Mine(sola_sched.Scheduler):
+        pass
+
+    assert is_ours(Mine)
+    assert not is_ours("vllm.v1.core.sched.scheduler.Scheduler")
+
+
+def test_registering_twice_wraps_once() -> None:
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    register()
+    first = InputProcessor._validate_params
+    register()
+    assert InputProcessor._validate_params is first
