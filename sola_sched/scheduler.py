@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import vllm
@@ -37,7 +37,11 @@ logger = logging.getLogger("sola_sched")
 _NEUTRAL = StepPlan()
 
 
-class SolaSchedulerMixin:
+# To a type checker the mixin is what it is mixed into.
+_Host: type[Any] = AsyncScheduler if TYPE_CHECKING else object
+
+
+class SolaSchedulerMixin(_Host):
     """SOLA's observe - plan - apply loop around the `schedule()` of a vLLM scheduler.
 
     Mix it in before any class derived from vLLM's `AsyncScheduler` (or `Scheduler`, which loses
@@ -49,6 +53,11 @@ class SolaSchedulerMixin:
         sola_clock: Monotonic time in seconds; replaceable, e.g. by a simulator.
         sola_wall_clock: Time on the scale of `Request.arrival_time`; replaceable likewise.
     """
+
+    policy: Any
+    running: list[Request]
+    waiting: PlannedQueue[Request]
+    max_num_scheduled_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_version(vllm.__version__)

@@ -125,7 +125,7 @@ class RequestTable:
         self._free = list(range(self.capacity - 1, old - 1, -1))
         self.req_id.extend([None] * old)
         for name, (dtype, default) in _COLUMNS.items():
-            fresh = np.full(self.capacity, default, dtype=dtype)
+            fresh: NDArray[Any] = np.full(self.capacity, default, dtype=dtype)
             fresh[:old] = getattr(self, name)
             setattr(self, name, fresh)
 

@@ -94,7 +94,8 @@ def priority_victims(state: StepState) -> IntArray:
     order = np.lexsort((-table.arrival_s[rows], -running))
     count = min(len(order), len(waiting))
     gives_way = waiting[:count] < running[order[:count]]
-    return rows[order[:count][gives_way]]
+    victims: IntArray = rows[order[:count][gives_way]]
+    return victims
 
 
 def neutral(state: StepState, problem: str = "neutral") -> StepPlan:

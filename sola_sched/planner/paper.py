@@ -114,7 +114,8 @@ class PaperPlanner:
         """Real-time TPOT: decode time so far per token after the first, seconds."""
         table = state.table
         first = np.nan_to_num(table.first_token_s[decodes], nan=state.now_s)
-        return (state.now_s - first) / np.maximum(table.num_output[decodes], 1)
+        tpot: FloatArray = (state.now_s - first) / np.maximum(table.num_output[decodes], 1)
+        return tpot
 
     @staticmethod
     def _predicted_tpot(
