@@ -64,8 +64,8 @@ class LengthHistogram:
     """
 
     def __init__(self, *, memory: int = 1000) -> None:
-        if isinstance(memory, bool) or not isinstance(memory, int) or memory < 1:
-            raise ValueError(f"'memory' must be an integer >= 1 (got {memory!r}).")
+        if memory < 1:
+            raise ValueError(f"'memory' must be >= 1 (got {memory!r}).")
         self._growth = 1.0 + 1.0 / memory
         self._bin_of = np.searchsorted(_START, np.arange(MAX_LENGTH + 1), side="right") - 1
         self._ids: dict[tuple[int, int], int] = {}

@@ -1,4 +1,4 @@
-"""The profile file: coefficients with units and their provenance, as readable JSON."""
+"""The coefficients, and the profile file that keeps them: readable JSON with units and origin."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sola_sched.errors import ProfileError
 
@@ -70,6 +73,30 @@ class Coefficients:
                 f"'overlap' must not exceed 'd0' or 'c1' (got {self.overlap!r}, {self.d0!r} and "
                 f"{self.c1!r}); run `python -m sola_sched.profile` again."
             )
+
+    @classmethod
+    def from_fit(
+        cls, row: NDArray[np.float64], *, has_prefill: bool, has_decode: bool
+    ) -> Coefficients:
+        """Read the coefficients off a fit.
+
+        Args:
+            row: From ``fit_coefficients``, in the order of ``cost_fit.FEATURES``.
+            has_prefill: Whether a fitted step had prefill.
+            has_decode: Whether a fitted step had decodes.
+        """
+        a0, b0, c0, a1, b1, shared, own_prefill, own_decode = row.tolist()
+        # A phase that never occurred has an unknown price per token; the other's is the guess.
+        return cls(
+            a0=a0,
+            b0=b0,
+            c0=c0 if has_prefill else a1,
+            d0=shared + own_prefill,
+            a1=a1 if has_decode else c0,
+            b1=b1,
+            c1=shared + own_decode,
+            overlap=shared,
+        )
 
 
 def write_profile(

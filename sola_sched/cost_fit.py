@@ -35,6 +35,7 @@ NUM_FEATURES = len(FEATURES)
 _PRIOR_ROWS = np.array([0.1, 0.1, 0.01, 0.02, 0.02, 0.01, 0.1, 0.1])
 # Weight of the previous coefficients once old steps have been forgotten, in rows.
 _MEMORY_ROWS = 1.0
+_LONG_CONTEXT = 2048
 _NUM_REWEIGHTS = 3
 _HUBER_SIGMAS = 1.5
 _MIN_SIGMA = 0.01
@@ -101,7 +102,7 @@ def fit_coefficients(
     weights = 1.0 / np.maximum(times_s, floor_s)
     scale = np.sqrt(np.mean((rows * weights[:, None]) ** 2, axis=0))
     is_used = scale > 0.0
-    scale[~is_used] = 1.0
+    scale = np.where(is_used, np.maximum(scale, _reference_scale(rows, times_s)), 1.0)
     scaled = rows / scale
     prior_rows = _PRIOR_ROWS.copy()
     centre = np.zeros(NUM_FEATURES)
@@ -123,6 +124,23 @@ def fit_coefficients(
         solution[~is_used] = 0.0
     result: FloatArray = solution / scale
     return result
+
+
+def _reference_scale(rows: FloatArray, times_s: FloatArray) -> FloatArray:
+    """Features per second of steps with long contexts, extrapolated from the steps at hand.
+
+    The prior on terms that grow with the context counts their share of such a step: otherwise
+    one late step with 10 tokens of context would price 10,000 tokens at a thousand steps.
+    """
+    scale = np.zeros(NUM_FEATURES)
+    has_prefill, has_decode = rows[:, 6] > 0.0, rows[:, 7] > 0.0
+    if has_prefill.any():
+        token_s = float(np.median(times_s[has_prefill] / rows[has_prefill, 2]))
+        scale[:2] = _LONG_CONTEXT / token_s
+    if has_decode.any():
+        decode_s = float(np.median(times_s[has_decode] / rows[has_decode, 3]))
+        scale[4] = _LONG_CONTEXT / decode_s
+    return scale
 
 
 def solve_nonnegative(gram: FloatArray, target: FloatArray, start: FloatArray) -> FloatArray:

@@ -53,6 +53,10 @@ MAX_TOKENS = 2.0**31
 _ERROR_WEIGHT = 0.01
 _FIRST_REFIT = 8
 _REFIT_EVERY = 512
+# A fit whose errors keep exceeding the usual one is renewed sooner.
+_EARLY_REFIT_EVERY = 128
+_USUAL_ERROR = 0.2
+_MAX_SURPRISE = 3.0
 _MEMORY_PER_KIND = 512
 _REPLAYED_STEPS = 32
 _MIN_STEPS = 16
@@ -77,10 +81,10 @@ class CostModel:
 
     def __init__(self, *, alpha: float = 0.1) -> None:
         self._memory: StepMemory | None = StepMemory(3, _MEMORY_PER_KIND)
-        self._num_steps = 0
+        self._num_steps = self._next_early_refit = 0
         self._next_refit = _FIRST_REFIT
-        self._is_ready = False
-        self._is_fitted = False
+        self._surprise = 0.0  # sum of errors above the usual one, >= 0
+        self._is_ready = self._is_fitted = False
         self._num_errors = 0
         self._error = 0.0
         self._correction = Correction(alpha)
@@ -129,9 +133,14 @@ class CostModel:
                 f"A fit needs measured steps with a time > 0 (got {len(steps)} steps, 0 usable)."
             )
         table = np.array(usable, dtype=np.float64)
-        coefficients = _coefficients(fit_coefficients(table[:, :-1], table[:, -1]))
+        has_prefill, has_decode = bool(table[:, 6].any()), bool(table[:, 7].any())
+        coefficients = Coefficients.from_fit(
+            fit_coefficients(table[:, :-1], table[:, -1]),
+            has_prefill=has_prefill,
+            has_decode=has_decode,
+        )
         model = cls.from_coefficients(coefficients, alpha=alpha)
-        model._is_ready = bool(table[:, 6].any() and table[:, 7].any())
+        model._is_ready = has_prefill and has_decode
         return model
 
     @property
@@ -277,8 +286,9 @@ class CostModel:
     def observe(self, shape: StepShape, measured_s: float) -> None:
         """Take in one measured step: gamma (Eq. 5), running error, and learning if it is on.
 
-        Called once per step. A few microseconds; a refit (every 512 steps in the long run) adds
-        about a millisecond. Empty steps and times that are not finite and > 0 are ignored.
+        Called once per step. A few microseconds; a refit (every 512 steps in the long run, sooner
+        while errors exceed 20 %) adds about a millisecond. Empty steps and times that are not
+        finite and > 0 are ignored.
         """
         kind = kind_of(shape)
         if kind is None or not 0.0 < measured_s < math.inf:
@@ -290,13 +300,16 @@ class CostModel:
                 weight = max(1.0 / self._num_errors, _ERROR_WEIGHT)
                 error = abs(self.step_s(shape) - measured_s) / measured_s
                 self._error += weight * (error - self._error)
+                self._surprise = max(0.0, self._surprise + min(error, 1.0) - _USUAL_ERROR)
             base = self._base_s(kind, shape)
             if base > 0.0:
                 self._correction.update(kind, measured_s / base)
         if self._memory is not None:
             self._memory.add(kind, (*features_of(shape), measured_s))
-            if self._num_steps >= self._next_refit or (
-                not self._is_ready and self._has_enough_steps()
+            if (
+                self._num_steps >= self._next_refit
+                or (not self._is_ready and self._has_enough_steps())
+                or (self._surprise > _MAX_SURPRISE and self._num_steps >= self._next_early_refit)
             ):
                 self._refit(self._memory)
 
@@ -370,31 +383,18 @@ class CostModel:
         rows, times_s = memory.all_steps()
         # What was forgotten survives only in the coefficients of before.
         self._row = fit_coefficients(rows, times_s, self._row if memory.has_forgotten else None)
-        self._set(_coefficients(self._row))
-        self._is_fitted = True
-        self._is_ready = self._has_enough_steps()
+        prefill, decode, mixed = memory.num_added
+        self._set(
+            Coefficients.from_fit(
+                self._row, has_prefill=prefill + mixed > 0, has_decode=decode + mixed > 0
+            )
+        )
+        self._is_fitted, self._is_ready = True, self._has_enough_steps()
         while self._next_refit <= self._num_steps:
             self._next_refit += min(self._next_refit, _REFIT_EVERY)
+        self._next_early_refit = self._num_steps + min(_EARLY_REFIT_EVERY, self._num_steps // 4 + 8)
+        self._surprise = 0.0
         self._correction.replay(
             (times_s / np.maximum(rows @ self._row, _TINY_S)).tolist()
             for rows, times_s in map(memory.last_steps, range(3), [_REPLAYED_STEPS] * 3)
         )
-
-
-def _coefficients(row: NDArray[np.float64]) -> Coefficients:
-    a0, b0, c0, a1, b1, shared, own_prefill, own_decode = row.tolist()
-    # A phase that never occurred has an unknown price per token; the other phase's is the guess.
-    if c0 == a0 == b0 == 0.0:
-        c0 = a1
-    if a1 == b1 == 0.0:
-        a1 = c0
-    return Coefficients(
-        a0=a0,
-        b0=b0,
-        c0=c0,
-        d0=shared + own_prefill,
-        a1=a1,
-        b1=b1,
-        c1=shared + own_decode,
-        overlap=shared,
-    )

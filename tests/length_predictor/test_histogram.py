@@ -1,0 +1,239 @@
+"""Length histogram: bounds, convergence, fallback and forgetting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from sola_sched.length_predictor.histogram import MAX_LENGTH, LengthHistogram
+
+MAX_TOKENS = 4000
+NUM_SAMPLES = 20_000
+#: Pseudo-samples weigh 16 of 20,000 and a bin is 1/16 wide; the rest is sampling noise, which in
+#: the bulk of the distribution (at least 1,000 samples remain) is about 3 %.
+TOLERANCE = 0.10
+
+
+def geometric(rng: np.random.Generator, count: int) -> NDArray[np.int64]:
+    return rng.geometric(1 / 200, count)
+
+
+def lognormal(rng: np.random.Generator, count: int) -> NDArray[np.int64]:
+    return np.maximum(rng.lognormal(5.0, 0.8, count), 1.0).astype(np.int64)
+
+
+def mean_of(
+    histogram: LengthHistogram, class_id: int, output: int, limit: int = MAX_TOKENS
+) -> float:
+    return float(
+        histogram.remaining(
+            np.array([class_id], dtype=np.int32), np.array([output]), np.array([limit])
+        )[0]
+    )
+
+
+def quantile_of(
+    histogram: LengthHistogram, q: float, class_id: int, output: int, limit: int = MAX_TOKENS
+) -> float:
+    return float(
+        histogram.remaining_quantile(
+            q, np.array([class_id], dtype=np.int32), np.array([output]), np.array([limit])
+        )[0]
+    )
+
+
+@pytest.mark.parametrize("draw", [geometric, lognormal])
+@pytest.mark.parametrize("output", [0, 1, 17, 50, 100, 300])
+def test_prediction_converges_to_the_empirical_residual_life(
+    draw: Callable[[np.random.Generator, int], NDArray[np.int64]], output: int
+) -> None:
+    histogram = LengthHistogram(memory=10 * NUM_SAMPLES)
+    class_id = histogram.class_of(100, MAX_TOKENS)
+    for length in draw(np.random.default_rng(0), NUM_SAMPLES).tolist():
+        histogram.observe(class_id, min(length, MAX_TOKENS))
+
+    lengths = np.minimum(draw(np.random.default_rng(1), 200_000), MAX_TOKENS)
+    residual = lengths[lengths > output] - output
+
+    assert mean_of(histogram, class_id, output) == pytest.approx(residual.mean(), rel=TOLERANCE)
+    for q in (0.1, 0.5, 0.9):
+        assert quantile_of(histogram, q, class_id, output) == pytest.approx(
+            np.quantile(residual, q), rel=TOLERANCE, abs=2.0
+        )
+
+
+def test_constant_lengths_are_known_exactly() -> None:
+    histogram = LengthHistogram(memory=10**6)
+    class_id = histogram.class_of(10, 100)
+    for _ in range(50_000):
+        histogram.observe(class_id, 20)
+
+    assert mean_of(histogram, class_id, 5, 100) == pytest.approx(15.0, rel=0.01)
+    assert quantile_of(histogram, 0.5, class_id, 5, 100) == 15.0
+
+
+def test_prior_expects_256_tokens_and_then_as_many_as_it_has_seen() -> None:
+    histogram = LengthHistogram()
+    class_id = histogram.class_of(10, 1_000_000)
+
+    assert mean_of(histogram, class_id, 0, 10**6) == pytest.approx(256, rel=0.05)
+    assert mean_of(histogram, class_id, 1000, 10**6) == pytest.approx(1256, rel=0.05)
+
+
+def test_prior_of_a_class_ends_at_its_limit() -> None:
+    histogram = LengthHistogram()
+    short = histogram.class_of(10, 16)
+
+    assert mean_of(histogram, short, 0, 16) <= 16.0
+
+
+def test_class_without_samples_takes_those_of_all_requests() -> None:
+    histogram = LengthHistogram()
+    seen, unseen = histogram.class_of(10, 1000), histogram.class_of(5000, 1000)
+    for _ in range(2000):
+        histogram.observe(seen, 50)
+
+    assert mean_of(histogram, unseen, 0) == pytest.approx(50, rel=0.1)
+
+
+def test_classes_keep_their_own_lengths() -> None:
+    histogram = LengthHistogram()
+    short, long = histogram.class_of(10, 1000), histogram.class_of(5000, 1000)
+    for _ in range(2000):
+        histogram.observe(short, 50)
+        histogram.observe(long, 500)
+
+    assert mean_of(histogram, short, 0) == pytest.approx(50, rel=0.1)
+    assert mean_of(histogram, long, 0) == pytest.approx(500, rel=0.1)
+
+
+def test_shift_in_mid_run_is_followed() -> None:
+    histogram = LengthHistogram(memory=200)
+    class_id = histogram.class_of(10, MAX_TOKENS)
+    for _ in range(5000):
+        histogram.observe(class_id, 400)
+    before = mean_of(histogram, class_id, 0)
+
+    for _ in range(1000):
+        histogram.observe(class_id, 40)
+
+    assert before == pytest.approx(400, rel=0.1)
+    # exp(-1000 / 200) of the old mass is left, and 16 of 216 samples are everybody's.
+    assert mean_of(histogram, class_id, 0) == pytest.approx(40, rel=0.15)
+
+
+def test_forgetting_survives_a_rescale_of_the_weights() -> None:
+    histogram = LengthHistogram(memory=1)
+    class_id = histogram.class_of(10, MAX_TOKENS)
+
+    for _ in range(5000):
+        histogram.observe(class_id, 40)
+
+    assert 40 / 2 < mean_of(histogram, class_id, 0) < 300
+
+
+def test_class_is_a_pair_of_factor_two_ranges() -> None:
+    histogram = LengthHistogram()
+
+    first = histogram.class_of(1000, 300)
+
+    assert histogram.class_of(600, 500) == first
+    assert histogram.class_of(1024, 300) != first
+    assert histogram.class_of(1000, 512) != first
+    assert histogram.num_classes == 3
+
+
+def test_number_of_classes_is_bounded() -> None:
+    histogram = LengthHistogram()
+
+    for prompt in range(40):
+        for limit in range(40):
+            histogram.class_of(2**prompt, 2**limit)
+
+    assert histogram.num_classes <= 441
+
+
+def test_unfinished_and_unknown_observations() -> None:
+    histogram = LengthHistogram()
+    class_id = histogram.class_of(10, 10)
+
+    histogram.observe(class_id, 0)
+
+    assert histogram.num_observed == 0
+    for wrong in (-1, class_id + 1):
+        with pytest.raises(ValueError, match="'class_id' must come from class_of"):
+            histogram.observe(wrong, 5)
+
+
+@pytest.mark.parametrize("memory", [0, -5])
+def test_memory_outside_its_range_is_refused(memory: int) -> None:
+    with pytest.raises(ValueError, match="'memory' must be >= 1"):
+        LengthHistogram(memory=memory)
+
+
+@pytest.mark.parametrize("q", [0.0, 1.0, -0.5, float("nan")])
+def test_quantile_outside_its_range_is_refused(q: float) -> None:
+    histogram = LengthHistogram()
+    class_id = histogram.class_of(10, 10)
+
+    with pytest.raises(ValueError, match="'q' must be in"):
+        quantile_of(histogram, q, class_id, 0)
+
+
+def test_empty_batch_gives_an_empty_answer() -> None:
+    empty = np.array([], dtype=np.int64)
+
+    assert LengthHistogram().remaining(empty, empty, empty).shape == (0,)
+
+
+requests = st.tuples(st.integers(0, 2**18), st.integers(1, 2**18), st.integers(1, 2**18))
+
+
+@settings(deadline=None)
+@given(
+    st.lists(requests, min_size=1, max_size=30),
+    st.lists(st.integers(0, 2**18), min_size=1, max_size=20),
+    st.integers(1, 2**18),
+    st.lists(st.floats(0.001, 0.999), min_size=2, max_size=2),
+)
+def test_answers_are_bounded_and_monotone_in_q(
+    finished: list[tuple[int, int, int]], outputs: list[int], limit: int, qs: list[float]
+) -> None:
+    histogram = LengthHistogram(memory=5)
+    for prompt, max_tokens, length in finished:
+        histogram.observe(histogram.class_of(prompt, max_tokens), length)
+    num_output = np.array(outputs)
+    ids = np.full(len(outputs), histogram.class_of(77, limit), dtype=np.int32)
+    limits = np.full(len(outputs), limit)
+    most = np.maximum(limits - num_output, 1)
+
+    mean = histogram.remaining(ids, num_output, limits)
+    low = histogram.remaining_quantile(min(qs), ids, num_output, limits)
+    high = histogram.remaining_quantile(max(qs), ids, num_output, limits)
+
+    assert mean.dtype == np.float64
+    for answer in (mean, low, high):
+        assert np.isfinite(answer).all()
+        assert (answer >= 1.0).all()
+        assert (answer <= most).all()
+    assert (low <= high).all()
+
+
+def test_batch_equals_single_questions() -> None:
+    histogram = LengthHistogram()
+    ids = [histogram.class_of(prompt, 2000) for prompt in (10, 100, 1000)]
+    for length in range(1, 500):
+        histogram.observe(ids[length % 3], length)
+    outputs = np.array([0, 40, MAX_LENGTH + 5])
+
+    together = histogram.remaining(np.array(ids, dtype=np.int32), outputs, np.full(3, MAX_TOKENS))
+
+    assert together.tolist() == [
+        mean_of(histogram, class_id, int(output))
+        for class_id, output in zip(ids, outputs, strict=True)
+    ]
