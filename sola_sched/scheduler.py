@@ -177,7 +177,9 @@ class SolaSchedulerMixin(_Host):
         plan = self._plan()
         with self._applied(plan):
             output = super().schedule(*args, **kwargs)
-        self._stalled = not output.num_scheduled_tokens and plan is not _NEUTRAL
+        # If a plan that withheld something left nothing to run, the next step is vLLM's own.
+        withheld = plan.run is not None or (plan.admit is not None and bool(self.waiting))
+        self._stalled = withheld and not output.num_scheduled_tokens
         self._counts["num_stalled"] += self._stalled
         self._record(output)
         return output
