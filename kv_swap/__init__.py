@@ -1,0 +1,1 @@
+"""Swapping of preempted requests' KV blocks to host memory."""
