@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,6 +85,7 @@ class StateMonitor:
         self._front_pos = -1
         self._num_limited = 0
         self._num_ended = 0
+        self._parked: set[int] = set()
 
     # Events ---------------------------------------------------------------------------------
 
@@ -122,9 +123,17 @@ class StateMonitor:
         table.num_computed[row] = num_computed
         table.prefill_target[row] = prefill_target
 
-    def parked(self, row: int) -> None:
-        """A waiting request is out of the planner's hands until it is admitted or requeued."""
-        self.table.phase[row] = PARKED
+    def parked(self, rows: Collection[int]) -> None:
+        """Exactly these waiting requests are out of the planner's hands for now."""
+        if not rows and not self._parked:
+            return
+        for row in self._parked.difference(rows):
+            if self.table.phase[row] == PARKED:
+                self.table.phase[row] = WAITING
+        for row in rows:
+            if self.table.phase[row] == WAITING:
+                self.table.phase[row] = PARKED
+        self._parked = set(rows)
 
     def requeued(self, row: int, *, num_tokens: int, at_front: bool) -> None:
         """A request lost its KV (preemption) or waits for more input; it is WAITING again."""

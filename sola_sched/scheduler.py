@@ -188,8 +188,7 @@ class SolaSchedulerMixin(_Host):
         if not self._steers or self._stalled or self._is_paused():
             return _NEUTRAL
         row_of = self.sola_monitor.table.row_of
-        for request in self._seams.parked():
-            self.sola_monitor.parked(row_of[request.request_id])
+        self.sola_monitor.parked([row_of[r.request_id] for r in self._seams.parked()])
         pool = self.kv_cache_manager.block_pool
         state = self.sola_monitor.state(
             [row_of[request.request_id] for request in self.running],

@@ -92,24 +92,38 @@ class Seams:
         ready = [
             request
             for request in scheduler.skipped_waiting
-            if not scheduler._is_blocked_waiting_status(request.status)
-            and request.num_computed_tokens == 0
+            if request.num_computed_tokens == 0 and self._is_ready(request)
         ]
         if ready:
             scheduler.skipped_waiting.remove_requests(ready)
             scheduler.waiting.prepend_requests(reversed(ready))
 
-    def parked(self) -> Iterable[Any]:
-        """Requests that vLLM drains before the waiting queue: they hold KV or load it."""
+    def parked(self) -> list[Any]:
+        """Waiting requests that a plan cannot start: vLLM drains them first, or they are blocked.
+
+        Those hold KV, load it, wait for more input or for their grammar.
+        """
+        scheduler = self._scheduler
         if self._has_skipped:
-            return (
-                request
-                for request in self._scheduler.skipped_waiting
-                if self._scheduler._is_blocked_waiting_status(request.status)
-                or request.num_computed_tokens > 0
-            )
-        requests: Iterable[Any] = self._scheduler.kv_holding_waiting
-        return requests
+            return list(scheduler.skipped_waiting)
+        if not scheduler.kv_holding_waiting and not scheduler.deferred_waiting:
+            return []
+        blocked = [r for r in scheduler.deferred_waiting if not self._is_ready(r)]
+        return [*scheduler.kv_holding_waiting, *blocked]
+
+    def _is_ready(self, request: Any) -> bool:
+        """Whether nothing blocks the request; a finished grammar unblocks it here."""
+        scheduler = self._scheduler
+        if not scheduler._is_blocked_waiting_status(request.status):
+            return True
+        if request.status.name != "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR":
+            return False
+        promote = getattr(
+            scheduler,
+            "_handle_blocked_waiting_request",
+            getattr(scheduler, "_try_promote_blocked_waiting_request", None),
+        )
+        return promote is not None and bool(promote(request))
 
     def can_preempt(self, request: Any) -> bool:
         """Whether the request's blocks would be free at once (no step in flight writes them)."""

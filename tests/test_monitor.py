@@ -162,9 +162,11 @@ def test_tokens_in_flight_count_and_move_the_start_of_the_next_step() -> None:
 def test_parked_requests_are_not_offered() -> None:
     monitor, _ = make_monitor()
     row, other = add(monitor, "a"), add(monitor, "b")
-    monitor.parked(row)
+    monitor.parked([row])
     assert monitor.table.phase[row] == PARKED
     assert state_of(monitor).waiting.tolist() == [other]
+    monitor.parked([])
+    assert sorted(state_of(monitor).waiting.tolist()) == sorted([row, other])
 
 
 def test_the_state_knows_whether_any_target_is_set() -> None:

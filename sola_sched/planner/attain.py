@@ -8,11 +8,13 @@ objective to the number of requests that meet both targets.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from sola_sched.config import SolaConfig
 from sola_sched.planner.attain_step import AttainStep, BestEffort, Decodes
-from sola_sched.planner.base import neutral, priority_victims
+from sola_sched.planner.base import neutral, priority_victims, with_useful_victims
 from sola_sched.state import DECODE, BoolArray, FloatArray, IntArray, StepPlan, StepState
 
 #: A decode counts as lost only if it misses its target by more than this share of the step time:
@@ -53,18 +55,30 @@ class AttainPlanner:
         """Plan one step; see `Planner.plan`."""
         if not state.cost.is_ready or not state.has_slo:
             return neutral(state)
-        victims = priority_victims(state)
+        self.best_effort.earn(state.elapsed_s)
+        earned = self.best_effort
+
+        def attempt(state: StepState, victims: IntArray) -> StepPlan:
+            self.best_effort = dataclasses.replace(earned)
+            return self._plan(state, victims)
+
+        return with_useful_victims(state, priority_victims(state), attempt)
+
+    def _plan(self, state: StepState, victims: IntArray) -> StepPlan:
         rows, ahead = state.running, state.num_ahead
         if len(victims):
             stay = ~np.isin(rows, victims)
             rows, ahead = rows[stay], ahead[stay]
         table = state.table
         is_decode = table.phase[rows] == DECODE
-        self.best_effort.earn(state.elapsed_s)
         if self._is_settled(state, rows, is_decode):
             return StepPlan(preempt=victims, admit=rows[:0], problem="decode")
+        present = table.priority[np.concatenate([rows, state.waiting])]
+        lowest = int(present.max()) if len(present) else 0
         remaining = state.remaining(rows, ahead)
-        decodes = self._decodes(state, rows[is_decode], remaining[is_decode], ahead[is_decode])
+        decodes = self._decodes(
+            state, rows[is_decode], remaining[is_decode], ahead[is_decode], lowest
+        )
         return AttainStep(
             state,
             decodes,
@@ -73,6 +87,7 @@ class AttainPlanner:
             remaining,
             victims,
             best_effort=self.best_effort,
+            lowest=lowest,
             tile=self.tile,
             keep=self.keep,
             rejects=self.rejects,
@@ -94,7 +109,12 @@ class AttainPlanner:
         return step_s <= self.keep * float(table.tpot_s[rows].min()) * state.accepted_per_decode
 
     def _decodes(
-        self, state: StepState, rows: IntArray, remaining: FloatArray, ahead: IntArray
+        self,
+        state: StepState,
+        rows: IntArray,
+        remaining: FloatArray,
+        ahead: IntArray,
+        lowest: int,
     ) -> Decodes:
         table = state.table
         out = np.maximum(table.num_output[rows] + ahead, 1)
@@ -115,6 +135,11 @@ class AttainPlanner:
         # One behind its schedule catches up by steps halfway to what it could bear for long.
         behind = decode_s + 0.5 * np.maximum(sustain - decode_s, 0.0)
         allowed = np.where(bank >= behind, bank, np.minimum(behind, tpot * per_step))
+        is_upper = table.priority[rows] < lowest
+        if is_upper.any():  # classes are strict: an upper one is served even when it has lost
+            free = is_upper & lost
+            lost &= ~is_upper
+            sustain[free] = allowed[free] = np.inf
         return Decodes(rows, ctx, sustain, allowed, lost)
 
     @staticmethod

@@ -41,19 +41,20 @@ class Decodes:
     lost: BoolArray
 
 
+@dataclass(slots=True)
 class BestEffort:
     """The guaranteed share of engine time of requests that have lost their SLO.
 
     Attributes:
+        share: In [0, 1).
         credit_s: Engine time earned and not yet spent, seconds.
         is_blocked: The oldest lost request has credit but neither slot nor memory: nobody else
             is admitted until it has.
     """
 
-    def __init__(self, share: float) -> None:
-        self.share = share
-        self.credit_s = 0.0
-        self.is_blocked = False
+    share: float
+    credit_s: float = 0.0
+    is_blocked: bool = False
 
     def earn(self, elapsed_s: float) -> None:
         """Book the share of the engine time that has passed."""
@@ -78,6 +79,7 @@ class AttainStep:
         victims: IntArray,
         *,
         best_effort: BestEffort,
+        lowest: int,
         tile: int,
         keep: float,
         rejects: bool,
@@ -105,6 +107,13 @@ class AttainStep:
         self.feasible = np.isfinite(self.deadline_s) & (
             self.decode_s + self.prefill_s <= self.deadline_s
         )
+        fresh = table.num_output[self.pending] == 0
+        self.hopeless = fresh & np.isfinite(self.deadline_s) & ~self.feasible
+        # Priority classes are strict: what an upper one has lost still goes before a lower one.
+        upper = ~self.feasible & (table.priority[self.pending] < lowest)
+        if upper.any():
+            self.deadline_s[upper] = np.inf
+            self.feasible |= upper
 
     def plan(self) -> StepPlan:
         """Decide the step."""
@@ -147,8 +156,9 @@ class AttainStep:
             back = rows[again]
             first, out = table.first_token_s[back], table.num_output[back]
             remaining = self.outputs[again]
-            slack = np.maximum(keep * table.tpot_s[back] - self.decode_s, 0.0)
-            due = first + keep * table.tpot_s[back] * out + slack * (remaining - 1)
+            tpot = keep * table.tpot_s[back]
+            slack = np.where(np.isinf(tpot), 0.0, np.maximum(tpot - self.decode_s, 0.0))
+            due = first + tpot * out + slack * (remaining - 1)
             late = first - table.arrival_s[back] > table.ttft_s[back]
             deadline[again] = np.where(late, -np.inf, due - self.state.now_s)
         result: FloatArray = deadline
@@ -167,6 +177,9 @@ class AttainStep:
         is weighed against the prefills that a longer step brings in on time.
         """
         candidates = np.flatnonzero(self.feasible)
+        if self.rejects:
+            waits = candidates >= self.num_prefills
+            candidates = candidates[~(waits & self.hopeless[candidates])]
         if not len(candidates):
             return candidates, 0, limit_s
         table = self.state.table
@@ -284,16 +297,10 @@ class AttainStep:
 
     # 4. The lost ----------------------------------------------------------------------------
 
-    def _is_hopeless(self) -> BoolArray:
-        """Waiting requests that had a TTFT target and can no longer meet it."""
-        waiting = self.state.waiting
-        deadline = self.deadline_s[self.num_prefills :]
-        fresh = self.state.table.num_output[waiting] == 0
-        result: BoolArray = fresh & np.isfinite(deadline) & ~self.feasible[self.num_prefills :]
-        return result
-
     def _rejected(self) -> IntArray:
-        return self.state.waiting[self._is_hopeless()]
+        """Waiting requests that had a TTFT target and can no longer meet it."""
+        rejected: IntArray = self.state.waiting[self.hopeless[self.num_prefills :]]
+        return rejected
 
     def _serve_lost(
         self, limit_s: float, served: IntArray, tokens: int, has_backlog: bool
@@ -310,7 +317,7 @@ class AttainStep:
         was_blocked, credit.is_blocked = credit.is_blocked, False
         is_lost = ~self.feasible
         if self.rejects:
-            is_lost[self.num_prefills :] &= ~self._is_hopeless()
+            is_lost[self.num_prefills :] &= ~self.hopeless[self.num_prefills :]
         prefills = np.flatnonzero(is_lost)
         decodes = np.flatnonzero(self.decodes.lost)
         if not len(prefills) and not len(decodes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -96,6 +97,27 @@ def priority_victims(state: StepState) -> IntArray:
     gives_way = waiting[:count] < running[order[:count]]
     victims: IntArray = rows[order[:count][gives_way]]
     return victims
+
+
+def with_useful_victims(
+    state: StepState, victims: IntArray, plan: Callable[[StepState, IntArray], StepPlan]
+) -> StepPlan:
+    """The plan with as many of `victims` as have a request of a higher class admitted for them.
+
+    A victim must not lose its KV for a request that then finds no memory, or the two would trade
+    places at every step.
+    """
+    while len(victims):
+        planned = plan(state, victims)
+        admitted = state.waiting[:0] if planned.admit is None else planned.admit
+        priority = state.table.priority
+        count = min(len(victims), len(admitted))
+        gains = priority[admitted[:count]] < priority[victims[:count]]
+        useful = count if gains.all() else int(np.argmin(gains))
+        if useful == len(victims):
+            return planned
+        victims = victims[:useful]
+    return plan(state, victims)
 
 
 def neutral(state: StepState, problem: str = "neutral") -> StepPlan:

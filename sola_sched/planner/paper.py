@@ -10,7 +10,12 @@ from collections import deque
 import numpy as np
 
 from sola_sched.config import SolaConfig
-from sola_sched.planner.base import neutral, num_that_fit, priority_victims
+from sola_sched.planner.base import (
+    neutral,
+    num_that_fit,
+    priority_victims,
+    with_useful_victims,
+)
 from sola_sched.state import DECODE, FloatArray, IntArray, StepPlan, StepState
 
 #: KV use below which the peak-memory prediction is skipped (section 6.4).
@@ -40,9 +45,11 @@ class PaperPlanner:
     def plan(self, state: StepState) -> StepPlan:
         """Plan one step; see `Planner.plan`."""
         if not state.cost.is_ready or not state.has_slo:
-            return neutral(state, "neutral")
+            return neutral(state)
+        return with_useful_victims(state, priority_victims(state), self._plan)
+
+    def _plan(self, state: StepState, victims: IntArray) -> StepPlan:
         table, rows = state.table, state.running
-        victims = priority_victims(state)
         if len(victims):
             rows = rows[~np.isin(rows, victims)]
         remaining = state.remaining(rows)
