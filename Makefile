@@ -11,10 +11,10 @@ export VENV PYTHON DEVICE
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow test-gpu check bench clean
+.PHONY: help install test test-slow test-gpu test-versions check bench clean
 
 help:  ## Show the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
 
 install:  ## Create the virtualenv and install what this machine needs
 	@.ci/install
@@ -28,6 +28,9 @@ test-slow: install  ## Run the tests that the fast run leaves out
 test-gpu: install  ## Run the tests that need a CUDA device
 	$(VENV)/bin/pytest -m gpu $(ARGS)
 
+test-versions: install  ## Run the engine's tests on other releases of vLLM, each in its own virtualenv
+	.ci/versions
+
 check: install  ## Run the linter, the format check and the type checker
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -37,6 +40,6 @@ bench: install  ## Run the benchmark
 	$(VENV)/bin/python -m sola_sched.bench $(ARGS)
 
 clean:  ## Remove virtualenvs, build products and caches
-	rm -rf .venv .venv-ci build dist *.egg-info .typecheck
+	rm -rf .venv .venv-* build dist *.egg-info .typecheck
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
