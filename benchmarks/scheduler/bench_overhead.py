@@ -1,0 +1,198 @@
+"""What `sola_sched.Scheduler` adds to vLLM's own scheduling time per step.
+
+    python benchmarks/scheduler/bench_overhead.py
+    pytest benchmarks/scheduler/bench_overhead.py   # the same sizes with pytest-benchmark
+
+Both schedulers serve the same requests in virtual time and are stepped in turn, so that noise
+of the machine meets both. Only `schedule()` and `update_from_output()` are timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+import sola_sched
+from sola_sched.simulator import LLAMA_3_8B_A100, VirtualEngine, VirtualRequest
+
+NUM_RUNNING = (16, 64, 256)
+NUM_WAITING = (0, 256, 2000)
+POLICIES = ("attain", "paper")
+#: Targets in seconds: everybody can meet them, or most of the waiting requests have lost.
+SLOS = {"loose": {"ttft_s": 1e5, "tpot_s": 10.0}, "overload": {"ttft_s": 2.0, "tpot_s": 0.1}}
+_PROMPT_LEN, _OUTPUT_LEN, _BLOCK_SIZE, _NUM_LENGTHS = 64, 1900, 16, 7
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Medians of one size, microseconds per step.
+
+    Attributes:
+        stock_us: vLLM's `schedule()` and `update_from_output()`.
+        ours_us: The same two calls of `sola_sched.Scheduler`.
+        added_us: Median of the differences of paired steps.
+    """
+
+    policy: str
+    slo: str
+    num_running: int
+    num_waiting: int
+    stock_us: float
+    ours_us: float
+    added_us: float
+
+    @property
+    def added_ratio(self) -> float:
+        """Added time relative to vLLM's own."""
+        return self.added_us / self.stock_us
+
+
+class TimedEngine(VirtualEngine):
+    """Serves `num_running` endless decodes while `num_waiting` requests wait for a slot."""
+
+    def __init__(
+        self, scheduler_cls: type[Any], num_running: int, num_waiting: int, **sola: Any
+    ) -> None:
+        max_model_len = _PROMPT_LEN + _NUM_LENGTHS + _OUTPUT_LEN
+        super().__init__(
+            scheduler_cls,
+            num_blocks=(num_running + 1) * (max_model_len // _BLOCK_SIZE + 2),
+            block_size=_BLOCK_SIZE,
+            max_model_len=max_model_len,
+            max_num_seqs=num_running,
+            additional_config={"sola_sched": {"log_interval_s": 0, **sola}},
+            step_time=LLAMA_3_8B_A100,
+        )
+        self._learn()
+        self.elapsed_s = 0.0
+        for name in ("schedule", "update_from_output"):
+            setattr(self.scheduler, name, self._timed(getattr(self.scheduler, name)))
+        self._add("running", num_running)
+        while not self._all_decode(num_running):
+            self.step()
+        self._add("waiting", num_waiting)
+
+    def time_step(self) -> float:
+        """Step once; returns the seconds spent in the scheduler."""
+        self.elapsed_s = 0.0
+        self.step()
+        return self.elapsed_s
+
+    def _learn(self) -> None:
+        """Serve mixed lengths first: without a cost model the planner would do nothing."""
+        rng = random.Random(0)
+        self.run(
+            [
+                VirtualRequest(f"mixed{i}", 0.05 * i, rng.randrange(1, 80), rng.randrange(1, 1500))
+                for i in range(150)
+            ]
+        )
+        if hasattr(self.scheduler, "sola_stats"):
+            assert self.scheduler.sola_stats()["cost_model_ready"]
+
+    def _add(self, name: str, count: int) -> None:
+        for i in range(count):
+            prompt_len = _PROMPT_LEN + i % _NUM_LENGTHS
+            self.add(
+                VirtualRequest(
+                    f"{name}{i}", self.clock.now, _OUTPUT_LEN, prompt_len, max_tokens=_OUTPUT_LEN
+                )
+            )
+
+    def _all_decode(self, num_running: int) -> bool:
+        running = self.scheduler.running
+        return len(running) == num_running and all(r.num_output_tokens for r in running)
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = call(*args)
+            self.elapsed_s += time.perf_counter() - start
+            return result
+
+        return timed
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def measure(
+    policy: str, slo: str, num_running: int, num_waiting: int, *, num_steps: int = 300
+) -> Overhead:
+    """Step both schedulers in turn and compare them."""
+    stock = TimedEngine(AsyncScheduler, num_running, num_waiting)
+    ours = TimedEngine(
+        sola_sched.Scheduler, num_running, num_waiting, policy=policy, **SLOS[slo]
+    )
+    for _ in range(30):
+        stock.time_step()
+        ours.time_step()
+    with _no_collection():
+        pairs = [(stock.time_step(), ours.time_step()) for _ in range(num_steps)]
+    return Overhead(
+        policy,
+        slo,
+        num_running,
+        num_waiting,
+        stock_us=1e6 * statistics.median(a for a, _ in pairs),
+        ours_us=1e6 * statistics.median(b for _, b in pairs),
+        added_us=1e6 * statistics.median(b - a for a, b in pairs),
+    )
+
+
+@pytest.mark.parametrize("scheduler", ["stock", *POLICIES])
+@pytest.mark.parametrize("num_waiting", NUM_WAITING)
+@pytest.mark.parametrize("num_running", NUM_RUNNING)
+def test_step(benchmark, num_running: int, num_waiting: int, scheduler: str) -> None:
+    benchmark.group = f"{num_running} running, {num_waiting} waiting"
+    if scheduler == "stock":
+        engine = TimedEngine(AsyncScheduler, num_running, num_waiting)
+    else:
+        engine = TimedEngine(
+            sola_sched.Scheduler, num_running, num_waiting, policy=scheduler, **SLOS["overload"]
+        )
+    benchmark.pedantic(engine.step, rounds=200, warmup_rounds=30)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--num-steps", type=int, default=300, help="steps measured per size")
+    steps = parser.parse_args().num_steps
+    columns = ("policy", "targets", "running", "waiting", "vLLM us", "ours us", "added us", "added")
+    print("| " + " | ".join(columns) + " |")
+    print("| " + " | ".join(["---"] * 2 + ["---:"] * 6) + " |")
+    for policy in POLICIES:
+        for slo in SLOS:
+            for num_running in NUM_RUNNING:
+                for num_waiting in NUM_WAITING:
+                    row = measure(policy, slo, num_running, num_waiting, num_steps=steps)
+                    print(
+                        f"| {policy} | {slo} | {num_running} | {num_waiting} "
+                        f"| {row.stock_us:.0f} | {row.ours_us:.0f} | {row.added_us:.0f} "
+                        f"| {row.added_ratio:+.0%} |",
+                        flush=True,
+                    )
+
+
+if __name__ == "__main__":
+    main()

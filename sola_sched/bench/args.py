@@ -1,0 +1,306 @@
+"""Command line of ``python -m sola_sched.bench``. Flag names follow ``vllm bench serve``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from sola_sched.bench.clock import CLOCKS
+from sola_sched.bench.datasets import DATASET_NAMES
+from sola_sched.bench.results import METRIC_NAMES
+from sola_sched.bench.values import json_object, positive_float, positive_int, rate
+from sola_sched.errors import ConfigError
+
+#: Schedulers compared by default: vLLM at three chunk sizes, and ours.
+DEFAULT_SCHEDULERS = ("stock:256", "stock:512", "stock:2048", "sola")
+BACKENDS = ("engine", "openai")
+
+_DESCRIPTION = """\
+Replay one workload against stock vLLM and against sola_sched.Scheduler, on the same arrivals
+and seed, and compare the share of requests that meet both their latency targets (SLOs).
+
+With no arguments: a random 62 M parameter Llama, vLLM in this process, chat-shaped lengths fitted
+to ShareGPT, Poisson arrivals at three rates around the saturation of this machine, targets of
+10 x the single-request latency. No GPU and no network needed; about five minutes on two cores.
+"""
+_EPILOG = """\
+examples:
+  python -m sola_sched.bench
+  python -m sola_sched.bench --slo ttft:500 tpot:50 --request-rate 4 6 8
+  python -m sola_sched.bench --model meta-llama/Llama-3.1-8B-Instruct --dataset-name sharegpt
+  python -m sola_sched.bench --schedulers stock:512 stock:2048 sola sola:policy=paper
+  python -m sola_sched.bench --backend openai --base-url http://localhost:8000 --request-rate 8
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ConfigError(f"{message}; see --help.")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser; it raises ``ConfigError`` instead of ending the process."""
+    parser = _Parser(
+        prog="python -m sola_sched.bench",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _target_group(parser.add_argument_group("what is measured"))
+    _dataset_group(parser.add_argument_group("requests"))
+    _traffic_group(parser.add_argument_group("traffic"))
+    _engine_group(parser.add_argument_group("engine (--backend engine)"))
+    _server_group(parser.add_argument_group("server (--backend openai)"))
+    _output_group(parser.add_argument_group("results"))
+    return parser
+
+
+def _target_group(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--backend",
+        default="engine",
+        choices=BACKENDS,
+        help="vLLM in this process, or a running OpenAI-compatible server (default: engine)",
+    )
+    add(
+        "--model",
+        help="local folder or model name (default: a random Llama made on the spot; "
+        "with openai: the first model the server lists)",
+    )
+    add("--tokenizer", help="folder or name, if it is not the model's own")
+    add(
+        "--schedulers",
+        nargs="+",
+        metavar="SPEC",
+        help="stock[:max_num_batched_tokens] and sola[:option=value,...], each also with "
+        f"engine.<argument>=<value> (default: {' '.join(DEFAULT_SCHEDULERS)})",
+    )
+    add(
+        "--slo",
+        "--goodput",
+        nargs="+",
+        metavar="METRIC:MS",
+        dest="slo",
+        help="targets in ms, e.g. ttft:500 tpot:50 (default: 10 x the latency of a request alone)",
+    )
+    add(
+        "--slo-class",
+        action="append",
+        default=[],
+        metavar="NAME:SHARE:TTFT_MS:TPOT_MS",
+        help="gives a share of the requests its own targets; repeat for more classes, "
+        "e.g. --slo-class chat:0.7:500:50 --slo-class batch:0.3:5000:200",
+    )
+    add(
+        "--make-model",
+        type=Path,
+        metavar="DIR",
+        help="write the random default model to DIR and end (to serve it with vLLM)",
+    )
+
+
+def _dataset_group(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--dataset-name",
+        default="sharegpt-like",
+        choices=DATASET_NAMES,
+        help="sharegpt-like and random are synthetic, custom needs a path, the others are "
+        "downloaded once if no path is given (default: sharegpt-like)",
+    )
+    add(
+        "--dataset-path",
+        type=Path,
+        help="file (.json, .jsonl, .csv, each also .gz; .zip) or folder",
+    )
+    add(
+        "--num-prompts",
+        type=positive_int,
+        help="requests a run (default: as many as fit --duration-budget)",
+    )
+    add(
+        "--duration-budget",
+        type=positive_float,
+        default=180.0,
+        metavar="S",
+        help="seconds of traffic in all runs together, without --num-prompts (default: 180)",
+    )
+    add(
+        "--length-scale",
+        type=positive_float,
+        help="factor on all lengths (default: 1, or less if the model's context is too short)",
+    )
+    add("--disable-shuffle", action="store_true", help="take the rows of a file in order")
+    add(
+        "--output-len",
+        "--sharegpt-output-len",
+        "--custom-output-len",
+        type=positive_int,
+        dest="output_len",
+        help="replace every output length",
+    )
+    add("--random-input-len", "--input-len", type=positive_int, default=1024)
+    add("--random-output-len", type=positive_int, default=128)
+    add(
+        "--random-range-ratio",
+        type=float,
+        default=0.0,
+        help="lengths of random vary by this share around their mean, in [0, 1) (default: 0)",
+    )
+    add("--random-prefix-len", type=int, default=0, help="tokens shared by all prompts of random")
+    add(
+        "--ignore-eos",
+        action="store_true",
+        help="accepted for compatibility; output lengths are always exact here",
+    )
+
+
+def _traffic_group(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--request-rate",
+        nargs="+",
+        type=rate,
+        metavar="RPS",
+        help="requests per second, several for a sweep, inf for all at once "
+        "(default: three rates around the measured saturation)",
+    )
+    add(
+        "--burstiness",
+        type=positive_float,
+        default=1.0,
+        help="shape of the gamma-distributed gaps; 1 is Poisson, less is burstier (default: 1)",
+    )
+    add(
+        "--max-concurrency",
+        type=positive_int,
+        help="most requests in flight; the others wait at the client and their TTFT runs",
+    )
+    add(
+        "--self-timed",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="replay recorded arrival times, stretched to --request-rate if that is given",
+    )
+    add("--num-warmups", type=int, default=8, help="requests before the clock starts (default: 8)")
+    add(
+        "--stall-timeout-sec",
+        type=positive_float,
+        default=120.0,
+        help="end a run when no token has come for this long (default: 120)",
+    )
+    add(
+        "--time-limit",
+        type=positive_float,
+        default=345.0,
+        metavar="S",
+        help="without --num-prompts: do not begin a request rate that would end later than this "
+        "after the start; what is left out is reported (default: 345)",
+    )
+    add("--seed", type=int, default=0)
+
+
+def _engine_group(group: Any) -> None:
+    add = group.add_argument
+    add("--dtype", help="weights and activations, as vLLM's --dtype")
+    add("--load-format", help="as vLLM's; dummy gives random weights to any architecture")
+    add("--max-model-len", type=positive_int)
+    add("--max-num-seqs", type=positive_int)
+    add(
+        "--max-num-batched-tokens",
+        type=positive_int,
+        help="for schedulers that name none; ours takes the largest of the comparison",
+    )
+    add("--gpu-memory-utilization", type=float)
+    add("--tensor-parallel-size", type=positive_int)
+    add(
+        "--enforce-eager",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="no compilation or CUDA graphs (default: only on CPUs)",
+    )
+    add(
+        "--clock",
+        default="wall",
+        choices=CLOCKS,
+        help="cpu measures by the engine thread's CPU time and skips idle waits: what an "
+        "undisturbed core would show, for shared machines without a GPU (default: wall)",
+    )
+    add(
+        "--engine-args",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="any other vLLM engine arguments",
+    )
+
+
+def _server_group(group: Any) -> None:
+    add = group.add_argument
+    add("--base-url", help="e.g. http://localhost:8000; overrides --host and --port")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000)
+    add("--endpoint", default="/v1/completions")
+    add("--served-model-name", help="name in the API, if not --model")
+    add("--header", nargs="*", default=[], metavar="KEY=VALUE")
+    add(
+        "--extra-body",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="added to every request body",
+    )
+    add(
+        "--send-slo",
+        action="store_true",
+        help="send the targets with every request (vllm_xargs ttft_slo_ms, tpot_slo_ms)",
+    )
+    add(
+        "--vocab-size",
+        type=positive_int,
+        default=32000,
+        help="random prompts use ids below this if there is no --tokenizer (default: 32000)",
+    )
+    add(
+        "--ready-check-timeout-sec",
+        type=float,
+        default=0.0,
+        help="wait this long for the server to answer",
+    )
+
+
+def _output_group(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--save-result",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="write result JSON and plots (default: yes)",
+    )
+    add("--save-detailed", action="store_true", help="with the per-request arrays")
+    add("--append-result", action="store_true", help="append to --result-filename")
+    add("--result-dir", type=Path, default=Path("bench-results"), help="(default: ./bench-results)")
+    add(
+        "--result-filename",
+        help="one file for all runs, a JSON object a line "
+        "(default: a file per run, named as vLLM names them)",
+    )
+    add("--label", help="prefix of the run labels")
+    add(
+        "--metadata",
+        nargs="*",
+        default=[],
+        metavar="KEY=VALUE",
+        help="put at the top level of every result",
+    )
+    add(
+        "--percentile-metrics",
+        default=",".join(METRIC_NAMES),
+        metavar="LIST",
+        help=f"of {', '.join(METRIC_NAMES)} (default: all)",
+    )
+    add("--metric-percentiles", default="50,99", metavar="LIST", help="(default: 50,99)")
+    add("--disable-tqdm", action="store_true", help="no progress bar")

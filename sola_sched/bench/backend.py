@@ -1,0 +1,170 @@
+"""What a benchmark runs against: one small interface for engine, server and simulator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from sola_sched.bench.workload import Workload
+from sola_sched.errors import ConfigError
+from sola_sched.metrics import RequestRecord
+from sola_sched.slo import SloTarget
+
+SOLA_SCHEDULER = "sola_sched.Scheduler"
+_ENGINE_PREFIX = "engine."
+
+
+@dataclass(frozen=True)
+class SchedulerSpec:
+    """One scheduler under test, as named on the command line.
+
+    Attributes:
+        label: Shown in tables and file names, e.g. ``stock:512``.
+        kind: ``stock`` (vLLM's own), ``sola`` (ours) or ``server`` (whatever a URL runs).
+        engine_args: Overrides of vLLM engine arguments.
+        options: Options of ``sola_sched.Scheduler``.
+    """
+
+    label: str
+    kind: str
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def max_num_batched_tokens(self) -> int | None:
+        """The token budget named by the spec, or None for the engine's default."""
+        return self.engine_args.get("max_num_batched_tokens")
+
+
+def parse_scheduler(text: str) -> SchedulerSpec:
+    """Parse ``stock``, ``stock:512``, ``sola`` or ``sola:policy=paper,engine.max_num_seqs=64``.
+
+    A bare number sets ``max_num_batched_tokens``; ``engine.<name>=<value>`` any engine argument;
+    other ``<name>=<value>`` pairs are options of our scheduler.
+
+    Raises:
+        ConfigError: The text is none of these.
+    """
+    kind, _, rest = text.partition(":")
+    engine_args: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    valid = kind in ("stock", "sola")
+    for item in filter(None, rest.split(",")):
+        name, equals, value = item.partition("=")
+        if not equals and item.isdecimal() and int(item) > 0:
+            engine_args["max_num_batched_tokens"] = int(item)
+        elif equals and name.startswith(_ENGINE_PREFIX):
+            engine_args[name.removeprefix(_ENGINE_PREFIX)] = _scalar(value)
+        elif equals and kind == "sola":
+            options[name] = _scalar(value)
+        else:
+            valid = False
+    if not valid:
+        raise ConfigError(
+            "'--schedulers' takes stock, stock:<max_num_batched_tokens>, sola, "
+            f"sola:<option>=<value>,... and engine.<argument>=<value> (got {text!r})."
+        )
+    return SchedulerSpec(label=text, kind=kind, engine_args=engine_args, options=options)
+
+
+def _scalar(text: str) -> Any:
+    words = {"true": True, "false": False, "null": None, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for convert in (int, float):
+        try:
+            return convert(text)
+        except ValueError:
+            continue
+    return text
+
+
+@dataclass
+class SchedulerStats:
+    """Cost and activity of the scheduler during a run.
+
+    Attributes:
+        num_steps: Engine steps that ran the model.
+        cpu_s: CPU time spent in ``schedule`` and ``update_from_output`` in total, seconds.
+        step_cpu_s: The same for each step.
+        num_preemptions: Running requests sent back to wait, memory being short or by choice.
+        max_num_running: Most requests in one step.
+        mean_num_running: Mean number of requests in a step.
+    """
+
+    num_steps: int = 0
+    cpu_s: float = 0.0
+    step_cpu_s: list[float] = field(default_factory=list)
+    num_preemptions: int = 0
+    max_num_running: int = 0
+    mean_num_running: float = math.nan
+
+
+@dataclass
+class RunOutcome:
+    """Result of one run.
+
+    Attributes:
+        records: One per request of the workload, in its order.
+        duration_s: From the start to the last token (or to the end of an interrupted run).
+        scheduler: None where the backend cannot see it (a remote server).
+        notes: Anything a reader of the numbers must know, e.g. an early end.
+        interrupted: The user stopped the run.
+        clock: What the times were taken by: ``wall``, ``cpu`` (see ``clock.CpuClock``) or that
+            of a simulation.
+        cpu_share: Of a run on CPUs: CPU time over wall time while the engine worked, 1.0 for an
+            undisturbed single-threaded engine; None where it says nothing.
+    """
+
+    records: list[RequestRecord]
+    duration_s: float
+    scheduler: SchedulerStats | None = None
+    notes: list[str] = field(default_factory=list)
+    interrupted: bool = False
+    clock: str = "wall"
+    cpu_share: float | None = None
+
+
+#: Called when a request ends, with its record.
+OnDone = Callable[[RequestRecord], None]
+
+
+class Backend(Protocol):
+    """Runs a workload under a scheduler; each call starts from a fresh, warm state."""
+
+    name: str
+    model_id: str
+    tokenizer_id: str
+
+    def run(
+        self,
+        workload: Workload,
+        scheduler: SchedulerSpec,
+        slo: SloTarget,
+        *,
+        max_concurrency: int | None = None,
+        on_done: OnDone | None = None,
+    ) -> RunOutcome:
+        """Replay ``workload`` and return what happened to each of its requests.
+
+        Args:
+            workload: Requests with arrival times.
+            scheduler: Scheduler to use, with its options.
+            slo: Targets of requests that have none of their own.
+            max_concurrency: Most requests in flight; further ones wait at the client, and
+                their TTFT still runs from arrival. None is no limit.
+            on_done: Called once per request, in order of completion.
+        """
+        ...
+
+
+def extra_args(slo: SloTarget | None) -> dict[str, float] | None:
+    """A request's own targets as the flat per-request keys our scheduler reads; None if none."""
+    from sola_sched.slo import TPOT_KEY, TTFT_KEY
+
+    if slo is None:
+        return None
+    targets = {TTFT_KEY: slo.ttft_s * 1e3, TPOT_KEY: slo.tpot_s * 1e3}
+    return {key: value for key, value in targets.items() if math.isfinite(value)} or None

@@ -1,0 +1,235 @@
+"""Decides everything that is needed before the first measured run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sola_sched.bench import args as cli_args
+from sola_sched.bench import calibrate, results, values
+from sola_sched.bench.backend import Backend, SchedulerSpec, parse_scheduler
+from sola_sched.bench.datasets import DatasetOptions, ModelLimits, build
+from sola_sched.bench.environment import has_accelerator
+from sola_sched.bench.model import BENCH_SHAPE, cached_model
+from sola_sched.bench.progress import Progress
+from sola_sched.bench.workload import Workload, assign_classes
+from sola_sched.config import SolaConfig
+from sola_sched.errors import ConfigError
+
+#: KV cache of the random model: 32k tokens, at its scale of 1/4 what an 8B model has on 40 GB.
+RANDOM_MODEL_KV_BYTES = 64 << 20
+#: Requests drawn when their number follows from the measured rate.
+_POOL_SIZE = 1000
+_DEFAULT_MODEL_LEN = 8192
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything decided before the first measured run."""
+
+    backend: Backend
+    schedulers: list[SchedulerSpec]
+    workload: Workload
+    slo: results.SloSource
+    rates: list[float]
+    info: results.RunInfo
+
+
+def make_plan(args: argparse.Namespace, say: Callable[[str], None]) -> Plan:
+    """Load model and data set, and measure targets and rates that were not given.
+
+    Raises:
+        ConfigError: An argument cannot be right.
+        DatasetError: The data set is missing or unusable.
+    """
+    schedulers = _schedulers(args)
+    slo_classes = [values.parse_slo_class(text) for text in args.slo_class]
+    given_slo = values.parse_slo(args.slo) if args.slo else None
+    percentiles = values.parse_percentiles(args.metric_percentiles)
+    names = values.parse_metric_names(args.percentile_metrics)
+    metadata = values.parse_pairs(args.metadata, "--metadata")
+    if args.append_result and not args.result_filename:
+        raise ConfigError("'--append-result' needs --result-filename, the file to append to.")
+    if args.self_timed and args.num_prompts is None:
+        raise ConfigError("'--self-timed' needs --num-prompts: how much of the trace to replay.")
+    backend, limits = _backend(args, say)
+    workload = build(_dataset_options(args), limits)
+    workload = assign_classes(workload, slo_classes, args.seed)
+    say(f"Model {backend.model_id}, backend {backend.name}, data set {args.dataset_name}.")
+    for note in workload.notes:
+        say(f"  {note}")
+    reference = _reference(schedulers)
+    if given_slo is not None:
+        slo = results.SloSource(given_slo, "given with --slo")
+    else:
+        with Progress("single-request latency", is_hidden=args.disable_tqdm) as bar:
+            slo = calibrate.measure_slo(backend, workload, reference, bar.done)
+    say(f"SLO: {slo_text(slo)}.")
+    rates = args.request_rate
+    if args.self_timed and rates is None:
+        rates = [len(workload.requests) / max(workload.requests[-1].arrival_s, 1e-9)]
+    if rates is None:
+        with Progress("saturation rate", is_hidden=args.disable_tqdm) as bar:
+            saturation = calibrate.measure_saturation(backend, workload, reference, bar.done)
+        rates = calibrate.choose_rates(saturation)
+        say(f"Saturation near {saturation:.2g} requests/s; rates {', '.join(map(per_s, rates))}.")
+    if args.num_prompts is None:
+        count = calibrate.choose_num_prompts(
+            rates, len(schedulers), args.duration_budget, len(workload.requests)
+        )
+        workload = replace(workload, requests=workload.requests[:count])
+    say(f"{len(rates) * len(schedulers)} runs of {len(workload.requests)} requests.")
+    info = results.RunInfo(
+        backend=backend.name,
+        model_id=backend.model_id,
+        tokenizer_id=backend.tokenizer_id,
+        dataset_name=args.dataset_name,
+        seed=args.seed,
+        slo=slo,
+        label=args.label,
+        metadata=metadata,
+        max_concurrency=args.max_concurrency,
+        percentile_metrics=names,
+        percentiles=percentiles,
+    )
+    return Plan(backend, schedulers, workload, slo, rates, info)
+
+
+def _schedulers(args: argparse.Namespace) -> list[SchedulerSpec]:
+    if args.backend == "openai":
+        if args.schedulers:
+            raise ConfigError(
+                "'--schedulers' is for --backend engine: a server's scheduler is chosen when it "
+                "is started; use --label to name the run."
+            )
+        return [SchedulerSpec("server", "server")]
+    specs = [parse_scheduler(text) for text in args.schedulers or cli_args.DEFAULT_SCHEDULERS]
+    labels = [spec.label for spec in specs]
+    if len(set(labels)) < len(labels):
+        raise ConfigError(f"'--schedulers' must not repeat one (got {' '.join(labels)}).")
+    budgets = [spec.max_num_batched_tokens for spec in specs if spec.max_num_batched_tokens]
+    if args.max_num_batched_tokens:
+        budgets.append(args.max_num_batched_tokens)
+    for spec in specs:
+        if spec.kind != "sola":
+            continue
+        SolaConfig.from_mapping(spec.options)
+        if budgets:
+            spec.engine_args.setdefault("max_num_batched_tokens", max(budgets))
+        if importlib.util.find_spec("sola_sched.scheduler") is None:
+            raise ConfigError(
+                "'sola' needs the module sola_sched.scheduler, which this installation lacks; "
+                "reinstall sola-sched, or leave sola out of --schedulers."
+            )
+    return specs
+
+
+def _reference(schedulers: list[SchedulerSpec]) -> SchedulerSpec:
+    """Stock vLLM at the largest token budget of the comparison, for the two short runs."""
+    if schedulers[0].kind == "server":
+        return schedulers[0]
+    budgets = [s.max_num_batched_tokens for s in schedulers if s.max_num_batched_tokens]
+    engine_args = {"max_num_batched_tokens": max(budgets)} if budgets else {}
+    return SchedulerSpec("stock", "stock", engine_args)
+
+
+def _dataset_options(args: argparse.Namespace) -> DatasetOptions:
+    return DatasetOptions(
+        name=args.dataset_name,
+        path=args.dataset_path,
+        num_prompts=args.num_prompts or _POOL_SIZE,
+        seed=args.seed,
+        length_scale=args.length_scale,
+        output_len=args.output_len,
+        random_input_len=args.random_input_len,
+        random_output_len=args.random_output_len,
+        random_range_ratio=args.random_range_ratio,
+        random_prefix_len=args.random_prefix_len,
+        self_timed=args.self_timed,
+        shuffle=not args.disable_shuffle,
+    )
+
+
+def _backend(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[Backend, ModelLimits]:
+    if args.backend == "openai":
+        return _server(args)
+    from sola_sched.bench.engine_backend import EngineBackend, EngineOptions
+
+    is_random = args.model is None
+    model = str(cached_model()) if is_random else args.model
+    engine_args: dict[str, Any] = {}
+    if is_random:
+        engine_args |= {"kv_cache_memory_bytes": RANDOM_MODEL_KV_BYTES, "max_num_seqs": 128}
+    if not has_accelerator():
+        engine_args["enforce_eager"] = True
+    names = (
+        "dtype", "load_format", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+        "gpu_memory_utilization", "tensor_parallel_size", "enforce_eager",
+    )  # fmt: skip
+    engine_args |= {n: getattr(args, n) for n in names if getattr(args, n) is not None}
+    if args.tokenizer:
+        engine_args["tokenizer"] = args.tokenizer
+    say("Loading vLLM ...")
+    backend = EngineBackend(
+        EngineOptions(
+            model=model,
+            model_id=BENCH_SHAPE.name if is_random else None,
+            tokenizer=args.tokenizer,
+            is_random_model=is_random,
+            engine_args=engine_args | args.engine_args,
+            num_warmups=args.num_warmups,
+            stall_timeout_s=args.stall_timeout_sec,
+            seed=args.seed,
+            clock=args.clock,
+        )
+    )
+    return backend, backend.limits
+
+
+def _server(args: argparse.Namespace) -> tuple[Backend, ModelLimits]:
+    from sola_sched.bench.openai_backend import OpenAIBackend, ServerOptions
+
+    backend = OpenAIBackend(
+        ServerOptions(
+            base_url=args.base_url or f"http://{args.host}:{args.port}",
+            endpoint=args.endpoint,
+            model=args.served_model_name or args.model,
+            tokenizer=args.tokenizer,
+            headers=values.parse_pairs(args.header, "--header"),
+            extra_body=args.extra_body,
+            send_slo=args.send_slo,
+            ready_timeout_s=args.ready_check_timeout_sec,
+            stall_timeout_s=args.stall_timeout_sec,
+            num_warmups=args.num_warmups,
+        )
+    )
+    encode, vocab_size = None, args.vocab_size
+    if args.tokenizer:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+        encode, vocab_size = tokenizer.encode, len(tokenizer)
+    limits = ModelLimits(
+        max_model_len=args.max_model_len or backend.max_model_len or _DEFAULT_MODEL_LEN,
+        vocab_size=vocab_size,
+        encode=encode,
+    )
+    return backend, limits
+
+
+def slo_text(slo: results.SloSource) -> str:
+    """Both targets and where they came from."""
+    parts = [
+        f"{name} " + ("unlimited" if math.isinf(value) else f"{value * 1e3:.3g} ms")
+        for name, value in (("TTFT", slo.target.ttft_s), ("TPOT", slo.target.tpot_s))
+    ]
+    return f"{', '.join(parts)} ({slo.source})"
+
+
+def per_s(rate: float) -> str:
+    """A request rate for titles."""
+    return "inf" if math.isinf(rate) else f"{rate:.3g}/s"

@@ -1,0 +1,115 @@
+"""Parses the values of command-line flags; every error says what is allowed and what was given."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from typing import Any
+
+from sola_sched.bench.results import METRIC_NAMES
+from sola_sched.bench.workload import SloClass
+from sola_sched.errors import ConfigError
+from sola_sched.slo import SloTarget
+
+
+def parse_slo(items: list[str]) -> SloTarget:
+    """Parse ``["ttft:500", "tpot:50"]``, milliseconds; a target left out is unlimited."""
+    targets: dict[str, float] = {}
+    for item in items:
+        name, _, value = item.partition(":")
+        if name not in ("ttft", "tpot") or name in targets:
+            raise ConfigError(f"'--slo' takes ttft:<ms> and tpot:<ms>, each once (got {item!r}).")
+        targets[name] = _milliseconds(value, f"--slo {item}") / 1e3
+    return SloTarget(ttft_s=targets.get("ttft", math.inf), tpot_s=targets.get("tpot", math.inf))
+
+
+def parse_slo_class(text: str) -> SloClass:
+    """Parse ``name:share:ttft_ms:tpot_ms``."""
+    parts = text.split(":")
+    if len(parts) != 4 or not parts[0]:
+        raise ConfigError(
+            f"'--slo-class' takes NAME:SHARE:TTFT_MS:TPOT_MS (got {text!r}); e.g. chat:0.7:500:50."
+        )
+    share, ttft_ms, tpot_ms = (_milliseconds(part, f"--slo-class {text}") for part in parts[1:])
+    return SloClass(parts[0], share, SloTarget(ttft_s=ttft_ms / 1e3, tpot_s=tpot_ms / 1e3))
+
+
+def parse_pairs(items: list[str], flag: str) -> dict[str, str]:
+    """Parse ``["key=value", ...]``."""
+    pairs = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"'{flag}' takes KEY=VALUE pairs (got {item!r}).")
+        pairs[key.strip()] = value.strip()
+    return pairs
+
+
+def parse_percentiles(text: str) -> list[float]:
+    """Parse ``"50,99"``; each in [0, 100]."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = [math.nan]
+    if not all(0 <= value <= 100 for value in values):
+        raise ConfigError(f"'--metric-percentiles' takes numbers in [0, 100] (got {text!r}).")
+    return values
+
+
+def parse_metric_names(text: str) -> list[str]:
+    """Parse ``"ttft,tpot"``; each one of ``METRIC_NAMES``."""
+    names = [part.strip() for part in text.split(",")]
+    unknown = [name for name in names if name not in METRIC_NAMES]
+    if unknown:
+        raise ConfigError(
+            f"'--percentile-metrics' takes {', '.join(METRIC_NAMES)} (got {', '.join(unknown)})."
+        )
+    return names
+
+
+def _milliseconds(text: str, flag: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ConfigError(f"'{flag}' must hold finite numbers > 0 (got {text!r}).")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """``argparse`` type: a whole number >= 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1 (got {text!r})")
+    return int(text)
+
+
+def positive_float(text: str) -> float:
+    """``argparse`` type: a finite number > 0."""
+    value = rate(text)
+    if math.isinf(value):
+        raise argparse.ArgumentTypeError(f"must be finite (got {text!r})")
+    return value
+
+
+def rate(text: str) -> float:
+    """``argparse`` type: a number > 0 or ``inf``."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be a number > 0 (got {text!r})")
+    return value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """``argparse`` type: a JSON object."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"must be JSON (got {text!r}: {error})") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object (got {text!r})")
+    return value

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from bench_runs import SLO
+
+from sola_sched.bench.backend import SchedulerSpec, parse_scheduler
+from sola_sched.bench.cli import main
+from sola_sched.bench.engine_backend import EngineBackend, EngineOptions
+from sola_sched.bench.model import TINY_SHAPE, write_model
+from sola_sched.bench.scheduler_probe import SchedulerProbe
+from sola_sched.bench.workload import RequestSpec, Workload
+from sola_sched.slo import SloTarget
+
+#: Enough for one request of the tiny model's full length (512 tokens), little more than that.
+BLOCK_SIZE, NUM_BLOCKS = 32, 18
+
+
+class FakeScheduler:
+    """Schedules the given numbers of tokens, then none; preempts when told."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens = list(tokens)
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        total = self.tokens.pop(0)
+        if total > 2:
+            self._preempt_request("victim", 0.0)
+        per_request = {str(i): 1 for i in range(total)}
+        return SimpleNamespace(total_num_scheduled_tokens=total, num_scheduled_tokens=per_request)
+
+    def update_from_output(self, scheduler_output: Any, model_output: Any) -> str:
+        return "updated"
+
+    def _preempt_request(self, request: str, timestamp: float) -> None:
+        pass
+
+
+def test_probe_counts_steps_batch_sizes_and_preemptions() -> None:
+    scheduler: Any = FakeScheduler(1, 3, 0, 4)
+    probe = SchedulerProbe(scheduler)
+    scheduler.update_from_output(scheduler.schedule(), None)
+    probe.reset()
+
+    for throttle_prefills in (False, True, False):
+        output = scheduler.schedule(throttle_prefills)
+        assert scheduler.update_from_output(output, None) == "updated"
+
+    stats = probe.stats()
+    assert stats.num_steps == len(stats.step_cpu_s) == 2  # the empty step is none
+    assert stats.num_preemptions == 2
+    assert (stats.max_num_running, stats.mean_num_running) == (4, 3.5)
+    assert stats.cpu_s >= sum(stats.step_cpu_s) > 0
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("bench") / "tiny", TINY_SHAPE)
+
+
+def make_backend(model: Path, **engine_args: Any) -> EngineBackend:
+    values = {"enforce_eager": True, "kv_cache_memory_bytes": 8 << 20, "max_num_seqs": 16}
+    return EngineBackend(
+        EngineOptions(
+            str(model), is_random_model=True, engine_args=values | engine_args, num_warmups=2
+        )
+    )
+
+
+def make_burst(num_requests: int, prompt_tokens: int, output_tokens: int) -> Workload:
+    return Workload(
+        tuple(
+            RequestSpec(str(i), tuple(range(3 + i, 3 + i + prompt_tokens)), output_tokens)
+            for i in range(num_requests)
+        )
+    )
+
+
+@pytest.mark.vllm
+def test_every_request_gets_its_exact_length_and_ordered_times(tiny_model: Path) -> None:
+    backend = make_backend(tiny_model)
+    workload = make_burst(12, prompt_tokens=40, output_tokens=9).at_rate(200.0, seed=1)
+    finished: list[str] = []
+
+    outcome = backend.run(
+        workload, parse_scheduler("stock:64"), SLO, on_done=lambda r: finished.append(r.req_id)
+    )
+
+    assert [r.num_output_tokens for r in outcome.records] == [9] * 12
+    assert all(r.completed and not r.error for r in outcome.records)
+    assert all(r.token_times_s == sorted(r.token_times_s) for r in outcome.records)
+    assert all(r.token_times_s[0] > (r.sent_s or 0) >= r.arrival_s for r in outcome.records)
+    assert sorted(finished) == sorted(r.req_id for r in outcome.records)
+    assert outcome.scheduler is not None
+    assert outcome.scheduler.num_steps >= 9  # the prompts alone need 480 / 64 steps
+    assert backend.limits.max_model_len == TINY_SHAPE.max_model_len
+    assert backend.limits.vocab_size == TINY_SHAPE.vocab_size
+
+
+@pytest.mark.vllm
+def test_held_requests_wait_at_the_client_and_refused_ones_are_reported(tiny_model: Path) -> None:
+    burst = make_burst(4, prompt_tokens=8, output_tokens=5)
+    too_long = RequestSpec("too-long", tuple(range(3, 503)), output_tokens=100)
+    workload = Workload((*burst.requests, too_long))
+
+    outcome = make_backend(tiny_model).run(
+        workload, SchedulerSpec("stock", "stock"), SloTarget(), max_concurrency=1
+    )
+
+    *served, refused = outcome.records
+    for earlier, later in itertools.pairwise(served):
+        assert (later.sent_s or 0) >= earlier.token_times_s[-1]
+        assert later.ttft_s > earlier.ttft_s  # the wait counts
+    assert not refused.completed
+    assert refused.error
+
+
+@pytest.mark.vllm
+def test_preemptions_are_counted_when_memory_is_short(tiny_model: Path) -> None:
+    backend = make_backend(
+        tiny_model,
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks_override=NUM_BLOCKS,
+        enable_prefix_caching=False,
+    )
+
+    outcome = backend.run(
+        make_burst(8, prompt_tokens=60, output_tokens=60), parse_scheduler("stock"), SloTarget()
+    )
+
+    assert all(r.completed for r in outcome.records)
+    assert outcome.scheduler is not None
+    assert outcome.scheduler.num_preemptions > 0
+
+
+@pytest.mark.vllm
+def test_command_line_compares_stock_with_ours(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(
+        ["--model", str(tiny_model), "--load-format", "dummy", "--schedulers", "stock:128", "sola",
+         "--dataset-name", "random", "--random-input-len", "50", "--random-output-len", "8",
+         "--num-prompts", "8", "--request-rate", "100", "--slo", "ttft:5000", "tpot:1000",
+         "--slo-class", "chat:1:4000:900", "--result-dir", str(tmp_path), "--disable-tqdm",
+         "--engine-args", '{"kv_cache_memory_bytes": 8388608, "max_num_seqs": 16}']
+    )  # fmt: skip
+
+    out = capsys.readouterr().out
+    assert code == 0, out
+    assert out.count("100.0 %") == 2
+    assert "sola / stock:128" in out
+    assert len(list(tmp_path.glob("*.json"))) == 2
+    assert len(list(tmp_path.glob("*.png"))) == 2
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model", "no/such-folder-or-model"], "vLLM must accept '--model"),
+        (["--engine-args", '{"max_num_seq": 3}'], "must be names vLLM knows"),
+    ],
+)
+def test_model_errors_end_with_code_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    assert main([*argv, "--schedulers", "stock"]) == 2
+    assert message in capsys.readouterr().err
