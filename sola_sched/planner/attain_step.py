@@ -10,6 +10,8 @@ from sola_sched.planner.base import neutral, num_that_fit
 from sola_sched.planner.deadlines import on_time_first
 from sola_sched.state import BoolArray, FloatArray, IntArray, StepPlan, StepState
 
+#: A prefill counts as lost only if it misses its deadline by more than this share of its time.
+_GIVE_UP_MARGIN = 0.95
 #: Share of the step time that new decodes may not fill: prefills come in between.
 _ADMISSION_MARGIN = 0.1
 #: Best-effort credit never exceeds this many seconds: no burst of lost requests.
@@ -103,9 +105,10 @@ class AttainStep:
         self.has = table.num_computed[self.pending].astype(np.float64)
         self.prefill_s = np.asarray(state.cost.prefill_marginal_s(self.new, self.has))
         self.outputs = np.concatenate([remaining[~is_decode], state.remaining(state.waiting)])
-        self.deadline_s = self._deadlines()
+        need_s = self.decode_s + self.prefill_s
+        self.deadline_s = self._deadlines(need_s)
         self.feasible = np.isfinite(self.deadline_s) & (
-            self.decode_s + self.prefill_s <= self.deadline_s
+            _GIVE_UP_MARGIN * need_s <= self.deadline_s
         )
         fresh = table.num_output[self.pending] == 0
         self.hopeless = fresh & np.isfinite(self.deadline_s) & ~self.feasible
@@ -147,18 +150,23 @@ class AttainStep:
 
     # 1. Deadlines ---------------------------------------------------------------------------
 
-    def _deadlines(self) -> FloatArray:
-        """Time left until each prefill must end, seconds; inf without a target."""
+    def _deadlines(self, need_s: FloatArray) -> FloatArray:
+        """Time left until each prefill must end, seconds; inf without a target.
+
+        The margin is part of the deadline while the prefill alone can keep it; after that the
+        target itself counts.
+        """
         table, rows, keep = self.state.table, self.pending, self.keep
-        deadline = table.arrival_s[rows] + keep * table.ttft_s[rows] - self.state.now_s
+        target = table.ttft_s[rows]
+        waited = self.state.now_s - table.arrival_s[rows]
+        deadline = np.where(need_s <= keep * target - waited, keep * target, target) - waited
         again = table.num_output[rows] > 0
         if again.any():  # preempted after its first token: what counts is TPOT
             back = rows[again]
             first, out = table.first_token_s[back], table.num_output[back]
-            remaining = self.outputs[again]
             tpot = keep * table.tpot_s[back]
             slack = np.where(np.isinf(tpot), 0.0, np.maximum(tpot - self.decode_s, 0.0))
-            due = first + tpot * out + slack * (remaining - 1)
+            due = first + tpot * out + slack * (self.outputs[again] - 1)
             late = first - table.arrival_s[back] > table.ttft_s[back]
             deadline[again] = np.where(late, -np.inf, due - self.state.now_s)
         result: FloatArray = deadline
@@ -197,8 +205,9 @@ class AttainStep:
             )
 
         order, count = on_time(limit_s)
+        alive = ~self.decodes.lost
         if count < len(candidates) and self.num_alive > 1:
-            allowed = np.sort(self.decodes.allowed_s[~self.decodes.lost])
+            allowed = np.sort(self.decodes.allowed_s[alive])
             best = count
             for num_given_up in (1, 2, 4, 8):
                 if num_given_up >= min(len(allowed), len(candidates) - count + 1):
