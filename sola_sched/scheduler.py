@@ -210,16 +210,19 @@ class SolaSchedulerMixin(_Host):
     @contextmanager
     def _applied(self, plan: StepPlan) -> Iterator[None]:
         """Show vLLM what the plan lets it see; put everything back afterwards."""
-        if plan is _NEUTRAL:
+        if plan is _NEUTRAL and not self.lora_config:
             yield
             return
         if len(plan.reject):
             self._reject(plan.reject)
         if len(plan.preempt):
             self._preempt_rows(plan.preempt)
-        hidden = [] if plan.run is None else self._hide(plan.run)
+        # Adapters of requests about to be hidden count, so this comes before hiding them.
         if plan.admit is not None:
             self.waiting.plan(self._seams.within_max_loras(self._requests(plan.admit)))
+        elif self.lora_config:
+            self.waiting.plan(self._seams.within_max_loras(self.waiting))
+        hidden = [] if plan.run is None else self._hide(plan.run)
         budget, slots = self.max_num_scheduled_tokens, self._seams.slots_attribute
         num_slots = getattr(self, slots)
         if plan.token_budget is not None:

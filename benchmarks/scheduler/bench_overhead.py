@@ -34,6 +34,7 @@ POLICIES = ("attain", "paper")
 #: Targets in seconds: everybody can meet them, or most of the waiting requests have lost.
 SLOS = {"loose": {"ttft_s": 1e5, "tpot_s": 10.0}, "overload": {"ttft_s": 2.0, "tpot_s": 0.1}}
 _PROMPT_LEN, _OUTPUT_LEN, _BLOCK_SIZE, _NUM_LENGTHS = 64, 1900, 16, 7
+_MAX_FILL_STEPS = 500
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class TimedEngine(VirtualEngine):
         max_model_len = _PROMPT_LEN + _NUM_LENGTHS + _OUTPUT_LEN
         super().__init__(
             scheduler_cls,
-            num_blocks=(num_running + 1) * (max_model_len // _BLOCK_SIZE + 2),
+            # Twice what the running requests can grow to: memory decides nothing here.
+            num_blocks=2 * (num_running + 1) * (max_model_len // _BLOCK_SIZE + 2),
             block_size=_BLOCK_SIZE,
             max_model_len=max_model_len,
             max_num_seqs=num_running,
@@ -81,8 +83,11 @@ class TimedEngine(VirtualEngine):
         for name in ("schedule", "update_from_output"):
             setattr(self.scheduler, name, self._timed(getattr(self.scheduler, name)))
         self._add("running", num_running)
-        while not self._all_decode(num_running):
+        for _ in range(_MAX_FILL_STEPS):
+            if self._all_decode(num_running):
+                break
             self.step()
+        assert self._all_decode(num_running), f"not {num_running} at once"
         self._add("waiting", num_waiting)
 
     def time_step(self) -> float:
@@ -141,12 +146,12 @@ def measure(
 ) -> Overhead:
     """Step both schedulers in turn and compare them."""
     stock = TimedEngine(AsyncScheduler, num_running, num_waiting)
-    ours = TimedEngine(
-        sola_sched.Scheduler, num_running, num_waiting, policy=policy, **SLOS[slo]
-    )
+    ours = TimedEngine(sola_sched.Scheduler, num_running, num_waiting, policy=policy, **SLOS[slo])
     for _ in range(30):
         stock.time_step()
         ours.time_step()
+    for engine in (stock, ours):
+        assert engine.scheduler.get_request_counts() == (num_running, num_waiting)
     with _no_collection():
         pairs = [(stock.time_step(), ours.time_step()) for _ in range(num_steps)]
     return Overhead(

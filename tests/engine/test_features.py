@@ -1,0 +1,175 @@
+"""Features that stay vLLM's own give the same tokens under the steered scheduler."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from safetensors.torch import save_file
+from tiny_llama import CONFIG, write_byte_tokenizer, write_tiny_llama
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import StructuredOutputsParams
+
+pytestmark = pytest.mark.vllm
+
+#: Targets around what the tiny model does on a CPU, so that requests are held and reordered.
+SOLA = {"sola_sched": {"ttft_s": 0.02, "tpot_s": 0.004, "tile": 16, "log_interval_s": 0}}
+NUM_REQUESTS = 24
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_tiny_llama(tmp_path_factory.mktemp("features"))
+    write_byte_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def generate(model_dir: Path) -> Callable[..., list[Any]]:
+    rng = random.Random(0)
+    pattern = [rng.randrange(10, 200) for _ in range(8)]
+    prompts = [
+        {"prompt_token_ids": [*(pattern * 20)[: rng.randrange(30, 150)], i + 20, *pattern[:3]]}
+        for i in range(NUM_REQUESTS)
+    ]
+
+    def run(scheduler_cls: str | None, params: Any, loras: Any = None, **options: Any) -> list[Any]:
+        llm = LLM(
+            model=str(model_dir),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=512,
+            max_num_seqs=8,
+            max_num_batched_tokens=256,
+            kv_cache_memory_bytes=64 << 20,
+            scheduler_cls=scheduler_cls,
+            additional_config=SOLA if scheduler_cls else {},
+            seed=0,
+            **options,
+        )
+        try:
+            return llm.generate(prompts, params, lora_request=loras, use_tqdm=False)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+
+    return run
+
+
+def tokens(outputs: list[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_structured_output(generate: Callable[..., list[Any]]) -> None:
+    grammar = r"(ab|cd){3,6}x"
+    params = SamplingParams(
+        temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(regex=grammar)
+    )
+    ours = generate("sola_sched.Scheduler", params)
+    assert all(re.fullmatch(grammar, output.outputs[0].text) for output in ours)
+    assert tokens(ours) == tokens(generate(None, params))
+
+
+def test_kv_connector(generate: Callable[..., list[Any]], tmp_path: Path) -> None:
+    def connector(folder: str) -> dict[str, Any]:
+        return {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / folder)},
+        }
+
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    stock = generate(None, params, kv_transfer_config=connector("stock"))
+    ours = generate("sola_sched.Scheduler", params, kv_transfer_config=connector("ours"))
+    again = generate("sola_sched.Scheduler", params, kv_transfer_config=connector("ours"))
+    assert tokens(ours) == tokens(stock)
+    assert tokens(again) == tokens(stock), "with KV from the connector's store"
+
+
+def write_adapter(folder: Path, seed: int) -> Path:
+    """A LoRA adapter with random weights on the query projections."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    hidden, rank = CONFIG["hidden_size"], 8
+    weights = {}
+    for layer in range(CONFIG["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        weights[f"{name}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator)
+        weights[f"{name}.lora_B.weight"] = torch.randn(hidden, rank, generator=generator)
+    save_file(weights, str(folder / "adapter_model.safetensors"))
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj"],
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_lora_adapters_never_outnumber_their_slots(
+    generate: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    adapters = [
+        LoRARequest(f"a{i}", i + 1, str(write_adapter(tmp_path / f"a{i}", i))) for i in range(3)
+    ]
+    loras = [adapters[i % 3] for i in range(NUM_REQUESTS)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    stock = generate(None, params, loras, **options)
+    ours = generate("sola_sched.Scheduler", params, loras, **options)
+    assert tokens(ours) == tokens(stock)
+    assert len({tuple(t) for t in tokens(stock)}) > 3, "the adapters make a difference"
+
+
+SPECULATE = """
+import json, sys
+from vllm import LLM, SamplingParams
+model, scheduler_cls, sola, prompts = json.loads(sys.argv[1])
+llm = LLM(
+    model=model, dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=8,
+    max_num_batched_tokens=256, kv_cache_memory_bytes=64 << 20, seed=0,
+    scheduler_cls=scheduler_cls, additional_config=sola if scheduler_cls else {},
+    speculative_config={
+        "method": "ngram", "num_speculative_tokens": 3,
+        "prompt_lookup_max": 3, "prompt_lookup_min": 1,
+    },
+)
+params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+print(json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
+"""
+
+
+def test_speculative_decoding(model_dir: Path) -> None:
+    """In processes of their own: vLLM on CPUs starts one drafting engine per process only."""
+    rng = random.Random(1)
+    pattern = [rng.randrange(10, 200) for _ in range(6)]
+    prompts = [[*(pattern * 9)[: 20 + i], i + 20, *pattern[:3]] for i in range(NUM_REQUESTS)]
+
+    def run(scheduler_cls: str | None) -> list[list[int]]:
+        arguments = json.dumps([str(model_dir), scheduler_cls, SOLA, prompts])
+        done = subprocess.run(
+            [sys.executable, "-c", SPECULATE, arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        result: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
+        return result
+
+    assert run("sola_sched.Scheduler") == run(None)

@@ -1,0 +1,206 @@
+"""The real server - API, engine core and worker processes - with the scheduler selected by flag."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tiny_llama import write_byte_tokenizer, write_tiny_llama
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+START_LIMIT_S = 240.0
+OPTIONS = {
+    "sola_sched": {
+        "ttft_s": 0.5,
+        "tpot_s": 0.05,
+        "classes": {"batch": {"ttft_s": 30.0, "tpot_s": None}},
+    }
+}
+#: `vllm bench serve` without the `vllm` command, which the CPU wheel cannot start.
+BENCH = """
+import argparse
+from vllm.benchmarks.serve import add_cli_args, main
+parser = argparse.ArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server: its address, the folder of its model, and its log."""
+
+    url: str
+    model_dir: Path
+    log: Path
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        request = urllib.request.Request(
+            self.url + path,
+            data=json.dumps({"model": "tiny", **body}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, first_json(response.read().decode())
+        except urllib.error.HTTPError as error:
+            return error.code, first_json(error.read().decode())
+
+    def complete(self, xargs: dict[str, Any] | None, **options: Any) -> tuple[int, dict[str, Any]]:
+        body = {"prompt": "to be or not", "max_tokens": 5, "ignore_eos": True, **options}
+        return self.post("/v1/completions", body | ({"vllm_xargs": xargs} if xargs else {}))
+
+
+def first_json(body: str) -> dict[str, Any]:
+    """The body, or the first event of a stream."""
+    decoded: dict[str, Any] = json.loads(body.removeprefix("data: ").partition("\n\n")[0])
+    return decoded
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], server: Server) -> None:
+    limit = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < limit and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{server.url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    pytest.fail(f"the server did not start:\n{server.log.read_text()[-4000:]}")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    model_dir = write_tiny_llama(folder / "tiny")
+    write_byte_tokenizer(model_dir)
+    port = free_port()
+    server = Server(f"http://127.0.0.1:{port}", model_dir, folder / "server.log")
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model_dir), "--served-model-name", "tiny"),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
+        *("--block-size", "32", "--max-num-seqs", "32", "--max-num-batched-tokens", "512"),
+        *("--num-gpu-blocks-override", "60", "--enforce-eager"),
+        *("--scheduler-cls", "sola_sched.Scheduler", "--additional-config", json.dumps(OPTIONS)),
+    ]
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
+    with server.log.open("wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder
+        )
+        try:
+            wait_until_ready(process, server)
+            yield server
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@pytest.mark.parametrize(
+    ("xargs", "key", "value", "rule"),
+    [
+        ({"ttft_slo_ms": -5}, "ttft_slo_ms", "-5", "> 0"),
+        ({"ttft_slo_ms": "abc"}, "ttft_slo_ms", "abc", "must be a finite number"),
+        ({"tpot_slo_ms": 0}, "tpot_slo_ms", "0", "> 0"),
+        ({"slo_class": "nope"}, "slo_class", "nope", "known: batch"),
+    ],
+)
+def test_invalid_slo_is_refused_by_name_and_the_server_keeps_answering(
+    server, xargs, key, value, rule
+):
+    status, answer = server.complete(xargs)
+
+    message = answer["error"]["message"]
+    assert status == 400
+    assert all(part in message for part in (key, value, rule)), message
+    assert server.complete(None)[0] == 200
+
+
+def test_invalid_slo_of_a_stream_is_refused_at_the_latest_by_its_first_event(server):
+    """vLLM checks a stream's parameters when its first event is due; HTTP 400 is as good."""
+    _, answer = server.complete({"ttft_slo_ms": -5}, stream=True)
+
+    assert answer["error"]["code"] == 400
+    assert "ttft_slo_ms" in answer["error"]["message"]
+    assert server.complete(None, stream=True)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "xargs",
+    [
+        {"ttft_slo_ms": 500, "tpot_slo_ms": 50.5},
+        {"slo_class": "batch"},
+        {"slo_class": "batch", "ttft_slo_ms": 1},
+        {"somebody_elses_key": "abc"},
+    ],
+    ids=str,
+)
+def test_valid_slo_is_served(server, xargs):
+    status, answer = server.complete(xargs)
+
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 5)
+
+
+def test_chat_accepts_and_refuses_the_same_keys(server):
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+
+    good, _ = server.post("/v1/chat/completions", body | {"vllm_xargs": {"ttft_slo_ms": 300}})
+    bad, answer = server.post("/v1/chat/completions", body | {"vllm_xargs": {"ttft_slo_ms": -1}})
+
+    assert (good, bad) == (200, 400)
+    assert "ttft_slo_ms" in answer["error"]["message"]
+
+
+def test_overload_loses_no_request(server, tmp_path):
+    """200 requests in half a second, scarce KV: all of them complete with all their tokens."""
+    command = [
+        *(sys.executable, "-c", BENCH, "--backend", "openai", "--base-url", server.url),
+        *("--endpoint", "/v1/completions", "--model", "tiny"),
+        *("--tokenizer", str(server.model_dir), "--dataset-name", "random"),
+        *("--random-input-len", "64", "--random-output-len", "48", "--num-prompts", "200"),
+        *("--request-rate", "400", "--seed", "1", "--ignore-eos", "--save-result"),
+        *("--result-dir", str(tmp_path), "--result-filename", "result.json"),
+    ]
+
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["failed"]) == (200, 0)
+    assert result["total_output_tokens"] == 200 * 48
+    # Saturated: serving took several times longer than the half second of arrivals.
+    assert result["duration"] > 1.5
+
+
+def test_server_log_names_policy_and_targets(server):
+    log = server.log.read_text()
+
+    assert "sola_sched: policy attain, default SLO TTFT 0.5 s, TPOT 0.05 s" in log

@@ -1,0 +1,224 @@
+"""Whatever the policy does, greedy output is vLLM's own, token by token (fp32, real engine).
+
+The workload is served by `sola_sched.Scheduler` with prompts of different lengths that arrive
+over time, and compared with stock vLLM that never preempts. Scheduling must not change a token:
+each wrong block, position or resumed state shows as a different continuation, which the
+negative control proves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from engine_harness import (
+    AMPLE_BLOCKS,
+    TIGHT_BLOCKS,
+    EngineRequest,
+    RunResult,
+    make_workload,
+    run,
+    run_on_v2,
+)
+from tiny_llama import write_tiny_llama
+
+pytestmark = pytest.mark.vllm
+
+STOCK = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
+#: Random decisions through the same seams: more holds and preemptions than any policy makes.
+CHAOS = "chaos.ChaosScheduler"
+#: Targets by request, cyclically: out of reach, tight, of a class, the default.
+MIXED_SLOS = (
+    {"ttft_slo_ms": 1, "tpot_slo_ms": 1},
+    {"ttft_slo_ms": 200, "tpot_slo_ms": 9},
+    {"slo_class": "batch"},
+    None,
+)
+SLOS: dict[str, dict[str, Any]] = {
+    "mixed": {
+        "ttft_s": 0.4,
+        "tpot_s": 0.02,
+        "classes": {"batch": {"ttft_s": 5.0, "tpot_s": None}},
+    },
+    "impossible": {"ttft_s": 0.001, "tpot_s": 0.001},
+    "loose": {"ttft_s": 60.0, "tpot_s": 1.0},
+}
+POLICIES = ("attain", "paper", "chaos")
+
+
+Case = tuple[str, bool, bool, bool, str]
+
+
+def name_of(case: Case) -> str:
+    policy, is_async, caching, tight, slo = case
+    flags = ["async" if is_async else "sync", "cache" if caching else "nocache"]
+    return "-".join([policy, *flags, "tight" if tight else "ample", slo])
+
+
+def options_of(case: Case) -> dict[str, Any]:
+    policy, is_async, caching, tight, slo = case
+    sola = SLOS[slo] if policy == "chaos" else {"policy": policy, **SLOS[slo]}
+    return {
+        "scheduler_cls": CHAOS if policy == "chaos" else "sola_sched.Scheduler",
+        "async_scheduling": is_async,
+        "prefix_caching": caching,
+        "num_blocks": TIGHT_BLOCKS if tight else AMPLE_BLOCKS,
+        "additional_config": {"sola_sched": sola},
+    }
+
+
+def workload_of(case: Case, **options: Any) -> list[EngineRequest]:
+    return make_workload(extra_args=MIXED_SLOS if case[4] == "mixed" else (None,), **options)
+
+
+#: Everything that can go wrong together: scarce KV, mixed targets, aborts.
+HARD_CASES = list(product(POLICIES, (False, True), (False, True), (True,), ("mixed",)))
+ALL_CASES = list(product(POLICIES, (False, True), (False, True), (False, True), SLOS))
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny_llama"))
+
+
+@pytest.fixture(scope="session")
+def reference(model_dir: Path) -> RunResult:
+    """Stock vLLM, synchronous, with room for everything."""
+    result = run(STOCK, make_workload(), model_dir)
+    assert result.num_preemptions == 0
+    return result
+
+
+@pytest.fixture(scope="session")
+def hard_result(model_dir: Path) -> Callable[[Case], RunResult]:
+    """Runs a hard case once, whichever test asks first."""
+
+    @cache
+    def result_of(case: Case) -> RunResult:
+        return run(
+            requests=workload_of(case, num_aborts=8), model_dir=model_dir, **options_of(case)
+        )
+
+    return result_of
+
+
+def assert_same_tokens(result: RunResult, reference: RunResult, num_aborts: int = 0) -> None:
+    aborted = [name for name, reason in result.finish_reasons.items() if reason == "abort"]
+    assert sorted(result.finish_reasons) == sorted(reference.finish_reasons), "every request ends"
+    assert len(aborted) <= num_aborts
+    for name, expected in reference.tokens.items():
+        tokens = result.tokens[name]
+        assert tokens == expected[: len(tokens)], f"{name} continues differently"
+        assert name in aborted or len(tokens) == len(expected), f"{name} lost tokens"
+    assert result.num_leaked_blocks == 0
+
+
+def num_different(result: RunResult, reference: RunResult) -> int:
+    return sum(
+        a != b
+        for name, expected in reference.tokens.items()
+        for a, b in zip(expected, result.tokens[name], strict=True)
+    )
+
+
+def test_output_is_sensitive_to_the_cache(model_dir, reference):
+    """Negative control: with the KV cleared once, a fifth of all tokens change."""
+    result = run(STOCK, make_workload(), model_dir, zero_kv_at_step=60)
+
+    assert num_different(result, reference) > 480
+
+
+def test_preemption_by_stock_vllm_changes_no_token(model_dir, reference):
+    """Control: the tight cache forces preemptions, and the reference does not depend on them."""
+    result = run(STOCK, make_workload(), model_dir, num_blocks=TIGHT_BLOCKS)
+
+    assert result.num_preemptions >= 5
+    assert_same_tokens(result, reference)
+
+
+@pytest.mark.parametrize("case", HARD_CASES, ids=name_of)
+def test_tokens_are_stock_under_scarce_memory_and_aborts(case, hard_result, reference):
+    assert_same_tokens(hard_result(case), reference, num_aborts=8)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_hard_cases_hold_reorder_and_preempt(policy, hard_result):
+    """The comparisons above are worth something only if the policies intervene."""
+    results = [hard_result(case) for case in HARD_CASES if case[0] == policy]
+
+    assert sum(r.stats["num_held"] for r in results) > 0
+    assert sum(r.stats["num_reordered"] for r in results) > 0
+    assert sum(r.num_preemptions for r in results) >= 5
+    if policy != "paper":
+        assert sum(r.stats["num_preempted_by_policy"] for r in results) > 0
+    if policy == "chaos":
+        assert min(r.num_preemptions for r in results) >= 5
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_are_stock_with_room_for_everything(policy, model_dir, reference):
+    case = (policy, True, True, False, "mixed")
+
+    result = run(requests=workload_of(case), model_dir=model_dir, **options_of(case))
+
+    assert_same_tokens(result, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ALL_CASES, ids=name_of)
+def test_tokens_are_stock_in_every_combination(case, model_dir, reference):
+    result = run(requests=workload_of(case), model_dir=model_dir, **options_of(case))
+
+    assert_same_tokens(result, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_random_aborts_spare_the_survivors(seed, model_dir):
+    """Half of the requests are aborted at random, in every state."""
+    requests = make_workload(32, output_len=60, seed=seed, num_aborts=16, extra_args=MIXED_SLOS)
+    spared = [EngineRequest(r.req_id, r.prompt, r.max_tokens, r.arrival_step) for r in requests]
+    reference = run(STOCK, spared, model_dir)
+
+    for policy, is_async in product(POLICIES, (False, True)):
+        case = (policy, is_async, True, True, "mixed")
+        result = run(requests=requests, model_dir=model_dir, **options_of(case))
+        assert_same_tokens(result, reference, num_aborts=16)
+
+
+V2_SIZE = {"num_requests": 12, "output_len": 40}
+V2_CASES = list(product(POLICIES, (False, True), (False, True), (False, True), ("mixed",)))
+
+
+@pytest.fixture(scope="module")
+def v2_results(model_dir: Path) -> list[RunResult]:
+    """All V2 cases, one after the other in one subprocess; the first one is stock vLLM."""
+    cases = [{"scheduler_cls": STOCK, "requests": make_workload(**V2_SIZE)}]
+    for case in V2_CASES:
+        requests = workload_of(case, **V2_SIZE, num_aborts=3 if case[3] else 0)
+        cases.append({"requests": requests, **options_of(case)})
+    return run_on_v2(cases, model_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_v2_runner_and_v1_runner_agree_on_the_reference(v2_results, model_dir):
+    assert_same_tokens(v2_results[0], run(STOCK, make_workload(**V2_SIZE), model_dir))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("index", range(len(V2_CASES)), ids=map(name_of, V2_CASES))
+def test_tokens_are_stock_on_the_v2_runner(index, v2_results):
+    case, result = V2_CASES[index], v2_results[index + 1]
+
+    assert_same_tokens(result, v2_results[0], num_aborts=3)
+    if case[0] == "chaos" and case[3]:
+        assert result.num_preemptions >= 5

@@ -1,0 +1,89 @@
+"""A random Llama of 0.3 M parameters whose greedy output depends on the whole context."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+VOCAB_SIZE = 512
+MAX_MODEL_LEN = 512
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+#: Weights are this many times larger than usual, so that attention is far from uniform.
+_GAIN = 2.5
+
+
+def write_tiny_llama(folder: Path, seed: int = 0) -> Path:
+    """Write `config.json` and fp32 weights of the model; returns `folder`."""
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+    kv_size = hidden * CONFIG["num_key_value_heads"] // CONFIG["num_attention_heads"]
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(rows: int, columns: int, gain: float) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * gain / columns**0.5
+
+    weights = {
+        "model.embed_tokens.weight": normal(VOCAB_SIZE, hidden, hidden**0.5),
+        "model.norm.weight": torch.ones(hidden),
+        "lm_head.weight": normal(VOCAB_SIZE, hidden, 1.0),
+    }
+    for layer in range(CONFIG["num_hidden_layers"]):
+        shapes = {
+            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.k_proj": (kv_size, hidden),
+            "self_attn.v_proj": (kv_size, hidden),
+            "self_attn.o_proj": (hidden, hidden),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+        prefix = f"model.layers.{layer}"
+        for name, (rows, columns) in shapes.items():
+            weights[f"{prefix}.{name}.weight"] = normal(rows, columns, _GAIN)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{prefix}.{name}.weight"] = torch.ones(hidden)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG, indent=1))
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    return folder
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """Add a byte-level tokenizer, so that the model can be served over HTTP."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    options = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "model_max_length": MAX_MODEL_LEN,
+        "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(options, indent=1))
