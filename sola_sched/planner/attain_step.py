@@ -107,9 +107,7 @@ class AttainStep:
         self.outputs = np.concatenate([remaining[~is_decode], state.remaining(state.waiting)])
         need_s = self.decode_s + self.prefill_s
         self.deadline_s = self._deadlines(need_s)
-        self.feasible = np.isfinite(self.deadline_s) & (
-            _GIVE_UP_MARGIN * need_s <= self.deadline_s
-        )
+        self.feasible = np.isfinite(self.deadline_s) & (_GIVE_UP_MARGIN * need_s <= self.deadline_s)
         fresh = table.num_output[self.pending] == 0
         self.hopeless = fresh & np.isfinite(self.deadline_s) & ~self.feasible
         # Priority classes are strict: what an upper one has lost still goes before a lower one.
@@ -244,10 +242,10 @@ class AttainStep:
             return chosen[:0], chosen[:0], 0
         ends = np.cumsum(self.new[chosen])
         num_served = int(np.searchsorted(ends, budget, side="left")) + 1
-        candidates = self._admissible(chosen[: num_served + _NUM_SPARE_OFFERS])
-        is_served = np.isin(candidates, chosen[:num_served])
-        served = candidates[is_served]
-        offered = candidates[~is_served]
+        candidates = chosen[: num_served + _NUM_SPARE_OFFERS]
+        is_admissible = self._admissible(candidates)
+        served = candidates[:num_served][is_admissible[:num_served]]
+        offered = candidates[num_served:][is_admissible[num_served:]]
         offered = offered[offered >= self.num_prefills]
         return served, offered, int(min(budget, self.new[served].sum()))
 
@@ -262,14 +260,14 @@ class AttainStep:
         step = self.tile if tokens >= self.tile else _SUB_TILE
         return int(min(room, tokens // step * step))
 
-    def _admissible(self, served: IntArray) -> IntArray:
-        """Drop the waiting requests for which slots, TPOT or memory leave no room."""
+    def _admissible(self, candidates: IntArray) -> BoolArray:
+        """Mask without the waiting requests for which slots, TPOT or memory leave no room."""
         state, table = self.state, self.state.table
-        waiting = served[served >= self.num_prefills]
-        if not len(waiting):
-            return served
-        if self.best_effort.is_blocked:
-            return served[served < self.num_prefills]
+        mask: BoolArray = candidates < self.num_prefills
+        places = np.flatnonzero(~mask)
+        if not len(places) or self.best_effort.is_blocked:
+            return mask
+        waiting = candidates[places]
         held = self.decodes.rows[self.decodes.lost]
         slots = state.max_num_running - len(self.rows) + len(held)
         count = min(len(waiting), max(0, slots))
@@ -299,10 +297,9 @@ class AttainStep:
                     self.remaining[~self.is_decode],
                 ]
             )
-            waiting = waiting[
-                : num_that_fit(state, growing, growth, 0, waiting - self.num_prefills)
-            ]
-        return served[(served < self.num_prefills) | np.isin(served, waiting)]
+            count = num_that_fit(state, growing, growth, 0, waiting - self.num_prefills)
+        mask[places[:count]] = True
+        return mask
 
     # 4. The lost ----------------------------------------------------------------------------
 
@@ -413,7 +410,8 @@ class AttainStep:
         state, table = self.state, self.state.table
         victims = self.victims
         held = self.decodes.rows[self.decodes.lost]
-        held = held[~np.isin(held, lost_run)]
+        if len(lost_run):
+            held = held[~np.isin(held, lost_run)]
         if not len(held):
             return victims
         decoding = np.concatenate([self.alive, lost_run])
