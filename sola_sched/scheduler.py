@@ -8,7 +8,6 @@ what it hid. See `docs/design.md` for the seams and the rules they follow.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import vllm
+from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -32,7 +32,8 @@ from sola_sched.slo import SloTarget, request_target
 from sola_sched.state import DECODE, PARKED, WAITING, IntArray, StepPlan
 from sola_sched.vllm_compat import Seams, check_version
 
-logger = logging.getLogger("sola_sched")
+# A child of vLLM's logger: its level and handlers are the ones an operator has set up.
+logger = init_logger("vllm.sola_sched")
 
 _NEUTRAL = StepPlan()
 
