@@ -21,6 +21,10 @@ from sola_sched.state import DECODE, BoolArray, FloatArray, IntArray, StepPlan, 
 #: predictions of the step time are a few per cent off.
 _GIVE_UP_MARGIN = 0.9
 
+#: While slots are all that is short, the swap of a late decode for a waiting request is weighed
+#: once in so many steps.
+_SLOT_REVIEW_STEPS = 8
+
 
 class AttainPlanner:
     """Feasible first, the lost held, cheapest first when not all fit, chunks to the slack.
@@ -50,6 +54,7 @@ class AttainPlanner:
         self.keep = 1.0 - config.safety
         self.rejects = config.overload == "reject"
         self.best_effort = BestEffort(config.best_effort_share)
+        self._num_settled = 0
 
     def plan(self, state: StepState) -> StepPlan:
         """Plan one step; see `Planner.plan`."""
@@ -102,8 +107,10 @@ class AttainPlanner:
             if self.rejects or len(rows) < state.max_num_running:
                 return False
             late = table.first_token_s[rows] - table.arrival_s[rows] > table.ttft_s[rows]
-            if late.any():
-                return False
+            if late.any():  # one of them could give its slot to a request that is still on time
+                self._num_settled += 1
+                if self._num_settled % _SLOT_REVIEW_STEPS == 1:
+                    return False
         ctx = int(table.num_prompt[rows].sum() + table.num_output[rows].sum())
         step_s = float(state.cost.decode_s(len(rows), ctx))
         return step_s <= self.keep * float(table.tpot_s[rows].min()) * state.accepted_per_decode

@@ -9,7 +9,7 @@ import numpy as np
 from sola_sched.state import FloatArray, IntArray
 
 #: Requests looked at one by one when not all deadlines can be met; the later ones follow by cost.
-_MAX_EXAMINED = 256
+_MAX_EXAMINED = 64
 
 
 def on_time_first(

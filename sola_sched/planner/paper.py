@@ -52,8 +52,10 @@ class PaperPlanner:
         table, rows = state.table, state.running
         if len(victims):
             rows = rows[~np.isin(rows, victims)]
-        remaining = state.remaining(rows)
         is_decode = table.phase[rows] == DECODE
+        if not len(state.waiting) and is_decode.all():  # no prefill: nothing to weigh
+            return StepPlan(preempt=victims, problem="tpot")
+        remaining = state.remaining(rows)
         decodes, prefills = rows[is_decode], rows[~is_decode]
         slots = state.max_num_running - len(rows)
         ttft_s, ttft_limit = self._ttft(state, np.concatenate([prefills, state.waiting]))
