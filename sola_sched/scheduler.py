@@ -89,6 +89,8 @@ class SolaSchedulerMixin(_Host):
         self._min_budget = (
             self.block_size if getattr(self, "need_mamba_block_aligned_split", False) else 1
         )
+        self._running_rows: IntArray = np.empty(0, dtype=np.int64)  # rows of `running`, aligned
+        self._shown_rows: IntArray | None = None  # those that vLLM sees in this step, if known
         self._is_updating = False
         self._stalled = False
         self._ended: list[tuple[str, bool]] = []
@@ -175,6 +177,7 @@ class SolaSchedulerMixin(_Host):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._seams.merge_skipped()
+        self._shown_rows = None
         plan = self._plan()
         with self._applied(plan):
             output = super().schedule(*args, **kwargs)
@@ -191,8 +194,11 @@ class SolaSchedulerMixin(_Host):
         row_of = self.sola_monitor.table.row_of
         self.sola_monitor.parked([row_of[r.request_id] for r in self._seams.parked()])
         pool = self.kv_cache_manager.block_pool
+        self._running_rows = self._shown_rows = np.array(
+            [row_of[request.request_id] for request in self.running], dtype=np.int64
+        )
         state = self.sola_monitor.state(
-            [row_of[request.request_id] for request in self.running],
+            self._running_rows,
             max_num_tokens=self.max_num_scheduled_tokens,
             max_num_running=self._seams.num_slots,
             num_free_blocks=pool.get_num_free_blocks(),
@@ -238,20 +244,22 @@ class SolaSchedulerMixin(_Host):
             self.waiting.unplan()
 
     def _hide(self, run: IntArray) -> list[Request]:
-        """Reorder `running` as planned; returns the requests that sit out."""
-        by_row = dict.fromkeys(run.tolist())
-        row_of = self.sola_monitor.table.row_of
-        hidden = []
-        for request in self.running:
-            row = row_of[request.request_id]
-            if row in by_row:
-                by_row[row] = request
-            else:
-                hidden.append(request)
-        shown = [request for request in by_row.values() if request is not None]
-        self._counts["num_reordered"] += shown != self.running[: len(shown)]
+        """Reorder `running` as planned; returns the requests that sit out.
+
+        `run` names each row once; rows that have no slot (any more) are skipped.
+        """
+        running, rows = self.running, self._running_rows
+        place_of = np.full(self.sola_monitor.table.capacity, -1)
+        place_of[rows] = np.arange(len(rows))
+        places = place_of[run]
+        places = places[places >= 0]
+        sits_out = np.ones(len(rows), dtype=bool)
+        sits_out[places] = False
+        hidden = [running[place] for place in np.flatnonzero(sits_out).tolist()]
+        shown = [running[place] for place in places.tolist()]
+        self._counts["num_reordered"] += bool((places[1:] < places[:-1]).any())
         self._counts["num_held"] += len(hidden)
-        self.running = shown
+        self.running, self._shown_rows = shown, rows[places]
         return hidden
 
     def _requests(self, rows: IntArray) -> Iterable[Request]:
@@ -268,7 +276,9 @@ class SolaSchedulerMixin(_Host):
         if not victims:
             return
         gone = set(victims)
+        stays = [request not in gone for request in self.running]
         self.running = [request for request in self.running if request not in gone]
+        self._running_rows = self._shown_rows = self._running_rows[stays]
         timestamp = time.monotonic()
         for request in victims:
             self._seams.preempt(request, timestamp)
@@ -287,20 +297,28 @@ class SolaSchedulerMixin(_Host):
         table = monitor.table
         row_of = table.row_of
         scheduled = output.num_scheduled_tokens
-        rows = np.fromiter((row_of[name] for name in scheduled), np.int64, len(scheduled))
+        rows = self._shown_rows
+        if (
+            rows is None
+            or len(rows) != len(scheduled)
+            or len(self.running) != len(self._running_rows)
+        ):  # somebody was admitted, preempted or left out
+            rows = np.fromiter((row_of[name] for name in scheduled), np.int64, len(scheduled))
         is_decode = table.phase[rows] == DECODE
         if is_decode.all():
             monitor.scheduled(rows, rows[:0], rows[:0])
             return
         tokens = np.fromiter(scheduled.values(), np.int64, len(scheduled))
-        for name, row in zip(scheduled, rows.tolist(), strict=True):
-            if table.phase[row] in (WAITING, PARKED):
-                request = self.requests[name]
-                monitor.admitted(
-                    row,
-                    num_computed=request.num_computed_tokens - scheduled[name],
-                    prefill_target=request.num_tokens,
-                )
+        phase = table.phase[rows]
+        for place in np.flatnonzero((phase == WAITING) | (phase == PARKED)).tolist():
+            row = int(rows[place])
+            name = table.req_id[row]
+            request = self.requests[name]
+            monitor.admitted(
+                row,
+                num_computed=request.num_computed_tokens - scheduled[name],
+                prefill_target=request.num_tokens,
+            )
         monitor.scheduled(rows[is_decode], rows[~is_decode], tokens[~is_decode])
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

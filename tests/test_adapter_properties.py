@@ -204,7 +204,7 @@ def test_every_request_ends_and_every_block_returns(
 @both_modes
 @both_classes
 @given(requests=workloads(), chosen=options())
-@settings(max_examples=1500, **SETTINGS)
+@settings(max_examples=500, **SETTINGS)
 def test_every_request_ends_and_every_block_returns_in_many_runs(
     requests, chosen, async_scheduling, scheduler_cls
 ):

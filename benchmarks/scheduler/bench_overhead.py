@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import random
 import statistics
 import time
@@ -21,20 +22,24 @@ from typing import Any
 
 import pytest
 
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # only the table is printed
 pytest.importorskip("vllm")
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 import sola_sched
 from sola_sched.simulator import LLAMA_3_8B_A100, VirtualEngine, VirtualRequest
+from sola_sched.state import StepPlan, StepState
 
 NUM_RUNNING = (16, 64, 256)
 NUM_WAITING = (0, 256, 2000)
 POLICIES = ("attain", "paper")
-#: Targets in seconds: everybody can meet them, or most of the waiting requests have lost.
-SLOS = {"loose": {"ttft_s": 1e5, "tpot_s": 10.0}, "overload": {"ttft_s": 2.0, "tpot_s": 0.1}}
-_PROMPT_LEN, _OUTPUT_LEN, _BLOCK_SIZE, _NUM_LENGTHS = 64, 1900, 16, 7
-_MAX_FILL_STEPS = 500
+#: All slots taken, so that nobody can start; or room for more, and a prefill in every step.
+SLOTS = ("full", "free")
+#: Prompt and output tokens: long decodes run, long prompts wait.
+_LENGTHS = {"running": (64, 1900), "waiting": (1500, 400)}
+_MAX_MODEL_LEN, _BLOCK_SIZE, _NUM_LENGTHS = 2000, 16, 7
+_MAX_FILL_STEPS, _NUM_SPARE_SLOTS, _CHUNK = 10_000, 64, 128
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Overhead:
     """
 
     policy: str
-    slo: str
+    slots: str
     num_running: int
     num_waiting: int
     stock_us: float
@@ -61,27 +66,39 @@ class Overhead:
         return self.added_us / self.stock_us
 
 
+class _NeutralPlanner:
+    def plan(self, state: StepState) -> StepPlan:
+        return StepPlan()
+
+
 class TimedEngine(VirtualEngine):
-    """Serves `num_running` endless decodes while `num_waiting` requests wait for a slot."""
+    """Serves `num_running` long decodes while `num_waiting` requests wait."""
 
     def __init__(
-        self, scheduler_cls: type[Any], num_running: int, num_waiting: int, **sola: Any
+        self,
+        scheduler_cls: type[Any],
+        num_running: int,
+        num_waiting: int,
+        slots: str,
+        policy: str = "attain",
     ) -> None:
-        max_model_len = _PROMPT_LEN + _NUM_LENGTHS + _OUTPUT_LEN
         super().__init__(
             scheduler_cls,
             # Twice what the running requests can grow to: memory decides nothing here.
-            num_blocks=2 * (num_running + 1) * (max_model_len // _BLOCK_SIZE + 2),
+            num_blocks=2 * (num_running + _NUM_SPARE_SLOTS) * (_MAX_MODEL_LEN // _BLOCK_SIZE + 2),
             block_size=_BLOCK_SIZE,
-            max_model_len=max_model_len,
-            max_num_seqs=num_running,
-            additional_config={"sola_sched": {"log_interval_s": 0, **sola}},
+            max_model_len=_MAX_MODEL_LEN,
+            max_num_seqs=num_running + (_NUM_SPARE_SLOTS if slots == "free" else 0),
+            max_num_batched_tokens=num_running + _CHUNK + _NUM_SPARE_SLOTS,
+            additional_config={"sola_sched": {"log_interval_s": 0, "policy": policy}},
             step_time=LLAMA_3_8B_A100,
         )
         self._learn()
         self.elapsed_s = 0.0
         for name in ("schedule", "update_from_output"):
             setattr(self.scheduler, name, self._timed(getattr(self.scheduler, name)))
+        planner = getattr(self.scheduler, "sola_planner", None)
+        self.scheduler.sola_planner = _NeutralPlanner()
         self._add("running", num_running)
         for _ in range(_MAX_FILL_STEPS):
             if self._all_decode(num_running):
@@ -89,6 +106,7 @@ class TimedEngine(VirtualEngine):
             self.step()
         assert self._all_decode(num_running), f"not {num_running} at once"
         self._add("waiting", num_waiting)
+        self.scheduler.sola_planner = planner
 
     def time_step(self) -> float:
         """Step once; returns the seconds spent in the scheduler."""
@@ -109,11 +127,12 @@ class TimedEngine(VirtualEngine):
             assert self.scheduler.sola_stats()["cost_model_ready"]
 
     def _add(self, name: str, count: int) -> None:
+        prompt_len, output_len = _LENGTHS[name]
         for i in range(count):
-            prompt_len = _PROMPT_LEN + i % _NUM_LENGTHS
+            length = prompt_len + i % _NUM_LENGTHS
             self.add(
                 VirtualRequest(
-                    f"{name}{i}", self.clock.now, _OUTPUT_LEN, prompt_len, max_tokens=_OUTPUT_LEN
+                    f"{name}{i}", self.clock.now, output_len, length, max_tokens=output_len
                 )
             )
 
@@ -142,21 +161,19 @@ def _no_collection() -> Iterator[None]:
 
 
 def measure(
-    policy: str, slo: str, num_running: int, num_waiting: int, *, num_steps: int = 300
+    policy: str, slots: str, num_running: int, num_waiting: int, *, num_steps: int = 300
 ) -> Overhead:
     """Step both schedulers in turn and compare them."""
-    stock = TimedEngine(AsyncScheduler, num_running, num_waiting)
-    ours = TimedEngine(sola_sched.Scheduler, num_running, num_waiting, policy=policy, **SLOS[slo])
+    stock = TimedEngine(AsyncScheduler, num_running, num_waiting, slots)
+    ours = TimedEngine(sola_sched.Scheduler, num_running, num_waiting, slots, policy)
     for _ in range(30):
         stock.time_step()
         ours.time_step()
-    for engine in (stock, ours):
-        assert engine.scheduler.get_request_counts() == (num_running, num_waiting)
     with _no_collection():
         pairs = [(stock.time_step(), ours.time_step()) for _ in range(num_steps)]
     return Overhead(
         policy,
-        slo,
+        slots,
         num_running,
         num_waiting,
         stock_us=1e6 * statistics.median(a for a, _ in pairs),
@@ -165,34 +182,33 @@ def measure(
     )
 
 
-@pytest.mark.parametrize("scheduler", ["stock", *POLICIES])
+@pytest.mark.parametrize("policy", ["stock", *POLICIES])
 @pytest.mark.parametrize("num_waiting", NUM_WAITING)
 @pytest.mark.parametrize("num_running", NUM_RUNNING)
-def test_step(benchmark, num_running: int, num_waiting: int, scheduler: str) -> None:
-    benchmark.group = f"{num_running} running, {num_waiting} waiting"
-    if scheduler == "stock":
-        engine = TimedEngine(AsyncScheduler, num_running, num_waiting)
+@pytest.mark.parametrize("slots", SLOTS)
+def test_step(benchmark: Any, slots: str, num_running: int, num_waiting: int, policy: str) -> None:
+    benchmark.group = f"{num_running} running, {num_waiting} waiting, slots {slots}"
+    if policy == "stock":
+        engine = TimedEngine(AsyncScheduler, num_running, num_waiting, slots)
     else:
-        engine = TimedEngine(
-            sola_sched.Scheduler, num_running, num_waiting, policy=scheduler, **SLOS["overload"]
-        )
-    benchmark.pedantic(engine.step, rounds=200, warmup_rounds=30)
+        engine = TimedEngine(sola_sched.Scheduler, num_running, num_waiting, slots, policy)
+    benchmark.pedantic(engine.step, rounds=100, warmup_rounds=20)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--num-steps", type=int, default=300, help="steps measured per size")
     steps = parser.parse_args().num_steps
-    columns = ("policy", "targets", "running", "waiting", "vLLM us", "ours us", "added us", "added")
+    columns = ("policy", "slots", "running", "waiting", "vLLM us", "ours us", "added us", "added")
     print("| " + " | ".join(columns) + " |")
     print("| " + " | ".join(["---"] * 2 + ["---:"] * 6) + " |")
     for policy in POLICIES:
-        for slo in SLOS:
+        for slots in SLOTS:
             for num_running in NUM_RUNNING:
                 for num_waiting in NUM_WAITING:
-                    row = measure(policy, slo, num_running, num_waiting, num_steps=steps)
+                    row = measure(policy, slots, num_running, num_waiting, num_steps=steps)
                     print(
-                        f"| {policy} | {slo} | {num_running} | {num_waiting} "
+                        f"| {policy} | {slots} | {num_running} | {num_waiting} "
                         f"| {row.stock_us:.0f} | {row.ours_us:.0f} | {row.added_us:.0f} "
                         f"| {row.added_ratio:+.0%} |",
                         flush=True,

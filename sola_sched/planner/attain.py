@@ -61,13 +61,16 @@ class AttainPlanner:
         if not state.cost.is_ready or not state.has_slo:
             return neutral(state)
         self.best_effort.earn(state.elapsed_s)
+        victims = priority_victims(state)
+        if not len(victims):
+            return self._plan(state, victims)
         earned = self.best_effort
 
         def attempt(state: StepState, victims: IntArray) -> StepPlan:
             self.best_effort = dataclasses.replace(earned)
             return self._plan(state, victims)
 
-        return with_useful_victims(state, priority_victims(state), attempt)
+        return with_useful_victims(state, victims, attempt)
 
     def _plan(self, state: StepState, victims: IntArray) -> StepPlan:
         rows, ahead = state.running, state.num_ahead

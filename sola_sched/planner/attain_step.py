@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,7 +105,6 @@ class AttainStep:
         self.new = np.maximum(new, 1).astype(np.float64)
         self.has = table.num_computed[self.pending].astype(np.float64)
         self.prefill_s = np.asarray(state.cost.prefill_marginal_s(self.new, self.has))
-        self.outputs = np.concatenate([remaining[~is_decode], state.remaining(state.waiting)])
         need_s = self.decode_s + self.prefill_s
         self.deadline_s = self._deadlines(need_s)
         self.feasible = np.isfinite(self.deadline_s) & (_GIVE_UP_MARGIN * need_s <= self.deadline_s)
@@ -131,16 +131,16 @@ class AttainStep:
         is_waiting = served >= self.num_prefills
         run_prefills = self.pending[served[~is_waiting]]
         admit = self.pending[np.concatenate([served[is_waiting], offered])]
-        run = np.concatenate([self.alive, lost_run, run_prefills])
+        run = np.concatenate([self.alive, self.decodes.rows[lost_run], run_prefills])
         budget = (self.num_alive + len(lost_run)) * state.tokens_per_decode + tokens
-        victims = self._make_room(run, self.pending[served[is_waiting]], lost_run)
+        victims = self._make_room(self.pending[served[is_waiting]], lost_run)
         if not len(run) and not len(admit):
             return neutral(state, "stalled")
         runs_all = len(run) == len(state.running) and not len(run_prefills)
         return StepPlan(
             run=None if runs_all and not len(victims) else run,
             admit=admit,
-            token_budget=int(np.clip(budget, 1, state.max_num_tokens)),
+            token_budget=max(1, min(budget, state.max_num_tokens)),
             preempt=victims,
             reject=self._rejected() if self.rejects else state.waiting[:0],
             problem="overload" if num_on_time < len(chosen) else "attain",
@@ -164,7 +164,7 @@ class AttainStep:
             first, out = table.first_token_s[back], table.num_output[back]
             tpot = keep * table.tpot_s[back]
             slack = np.where(np.isinf(tpot), 0.0, np.maximum(tpot - self.decode_s, 0.0))
-            due = first + tpot * out + slack * (self.outputs[again] - 1)
+            due = first + tpot * out + slack * (self.state.remaining(back) - 1)
             late = first - table.arrival_s[back] > table.ttft_s[back]
             deadline[again] = np.where(late, -np.inf, due - self.state.now_s)
         result: FloatArray = deadline
@@ -191,14 +191,14 @@ class AttainStep:
         table = self.state.table
         rank = table.priority[self.pending[candidates]]
         ranks = rank if rank.any() else None
-        cost = self._total_cost(candidates)
+        weigh = functools.cache(lambda: self._total_cost(candidates))
 
         def on_time(limit: float) -> tuple[IntArray, int]:
             share = 1.0 if np.isinf(limit) else max(0.02, 1.0 - self.decode_s / max(limit, 1e-9))
             return on_time_first(
                 self.prefill_s[candidates] / share,
                 self.deadline_s[candidates] - self.decode_s,
-                cost,
+                weigh,
                 ranks,
             )
 
@@ -219,11 +219,11 @@ class AttainStep:
     def _total_cost(self, index: IntArray) -> FloatArray:
         """Accelerator time of each request: its prefill and what its decode adds to steps."""
         cost = self.state.cost
-        outputs = self.outputs
+        outputs = self.state.remaining(self.pending[index])
         one = float(cost.decode_s(2.0, 0.0)) - float(cost.decode_s(1.0, 0.0))
         per_ctx = float(cost.decode_s(1.0, 1000.0)) - float(cost.decode_s(1.0, 0.0))
-        ctx = self.new[index] + self.has[index] + outputs[index] / 2
-        total: FloatArray = self.prefill_s[index] + outputs[index] * (one + per_ctx * ctx / 1000)
+        ctx = self.new[index] + self.has[index] + outputs / 2
+        total: FloatArray = self.prefill_s[index] + outputs * (one + per_ctx * ctx / 1000)
         return total
 
     # 3. Prefills of this step ---------------------------------------------------------------
@@ -317,7 +317,7 @@ class AttainStep:
         prefill paid by credit takes the whole chunk of a step.
 
         Returns:
-            Decode rows to run; a prefill as (index, tokens, is_alone) or None.
+            Lost decodes to run, as indices; a prefill as (index, tokens, is_alone) or None.
         """
         state, table, credit = self.state, self.state.table, self.best_effort
         was_blocked, credit.is_blocked = credit.is_blocked, False
@@ -327,44 +327,44 @@ class AttainStep:
         prefills = np.flatnonzero(is_lost)
         decodes = np.flatnonzero(self.decodes.lost)
         if not len(prefills) and not len(decodes):
-            return self.rows[:0], None
+            return decodes, None
         cost = state.cost
         spare_s = 0.0
         if not has_backlog:
             spare_s = limit_s - self.decode_s
             spare_s -= float(cost.prefill_marginal_s(float(tokens), 0.0)) if tokens else 0.0
-        per_request = float(cost.decode_s(2.0, 0.0)) - float(cost.decode_s(1.0, 0.0))
         room = state.max_num_tokens - self.num_alive * state.tokens_per_decode
-        arrival = np.concatenate(
-            [
-                table.arrival_s[self.decodes.rows[decodes]],
-                table.arrival_s[self.pending[prefills]],
-            ]
-        )
-        run: list[int] = []
-        for position in np.argsort(arrival, kind="stable").tolist():
-            if position < len(decodes):
-                index = int(decodes[position])
-                ctx = float(self.decodes.ctx[index])
-                added = per_request
-                added += float(cost.decode_s(1.0, ctx)) - float(cost.decode_s(1.0, 0.0))
-                if added <= spare_s:
-                    spare_s -= added
-                elif credit.credit_s > 0:
-                    credit.credit_s -= added
-                else:
-                    break
-                run.append(index)
-                room -= state.tokens_per_decode
-                continue
-            index = int(prefills[position - len(decodes)])
-            if not self._has_room(index):
-                # Once it has waited long enough to fill its credit, room is kept for it.
-                credit.is_blocked = was_blocked or credit.is_full
+        # What each lost decode adds to the step.
+        two = np.full(len(decodes), 2.0)
+        added_s = cost.decode_s(two, self.decodes.ctx[decodes]) - cost.decode_s(1.0, 0.0)
+        arrival = table.arrival_s[self.decodes.rows[decodes]]
+        # Nobody passes the oldest lost prefill, so only the decodes before it count.
+        oldest = -1
+        if len(prefills):
+            prefill_arrival = table.arrival_s[self.pending[prefills]]
+            oldest = int(np.argmin(prefill_arrival))
+            before = arrival <= prefill_arrival[oldest]
+            decodes, added_s, arrival = decodes[before], added_s[before], arrival[before]
+        order = np.argsort(arrival, kind="stable")
+        num_run = 0
+        for added in added_s[order].tolist():
+            if added <= spare_s:
+                spare_s -= added
+            elif credit.credit_s > 0:
+                credit.credit_s -= added
+            else:
                 break
-            prefill = self._lost_prefill(index, limit_s, spare_s, room, served, tokens)
-            return self.decodes.rows[run], prefill
-        return self.decodes.rows[run], None
+            num_run += 1
+        run = decodes[order[:num_run]]
+        if num_run < len(order) or oldest < 0:
+            return run, None
+        index = int(prefills[oldest])
+        if not self._has_room(index):
+            # Once it has waited long enough to fill its credit, room is kept for it.
+            credit.is_blocked = was_blocked or credit.is_full
+            return run, None
+        room -= num_run * state.tokens_per_decode
+        return run, self._lost_prefill(index, limit_s, spare_s, room, served, tokens)
 
     def _lost_prefill(
         self,
@@ -405,16 +405,15 @@ class AttainStep:
 
     # Room -----------------------------------------------------------------------------------
 
-    def _make_room(self, run: IntArray, admit: IntArray, lost_run: IntArray) -> IntArray:
+    def _make_room(self, admit: IntArray, lost_run: IntArray) -> IntArray:
         """Preempt held lost decodes, youngest first, for the slots and blocks this step needs."""
         state, table = self.state, self.state.table
         victims = self.victims
-        held = self.decodes.rows[self.decodes.lost]
-        if len(lost_run):
-            held = held[~np.isin(held, lost_run)]
-        if not len(held):
+        is_held = self.decodes.lost.copy()
+        is_held[lost_run] = False
+        if not is_held.any():
             return victims
-        decoding = np.concatenate([self.alive, lost_run])
+        held, decoding = self.decodes.rows[is_held], self.decodes.rows[~is_held]
         tokens = table.num_prompt[decoding] + table.num_output[decoding]
         blocks = int((tokens % state.block_size == 0).sum())
         blocks += int(np.ceil(table.prefill_target[admit] / state.block_size).sum()) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
 import numpy as np
 
@@ -13,19 +14,23 @@ _MAX_EXAMINED = 64
 
 
 def on_time_first(
-    service_s: FloatArray, deadline_s: FloatArray, weight_s: FloatArray, rank: IntArray | None
+    service_s: FloatArray,
+    deadline_s: FloatArray,
+    weigh: Callable[[], FloatArray],
+    rank: IntArray | None,
 ) -> tuple[IntArray, int]:
     """Order jobs so that as many as possible end before their deadlines.
 
     Source: the algorithm of Moore and Hodgson (1968) for the fewest late jobs on one machine:
     take the jobs by deadline and, whenever the last one taken would be late, give up the job
-    that costs most. Departure: the job given up is the one with the largest `weight_s` (prefill
-    plus remaining decode), which frees more of the accelerator than the longest prefill alone.
+    that costs most. Departure: the job given up is the one with the largest weight (prefill plus
+    remaining decode), which frees more of the accelerator than the longest prefill alone.
 
     Args:
         service_s: Time of the accelerator that each job needs, shape [n], >= 0.
         deadline_s: Latest end of each job, counted from now, shape [n].
-        weight_s: Cost that decides which job is given up, shape [n].
+        weigh: Returns the costs that decide which job is given up, shape [n]; called only when
+            some job is late.
         rank: Priority class of each job, smaller first and strictly before; None for one class.
 
     Returns:
@@ -41,6 +46,7 @@ def on_time_first(
     ends = np.cumsum(service_s[order])
     if (ends <= deadline_s[order]).all():
         return order, len(order)
+    weight_s = weigh()
     if rank is not None and rank.any() and rank.min() != rank.max():
         return _by_class(order, service_s, deadline_s, weight_s, rank)
     kept, dropped = _moore_hodgson(order, 0.0, service_s, deadline_s, weight_s)

@@ -65,13 +65,21 @@ class PaperPlanner:
         self._ratios.append((ratio_ttft.max(initial=0.0), ratio_tpot.max(initial=0.0)))
         optimize_ttft, level_ttft, level_tpot = self._problem(ratio_ttft, ratio_tpot)
 
+        predicted_tpot = self._predicted_tpot(state, decodes, tpot_s, remaining[is_decode])
+        ordered_decodes = decodes[np.argsort(-predicted_tpot)]
+        if not len(prefills) and slots <= 0:  # nobody can start: the step has no prefill
+            return StepPlan(
+                run=ordered_decodes,
+                admit=rows[:0],
+                preempt=victims,
+                problem="ttft" if optimize_ttft else "tpot",
+            )
+
         pending = np.concatenate([prefills, state.waiting])
         new = (table.prefill_target[pending] - table.num_computed[pending]).astype(np.float64)
         has = table.num_computed[pending].astype(np.float64)
         prefill_s = np.asarray(state.cost.prefill_s(new, has))
         by_ttft = np.lexsort((-(ttft_s + prefill_s - ttft_limit), table.priority[pending]))
-        predicted_tpot = self._predicted_tpot(state, decodes, tpot_s, remaining[is_decode])
-        ordered_decodes = decodes[np.argsort(-predicted_tpot)]
         num_decode_tokens = state.tokens_per_decode
 
         if optimize_ttft:

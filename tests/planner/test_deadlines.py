@@ -33,7 +33,7 @@ def most_on_time(jobs: list[tuple[int, int]]) -> int:
 def test_no_order_gets_more_jobs_done_in_time(jobs: list[tuple[int, int]]) -> None:
     service = np.array([s for s, _ in jobs], dtype=float)
     deadline = np.array([d for _, d in jobs], dtype=float)
-    order, count = on_time_first(service, deadline, service, None)
+    order, count = on_time_first(service, deadline, lambda: service, None)
     assert sorted(order.tolist()) == list(range(len(jobs)))
     assert count == most_on_time(jobs)
     clock = 0.0
@@ -47,10 +47,10 @@ def test_a_higher_class_never_loses_a_job_to_a_lower_one(jobs: list[tuple[int, i
     service = np.array([s for s, _ in jobs], dtype=float)
     deadline = np.array([d for _, d in jobs], dtype=float)
     rank = np.arange(len(jobs)) % 2
-    order, count = on_time_first(service, deadline, service, rank)
+    order, count = on_time_first(service, deadline, lambda: service, rank)
     high = [job for job in order[:count].tolist() if rank[job] == 0]
     alone, alone_count = on_time_first(
-        service[rank == 0], deadline[rank == 0], service[rank == 0], None
+        service[rank == 0], deadline[rank == 0], lambda: service[rank == 0], None
     )
     assert len(high) == alone_count
     assert len(alone) == int((rank == 0).sum())
@@ -59,12 +59,12 @@ def test_a_higher_class_never_loses_a_job_to_a_lower_one(jobs: list[tuple[int, i
 def test_the_job_given_up_is_the_one_with_the_largest_weight() -> None:
     service = np.array([5.0, 5.0, 5.0])
     deadline = np.array([10.0, 10.0, 10.0])
-    order, count = on_time_first(service, deadline, np.array([1.0, 9.0, 2.0]), None)
+    order, count = on_time_first(service, deadline, lambda: np.array([1.0, 9.0, 2.0]), None)
     assert count == 2
     assert order.tolist() == [0, 2, 1]
 
 
 def test_no_jobs() -> None:
-    order, count = on_time_first(np.empty(0), np.empty(0), np.empty(0), None)
+    order, count = on_time_first(np.empty(0), np.empty(0), lambda: np.empty(0), None)
     assert not len(order)
     assert count == 0

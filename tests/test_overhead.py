@@ -1,0 +1,59 @@
+"""The scheduler's own cost per step stays small beside vLLM's (medians of paired steps)."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("vllm")
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "scheduler" / "bench_overhead.py"
+#: What a step may cost on top, at 256 running: the larger of both.
+MAX_RATIO, MAX_ADDED_US = 0.10, 100.0
+#: The same where every step also chooses among requests that could start: 12 to 15 % measured.
+MAX_RATIO_CHOOSING = 0.18
+#: Medians of 200 paired steps repeat within a quarter of their value on a shared machine.
+NOISE = 1.25
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_overhead", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("num_waiting", [0, 256, 2000])
+@pytest.mark.parametrize("slots", ["full", "free"])
+@pytest.mark.parametrize("policy", ["attain", "paper"])
+def test_added_time_is_small_beside_vllms_at_256_running(bench, policy, slots, num_waiting):
+    row = bench.measure(policy, slots, 256, num_waiting, num_steps=200)
+
+    is_choosing = slots == "free" and num_waiting > 0
+    ratio = MAX_RATIO_CHOOSING if is_choosing else MAX_RATIO
+    limit_us = max(ratio * row.stock_us, MAX_ADDED_US)
+    assert row.added_us <= NOISE * limit_us, row
+
+
+@pytest.mark.parametrize("slots", ["full", "free"])
+@pytest.mark.parametrize("policy", ["attain", "paper"])
+def test_added_time_grows_no_faster_than_n_log_n_in_waiting(bench, policy, slots):
+    few, many = 500, 4000
+    rows = [bench.measure(policy, slots, 64, n, num_steps=200) for n in (0, few, many)]
+
+    none_us, few_us, many_us = (row.added_us for row in rows)
+    growth = many * math.log(many) / (few * math.log(few))
+    # A fixed cost of one plan is not growth: `few` is never taken as cheaper than this.
+    few_us = max(few_us - none_us, MAX_ADDED_US)
+    assert many_us - none_us <= NOISE * growth * few_us, rows
