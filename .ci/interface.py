@@ -13,7 +13,11 @@ from sola_sched.vllm_compat import Seams, check_version
 
 SCHEDULER = "vllm/v1/core/sched/scheduler.py"
 ASYNC_SCHEDULER = "vllm/v1/core/sched/async_scheduler.py"
-INPUT_PROCESSOR = "vllm/v1/engine/input_processor.py"
+#: File, class and method of vLLM's parameter checks that the plug-in extends.
+CHECKS = [
+    ("vllm/v1/engine/input_processor.py", "InputProcessor", "_validate_params"),
+    ("vllm/sampling_params.py", "SamplingParams", "_verify_args"),
+]
 
 #: Positional parameters, after self, that our calls and overrides rely on.
 PARAMETERS = {
@@ -63,11 +67,9 @@ def problems(wheel: zipfile.ZipFile) -> list[str]:
     if not {"skipped_waiting", "kv_holding_waiting"} & assigned:
         found.append("Scheduler has neither skipped_waiting nor kv_holding_waiting")
     members(ast.parse(wheel.read(ASYNC_SCHEDULER)), "AsyncScheduler")
-    if (
-        "_validate_params"
-        not in members(ast.parse(wheel.read(INPUT_PROCESSOR)), "InputProcessor")[1]
-    ):
-        found.append("InputProcessor has no _validate_params")
+    for file, owner, name in CHECKS:
+        if name not in members(ast.parse(wheel.read(file)), owner)[1]:
+            found.append(f"{owner} has no {name}")
     return found
 
 

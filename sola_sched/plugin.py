@@ -2,9 +2,11 @@
 
 vLLM loads the plug-in in every process and may call it more than once. It changes nothing for
 other scheduler classes. vLLM offers no hook to check free request arguments at admission (custom
-logits processors have one, but cost the model runner and exclude speculative decoding), so the
-input processor's own parameter check is extended by ours. Without the plug-in (`VLLM_PLUGINS`)
-the scheduler falls back to the default SLO and logs it.
+logits processors have one, but cost the model runner and exclude speculative decoding), so two of
+its own checks are extended by ours: that of the input processor, and that of `SamplingParams`.
+The server builds the latter before it answers, so a stream gets its 400 too; the former alone
+runs when the first event of a stream is due. Without the plug-in (`VLLM_PLUGINS`) the scheduler
+falls back to the default SLO and logs it.
 """
 
 from __future__ import annotations
@@ -19,23 +21,53 @@ from sola_sched.slo import REQUEST_KEYS, request_target
 _MARK = "_sola_sched_checks_slo"
 
 
+class _Served:
+    """The engine configuration of this process; None where no front end of ours runs."""
+
+    config: SolaConfig | None = None
+
+
 def register() -> None:
-    """Extend the input processor's check of sampling parameters, once per process."""
+    """Extend vLLM's own checks of sampling parameters, once per process."""
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.input_processor import InputProcessor
 
-    original = InputProcessor._validate_params
-    if getattr(original, _MARK, False):
+    if getattr(InputProcessor._validate_params, _MARK, False):
         return
+    _extend(InputProcessor, "__init__", _remember)
+    _extend(InputProcessor, "_validate_params", _check_submitted)
+    _extend(SamplingParams, "_verify_args", _check_built)
+
+
+def _extend(owner: type, name: str, ours: Any) -> None:
+    """Call `ours` after the method `name`, with the same arguments."""
+    original = getattr(owner, name)
 
     @wraps(original)
-    def check(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        extra_args = getattr(params, "extra_args", None)
-        if extra_args and any(key in extra_args for key in REQUEST_KEYS):
-            check_request(self.vllm_config, extra_args)
-        return original(self, params, *args, **kwargs)
+    def extended(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        ours(*args, **kwargs)
+        return result
 
-    setattr(check, _MARK, True)
-    InputProcessor._validate_params = check
+    setattr(extended, _MARK, True)
+    setattr(owner, name, extended)
+
+
+def _remember(processor: Any, *_: Any, **__: Any) -> None:
+    if is_ours(processor.vllm_config.scheduler_config.scheduler_cls):
+        _Served.config = _config(processor.vllm_config)
+
+
+def _check_submitted(processor: Any, params: Any, *_: Any, **__: Any) -> None:
+    extra_args = getattr(params, "extra_args", None)
+    if extra_args and any(key in extra_args for key in REQUEST_KEYS):
+        check_request(processor.vllm_config, extra_args)
+
+
+def _check_built(params: Any) -> None:
+    extra_args = params.extra_args
+    if _Served.config and extra_args and any(key in extra_args for key in REQUEST_KEYS):
+        _check(_Served.config, extra_args)
 
 
 def check_request(vllm_config: Any, extra_args: Any) -> None:
@@ -44,9 +76,15 @@ def check_request(vllm_config: Any, extra_args: Any) -> None:
     Raises:
         VLLMValidationError: (HTTP 400) The message names key, value and rule.
     """
-    if not is_ours(vllm_config.scheduler_config.scheduler_cls):
-        return
-    config = SolaConfig.from_mapping((vllm_config.additional_config or {}).get(CONFIG_KEY))
+    if is_ours(vllm_config.scheduler_config.scheduler_cls):
+        _check(_config(vllm_config), extra_args)
+
+
+def _config(vllm_config: Any) -> SolaConfig:
+    return SolaConfig.from_mapping((vllm_config.additional_config or {}).get(CONFIG_KEY))
+
+
+def _check(config: SolaConfig, extra_args: Any) -> None:
     try:
         request_target(extra_args, config.default_slo, config.classes)
     except SloError as error:

@@ -11,10 +11,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 import sola_sched
-from sola_sched.plugin import check_request, is_ours, register
+from sola_sched.config import SolaConfig
+from sola_sched.plugin import _Served, check_request, is_ours, register
 from sola_sched.simulator import (
     RequestRecord,
     StepTimeModel,
@@ -259,3 +261,13 @@ def test_registering_twice_wraps_once() -> None:
     first = InputProcessor._validate_params
     register()
     assert InputProcessor._validate_params is first
+
+
+def test_sampling_params_are_checked_once_a_front_end_of_ours_runs(monkeypatch) -> None:
+    register()
+    monkeypatch.setattr(_Served, "config", None)
+    SamplingParams(extra_args={"ttft_slo_ms": "soon"})
+    monkeypatch.setattr(_Served, "config", SolaConfig())
+    SamplingParams(extra_args={"ttft_slo_ms": 500, "other": "soon"})
+    with pytest.raises(ValueError, match="'ttft_slo_ms'"):
+        SamplingParams(extra_args={"ttft_slo_ms": "soon"})

@@ -144,12 +144,12 @@ def test_invalid_slo_is_refused_by_name_and_the_server_keeps_answering(
     assert server.complete(None)[0] == 200
 
 
-def test_invalid_slo_of_a_stream_is_refused_at_the_latest_by_its_first_event(server):
-    """vLLM checks a stream's parameters when its first event is due; HTTP 400 is as good."""
-    _, answer = server.complete({"ttft_slo_ms": -5}, stream=True)
+@pytest.mark.parametrize("xargs", [{"ttft_slo_ms": -5}, {"slo_class": "chit"}])
+def test_invalid_slo_of_a_stream_is_refused_before_it_starts(server, xargs):
+    status, answer = server.complete(xargs, stream=True)
 
-    assert answer["error"]["code"] == 400
-    assert "ttft_slo_ms" in answer["error"]["message"]
+    assert status == 400
+    assert next(iter(xargs)) in answer["error"]["message"]
     assert server.complete(None, stream=True)[0] == 200
 
 
