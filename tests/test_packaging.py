@@ -84,7 +84,7 @@ def test_wheel_holds_one_top_level_package_only(wheel: zipfile.ZipFile) -> None:
 def test_wheel_holds_every_source_and_profile_file(wheel: zipfile.ZipFile) -> None:
     expected = set()
     for folder in ("sola_sched", *LEAVES):
-        files = [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).glob("profiles/*.json")]
+        files = [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("profiles/*.json")]
         for path in files:
             name = path.relative_to(ROOT).as_posix()
             expected.add(name if folder == "sola_sched" else f"sola_sched/{name}")

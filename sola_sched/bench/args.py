@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from sola_sched.bench.backend import BASELINES
 from sola_sched.bench.clock import CLOCKS
 from sola_sched.bench.datasets import DATASET_NAMES
 from sola_sched.bench.results import METRIC_NAMES
@@ -14,7 +15,12 @@ from sola_sched.errors import ConfigError
 
 #: Schedulers compared by default: vLLM at three chunk sizes, and ours.
 DEFAULT_SCHEDULERS = ("stock:256", "stock:512", "stock:2048", "sola")
-BACKENDS = ("engine", "openai")
+#: The same in virtual time, where a long chunk is what vLLM uses on large GPUs.
+SIM_SCHEDULERS = ("stock:512", "stock:2048", "stock:8192", "sola")
+BACKENDS = ("engine", "openai", "sim")
+DEFAULT_DURATION_BUDGET_S = 180.0
+#: Requests a run in virtual time, where traffic costs no waiting.
+SIM_NUM_PROMPTS = 500
 
 _DESCRIPTION = """\
 Replay one workload against stock vLLM and against sola_sched.Scheduler, on the same arrivals
@@ -23,6 +29,9 @@ and seed, and compare the share of requests that meet both their latency targets
 With no arguments: a random 62 M parameter Llama, vLLM in this process, chat-shaped lengths fitted
 to ShareGPT, Poisson arrivals at three rates around the saturation of this machine, targets of
 10 x the single-request latency. No GPU and no network needed; about five minutes on two cores.
+
+With --backend sim: the same comparison in virtual time. The schedulers are the real ones; how long
+a step takes comes from a profile of a model on a GPU. Exactly repeatable; under two minutes.
 """
 _EPILOG = """\
 examples:
@@ -31,6 +40,7 @@ examples:
   python -m sola_sched.bench --model meta-llama/Llama-3.1-8B-Instruct --dataset-name sharegpt
   python -m sola_sched.bench --schedulers stock:512 stock:2048 sola sola:policy=paper
   python -m sola_sched.bench --backend openai --base-url http://localhost:8000 --request-rate 8
+  python -m sola_sched.bench --backend sim --profile llama-3-70b-h100 --num-prompts 2000
 """
 
 
@@ -53,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     _traffic_group(parser.add_argument_group("traffic"))
     _engine_group(parser.add_argument_group("engine (--backend engine)"))
     _server_group(parser.add_argument_group("server (--backend openai)"))
+    _sim_group(parser.add_argument_group("virtual time (--backend sim)"))
     _output_group(parser.add_argument_group("results"))
     return parser
 
@@ -63,7 +74,8 @@ def _target_group(group: Any) -> None:
         "--backend",
         default="engine",
         choices=BACKENDS,
-        help="vLLM in this process, or a running OpenAI-compatible server (default: engine)",
+        help="vLLM in this process, a running OpenAI-compatible server, or virtual time "
+        "(default: engine)",
     )
     add(
         "--model",
@@ -76,7 +88,8 @@ def _target_group(group: Any) -> None:
         nargs="+",
         metavar="SPEC",
         help="stock[:max_num_batched_tokens] and sola[:option=value,...], each also with "
-        f"engine.<argument>=<value> (default: {' '.join(DEFAULT_SCHEDULERS)})",
+        f"engine.<argument>=<value> (default: {' '.join(DEFAULT_SCHEDULERS)}; with sim: "
+        f"{' '.join(SIM_SCHEDULERS)}); with sim also {' '.join(BASELINES)}",
     )
     add(
         "--slo",
@@ -124,9 +137,9 @@ def _dataset_group(group: Any) -> None:
     add(
         "--duration-budget",
         type=positive_float,
-        default=180.0,
         metavar="S",
-        help="seconds of traffic in all runs together, without --num-prompts (default: 180)",
+        help="seconds of traffic in all runs together, without --num-prompts "
+        f"(default: {DEFAULT_DURATION_BUDGET_S:g}; with sim: {SIM_NUM_PROMPTS} requests a run)",
     )
     add(
         "--length-scale",
@@ -269,6 +282,17 @@ def _server_group(group: Any) -> None:
         type=float,
         default=0.0,
         help="wait this long for the server to answer",
+    )
+
+
+def _sim_group(group: Any) -> None:
+    group.add_argument(
+        "--profile",
+        metavar="NAME_OR_FILE",
+        help="step times and KV memory: a name such as llama-3-8b-a100 (default; a wrong name "
+        "lists all), a file like those, or one that `python -m sola_sched.profile` measured; of "
+        "the engine flags, --max-model-len, --max-num-seqs, --max-num-batched-tokens and "
+        "--engine-args apply",
     )
 
 

@@ -14,6 +14,8 @@ from sola_sched.slo import SloTarget
 
 SOLA_SCHEDULER = "sola_sched.Scheduler"
 _ENGINE_PREFIX = "engine."
+#: Other policies to compare with, in virtual time only: ``sola_sched.simulator.baselines``.
+BASELINES = ("prefill-first", "decode-first", "sjf", "sjf-oracle", "spf", "hrrn", "reject")
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class SchedulerSpec:
 
     Attributes:
         label: Shown in tables and file names, e.g. ``stock:512``.
-        kind: ``stock`` (vLLM's own), ``sola`` (ours) or ``server`` (whatever a URL runs).
+        kind: ``stock`` (vLLM's own), ``sola`` (ours), one of ``BASELINES``, or ``server``
+            (whatever a URL runs).
         engine_args: Overrides of vLLM engine arguments.
         options: Options of ``sola_sched.Scheduler``.
     """
@@ -42,7 +45,8 @@ def parse_scheduler(text: str) -> SchedulerSpec:
     """Parse ``stock``, ``stock:512``, ``sola`` or ``sola:policy=paper,engine.max_num_seqs=64``.
 
     A bare number sets ``max_num_batched_tokens``; ``engine.<name>=<value>`` any engine argument;
-    other ``<name>=<value>`` pairs are options of our scheduler.
+    other ``<name>=<value>`` pairs are options of our scheduler. A baseline's name stands where
+    ``stock`` does.
 
     Raises:
         ConfigError: The text is none of these.
@@ -50,7 +54,7 @@ def parse_scheduler(text: str) -> SchedulerSpec:
     kind, _, rest = text.partition(":")
     engine_args: dict[str, Any] = {}
     options: dict[str, Any] = {}
-    valid = kind in ("stock", "sola")
+    valid = kind in ("stock", "sola", *BASELINES)
     for item in filter(None, rest.split(",")):
         name, equals, value = item.partition("=")
         if not equals and item.isdecimal() and int(item) > 0:
@@ -64,7 +68,8 @@ def parse_scheduler(text: str) -> SchedulerSpec:
     if not valid:
         raise ConfigError(
             "'--schedulers' takes stock, stock:<max_num_batched_tokens>, sola, "
-            f"sola:<option>=<value>,... and engine.<argument>=<value> (got {text!r})."
+            "sola:<option>=<value>,... and engine.<argument>=<value>, with --backend sim also "
+            f"{', '.join(BASELINES)} (got {text!r})."
         )
     return SchedulerSpec(label=text, kind=kind, engine_args=engine_args, options=options)
 

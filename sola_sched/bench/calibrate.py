@@ -71,7 +71,13 @@ def measure_slo(
 
 
 def measure_saturation(
-    backend: Backend, workload: Workload, scheduler: SchedulerSpec, on_done: OnDone | None = None
+    backend: Backend,
+    workload: Workload,
+    scheduler: SchedulerSpec,
+    on_done: OnDone | None = None,
+    *,
+    num_requests: int = _NUM_PROBE,
+    concurrency: int = _PROBE_CONCURRENCY,
 ) -> float:
     """Requests per second served while a fixed number of requests is kept in flight.
 
@@ -79,8 +85,8 @@ def measure_saturation(
     the end does not count; those then in flight are half done on average. On a CPU shared with
     other work, the time the engine did not get is left out.
     """
-    requests = workload.requests[:_NUM_PROBE]
-    concurrency = min(_PROBE_CONCURRENCY, max(1, len(requests) // 2))
+    requests = workload.requests[:num_requests]
+    concurrency = min(concurrency, max(1, len(requests) // 2))
     burst = replace(
         workload,
         requests=tuple(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from sola_sched.bench import environment
 from sola_sched.bench.args import build_parser
 from sola_sched.bench.model import write_model
-from sola_sched.errors import ConfigError, DatasetError, SloError
+from sola_sched.errors import ConfigError, DatasetError, ProfileError, SloError
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -17,19 +17,23 @@ EXIT_INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark from the command line; return the exit code.
 
-    2 means that the arguments, the data set or the model cannot be used; 130 that the user
-    stopped the run, after what had been measured was reported and saved.
+    2 means that the arguments, the data set, the profile or the model cannot be used; 130 that
+    the user stopped the run, after what had been measured was reported and saved.
     """
     try:
         args = build_parser().parse_args(argv)
         if args.make_model is not None:
             print(f"Wrote {write_model(args.make_model)}; serve it with --load-format dummy.")
             return 0
-        environment.prepare(args.model, is_random=args.model is None and args.backend == "engine")
+        # A data set's tokenizer may have to be downloaded.
+        needs_no_hub = args.model is None and (
+            args.backend == "engine" or (args.backend == "sim" and args.tokenizer is None)
+        )
+        environment.prepare(args.model, is_random=needs_no_hub)
         from sola_sched.bench.runner import run
 
         return run(args)
-    except (ConfigError, DatasetError, SloError) as error:
+    except (ConfigError, DatasetError, ProfileError, SloError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:

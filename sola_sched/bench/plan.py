@@ -11,7 +11,7 @@ from typing import Any
 
 from sola_sched.bench import args as cli_args
 from sola_sched.bench import calibrate, results, values
-from sola_sched.bench.backend import Backend, SchedulerSpec, parse_scheduler
+from sola_sched.bench.backend import BASELINES, Backend, SchedulerSpec, parse_scheduler
 from sola_sched.bench.datasets import DatasetOptions, ModelLimits, build
 from sola_sched.bench.environment import has_accelerator
 from sola_sched.bench.model import BENCH_SHAPE, cached_model
@@ -25,6 +25,14 @@ RANDOM_MODEL_KV_BYTES = 64 << 20
 #: Requests drawn when their number follows from the measured rate.
 _POOL_SIZE = 1000
 _DEFAULT_MODEL_LEN = 8192
+#: Flags without a meaning in virtual time.
+_NOT_FOR_SIM = (
+    "model", "dtype", "load_format", "gpu_memory_utilization", "tensor_parallel_size",
+    "enforce_eager", "clock", "base_url", "served_model_name", "header", "extra_body", "send_slo",
+)  # fmt: skip
+#: Requests of the saturation probe in virtual time per slot; half the slots are kept busy, as
+#: the few of the default would leave a GPU idle.
+_SIM_PROBE_REQUESTS_PER_SLOT = 1.5
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,7 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None]) -> Plan:
         ConfigError: An argument cannot be right.
         DatasetError: The data set is missing or unusable.
     """
+    _check_backend_flags(args)
     schedulers = _schedulers(args)
     slo_classes = [values.parse_slo_class(text) for text in args.slo_class]
     given_slo = values.parse_slo(args.slo) if args.slo else None
@@ -74,13 +83,18 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None]) -> Plan:
         rates = [len(workload.requests) / max(workload.requests[-1].arrival_s, 1e-9)]
     if rates is None:
         with Progress("saturation rate", is_hidden=args.disable_tqdm) as bar:
-            saturation = calibrate.measure_saturation(backend, workload, reference, bar.done)
+            saturation = calibrate.measure_saturation(
+                backend, workload, reference, bar.done, **_probe_size(backend)
+            )
         rates = calibrate.choose_rates(saturation)
         say(f"Saturation near {saturation:.2g} requests/s; rates {', '.join(map(per_s, rates))}.")
     if args.num_prompts is None:
-        count = calibrate.choose_num_prompts(
-            rates, len(schedulers), args.duration_budget, len(workload.requests)
-        )
+        count = cli_args.SIM_NUM_PROMPTS
+        if args.backend != "sim" or args.duration_budget is not None:
+            budget_s = args.duration_budget or cli_args.DEFAULT_DURATION_BUDGET_S
+            count = calibrate.choose_num_prompts(
+                rates, len(schedulers), budget_s, len(workload.requests)
+            )
         workload = replace(workload, requests=workload.requests[:count])
     say(f"{len(rates) * len(schedulers)} runs of {len(workload.requests)} requests.")
     info = results.RunInfo(
@@ -103,11 +117,13 @@ def _schedulers(args: argparse.Namespace) -> list[SchedulerSpec]:
     if args.backend == "openai":
         if args.schedulers:
             raise ConfigError(
-                "'--schedulers' is for --backend engine: a server's scheduler is chosen when it "
-                "is started; use --label to name the run."
+                "'--schedulers' is for --backend engine or sim: a server's scheduler is chosen "
+                "when it is started; use --label to name the run."
             )
         return [SchedulerSpec("server", "server")]
-    specs = [parse_scheduler(text) for text in args.schedulers or cli_args.DEFAULT_SCHEDULERS]
+    is_sim = args.backend == "sim"
+    default = cli_args.SIM_SCHEDULERS if is_sim else cli_args.DEFAULT_SCHEDULERS
+    specs = [parse_scheduler(text) for text in args.schedulers or default]
     labels = [spec.label for spec in specs]
     if len(set(labels)) < len(labels):
         raise ConfigError(f"'--schedulers' must not repeat one (got {' '.join(labels)}).")
@@ -115,11 +131,16 @@ def _schedulers(args: argparse.Namespace) -> list[SchedulerSpec]:
     if args.max_num_batched_tokens:
         budgets.append(args.max_num_batched_tokens)
     for spec in specs:
+        if spec.kind in BASELINES and not is_sim:
+            raise ConfigError(
+                f"'--schedulers {spec.label}' is for --backend sim (got {args.backend}); "
+                "leave it out, or compare in virtual time."
+            )
+        if spec.kind != "stock" and budgets:
+            spec.engine_args.setdefault("max_num_batched_tokens", max(budgets))
         if spec.kind != "sola":
             continue
         SolaConfig.from_mapping(spec.options)
-        if budgets:
-            spec.engine_args.setdefault("max_num_batched_tokens", max(budgets))
         if importlib.util.find_spec("sola_sched.scheduler") is None:
             raise ConfigError(
                 "'sola' needs the module sola_sched.scheduler, which this installation lacks; "
@@ -157,6 +178,8 @@ def _dataset_options(args: argparse.Namespace) -> DatasetOptions:
 def _backend(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[Backend, ModelLimits]:
     if args.backend == "openai":
         return _server(args)
+    if args.backend == "sim":
+        return _simulator(args)
     from sola_sched.bench.engine_backend import EngineBackend, EngineOptions
 
     is_random = args.model is None
@@ -219,6 +242,65 @@ def _server(args: argparse.Namespace) -> tuple[Backend, ModelLimits]:
         encode=encode,
     )
     return backend, limits
+
+
+def _simulator(args: argparse.Namespace) -> tuple[Backend, ModelLimits]:
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "'--backend sim' runs vLLM's own scheduler, so it needs vLLM (got none); no GPU and no "
+            "model are needed: pip install 'sola-sched[cpu]'."
+        )
+    from sola_sched.bench.sim_backend import SimBackend, SimOptions
+    from sola_sched.simulator.step_profile import DEFAULT_PROFILE, load_step_profile
+
+    names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+    engine_args = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
+    encode = None
+    if args.tokenizer:
+        from transformers import AutoTokenizer
+
+        encode = AutoTokenizer.from_pretrained(args.tokenizer).encode
+    backend = SimBackend(
+        SimOptions(
+            profile=load_step_profile(args.profile or DEFAULT_PROFILE),
+            engine_args=engine_args | args.engine_args,
+            encode=encode,
+            num_warmups=args.num_warmups,
+            stall_timeout_s=args.stall_timeout_sec,
+            seed=args.seed,
+        )
+    )
+    return backend, backend.limits
+
+
+def _check_backend_flags(args: argparse.Namespace) -> None:
+    """Refuse flags that the chosen backend would ignore.
+
+    Raises:
+        ConfigError: One was given.
+    """
+    if args.backend != "sim":
+        if args.profile is not None:
+            raise ConfigError(
+                f"'--profile' is for --backend sim (got --backend {args.backend}); for the "
+                "scheduler's own cost model use --schedulers sola:profile=FILE."
+            )
+        return
+    defaults = cli_args.build_parser().parse_args([])
+    for name in _NOT_FOR_SIM:
+        if getattr(args, name) != getattr(defaults, name):
+            flag = name.replace("_", "-")
+            raise ConfigError(
+                f"'--{flag}' has no meaning with --backend sim (got {getattr(args, name)!r}): the "
+                "profile decides model, hardware and time; choose it with --profile."
+            )
+
+
+def _probe_size(backend: Backend) -> dict[str, int]:
+    slots = getattr(backend, "max_num_seqs", None)
+    if slots is None:
+        return {}
+    return {"num_requests": int(_SIM_PROBE_REQUESTS_PER_SLOT * slots), "concurrency": slots // 2}
 
 
 def slo_text(slo: results.SloSource) -> str:

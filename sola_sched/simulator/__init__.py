@@ -8,21 +8,33 @@ from typing import TYPE_CHECKING, Any
 _EXPORTS = {
     "LLAMA_3_8B_A100": "sola_sched.simulator.step_time",
     "LLAMA_3_8B_A100_NUM_BLOCKS": "sola_sched.simulator.step_time",
+    "MeasuredStepTime": "sola_sched.simulator.step_time",
     "RequestRecord": "sola_sched.simulator.request",
+    "SchedulerStallError": "sola_sched.simulator.engine",
+    "StepProfile": "sola_sched.simulator.step_profile",
     "StepTimeModel": "sola_sched.simulator.step_time",
     "StepTrace": "sola_sched.simulator.engine",
     "VirtualClock": "sola_sched.simulator.engine",
     "VirtualEngine": "sola_sched.simulator.engine",
     "VirtualRequest": "sola_sched.simulator.request",
+    "load_step_profile": "sola_sched.simulator.step_profile",
+    "profile_names": "sola_sched.simulator.step_profile",
 }
 __all__ = sorted(_EXPORTS)
 
 if TYPE_CHECKING:
-    from sola_sched.simulator.engine import StepTrace, VirtualClock, VirtualEngine
+    from sola_sched.simulator.engine import (
+        SchedulerStallError,
+        StepTrace,
+        VirtualClock,
+        VirtualEngine,
+    )
     from sola_sched.simulator.request import RequestRecord, VirtualRequest
+    from sola_sched.simulator.step_profile import StepProfile, load_step_profile, profile_names
     from sola_sched.simulator.step_time import (
         LLAMA_3_8B_A100,
         LLAMA_3_8B_A100_NUM_BLOCKS,
+        MeasuredStepTime,
         StepTimeModel,
     )
 

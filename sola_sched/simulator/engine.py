@@ -27,6 +27,10 @@ StepTime = Callable[[SchedulerOutput, Mapping[str, Request]], float]
 _IDLE_S = 1e-3
 
 
+class SchedulerStallError(RuntimeError):
+    """The scheduler delivers nothing for too long although requests are unfinished."""
+
+
 class VirtualClock:
     """Monotonic seconds that only the engine moves; calling it reads them.
 
@@ -131,6 +135,7 @@ class VirtualEngine:
         self._virtual: dict[str, VirtualRequest] = {}
         self._requests: dict[str, Request] = {}
         self._records: dict[str, RequestRecord] = {}
+        self._on_finish: Callable[[RequestRecord], None] | None = None
 
     @property
     def scheduler(self) -> Any:
@@ -178,16 +183,20 @@ class VirtualEngine:
         requests: Sequence[VirtualRequest] = (),
         *,
         on_step: Callable[[StepTrace], None] | None = None,
+        on_finish: Callable[[RequestRecord], None] | None = None,
     ) -> list[RequestRecord]:
         """Serve `requests` and all that were added before, until every one has ended.
 
         Args:
             requests: In any order.
             on_step: Called after each step that was delivered.
+            on_finish: Called when a request ends, with its record; it may `add` further ones.
 
         Raises:
-            RuntimeError: The scheduler stalls, or forgets a request.
+            SchedulerStallError: The scheduler delivers nothing for `stall_limit_s`.
+            RuntimeError: The scheduler forgets a request.
         """
+        self._on_finish = on_finish
         for request in requests:
             self.add(request)
         while self._arrivals or self.has_work:
@@ -267,7 +276,7 @@ class VirtualEngine:
             self._progress_s = self.clock.now
         elif self.clock.now - self._progress_s > self._stall_limit_s:
             num_running, num_waiting = self._scheduler.get_request_counts()
-            raise RuntimeError(
+            raise SchedulerStallError(
                 f"the scheduler must deliver a token within {self._stall_limit_s:g} s (none "
                 f"since {self._progress_s:g} s; running {num_running}, waiting {num_waiting}, "
                 f"free blocks {self.num_free_blocks})."
@@ -301,6 +310,7 @@ class VirtualEngine:
                     record.first_token_s = now_s
                 record.last_token_s = now_s
                 record.num_output_tokens += len(output.new_token_ids)
+                record.token_times_s.extend([now_s] * len(output.new_token_ids))
             if output.finish_reason is not None:
                 self._finish(record, str(output.finish_reason))
 
@@ -308,3 +318,5 @@ class VirtualEngine:
         record.finish_reason = reason
         record.finished_s = self.clock.now
         record.num_preemptions = self._requests[record.req_id].num_preemptions
+        if self._on_finish is not None:
+            self._on_finish(record)

@@ -15,6 +15,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -111,6 +113,11 @@ def make_scheduler(scheduler_cls: type[Any], config: VllmConfig) -> Any:
         include_finished_set=False,
         log_stats=False,
     )
+
+
+def stock_scheduler_cls(*, async_scheduling: bool) -> type[Any]:
+    """The class vLLM itself would choose."""
+    return AsyncScheduler if async_scheduling else Scheduler
 
 
 def make_block_hasher(config: VllmConfig) -> Callable[[Request], list[Any]] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 #: Token that ends an output early; prompts and other outputs never contain it.
@@ -103,6 +103,7 @@ class RequestRecord:
         first_token_s: Delivery of the first output token; None if there was none.
         last_token_s: Delivery of the last one so far.
         num_output_tokens: Output tokens delivered.
+        token_times_s: Delivery of each of them.
         num_preemptions: Times it lost its KV.
         finish_reason: ``stop`` (EOS), ``length``, ``abort``, ``error`` or None while it runs.
         finished_s: When it ended.
@@ -115,6 +116,7 @@ class RequestRecord:
     first_token_s: float | None = None
     last_token_s: float | None = None
     num_output_tokens: int = 0
+    token_times_s: list[float] = field(default_factory=list)
     num_preemptions: int = 0
     finish_reason: str | None = None
     finished_s: float | None = None

@@ -6,26 +6,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sola_sched.cost_model import CostModel
+from sola_sched.profile import shape_of
+
 
 @dataclass(frozen=True, slots=True)
 class StepTimeModel:
-    """Linear step time; an instance is a `step_time` function for `VirtualEngine`.
+    """Roofline step time; an instance is a `step_time` function for `VirtualEngine`.
 
-    With n tokens scheduled for a request that has c tokens computed,
+    With n tokens scheduled for a request that has c tokens computed, and N tokens in all,
 
-        t = base_s + per_decode_s * num_decodes + per_ctx_s * sum(c over decodes)
+        t = base_s + max(weights_s, per_token_s * N)
+          + per_decode_s * num_decodes + per_ctx_s * sum(c over decodes)
           + per_prefill_token_s * sum(n over prefills)
           + per_prefill_attn_s * sum(n * (c + n / 2) over prefills)
+
+    The maximum is the matrix products: a step reads the weights once, and computes with them in
+    that time until it has too many tokens. Without those two terms the model is linear.
 
     A request with n = 1 counts as a decode, the last token of a prompt included: it costs the
     same. A step without tokens takes no time.
 
     Attributes:
-        base_s: Cost of any step (reading the weights, launches), seconds.
+        base_s: Cost of any step (launches, host work), seconds.
         per_decode_s: Seconds per decoding request.
         per_ctx_s: Seconds per context token read by a decode.
-        per_prefill_token_s: Seconds per prompt token.
+        per_prefill_token_s: Seconds per prompt token, beside `per_token_s`.
         per_prefill_attn_s: Seconds per pair of a prompt token and a token it attends to.
+        weights_s: Seconds to read the weights once.
+        per_token_s: Seconds of matrix products per token, prompt or output.
     """
 
     base_s: float
@@ -33,6 +42,8 @@ class StepTimeModel:
     per_ctx_s: float = 0.0
     per_prefill_token_s: float = 0.0
     per_prefill_attn_s: float = 0.0
+    weights_s: float = 0.0
+    per_token_s: float = 0.0
 
     def __call__(self, output: Any, requests: Mapping[str, Any]) -> float:
         """Seconds of the step `output`, right after the `schedule()` call that made it.
@@ -56,11 +67,27 @@ class StepTimeModel:
                 num_pairs += n * (has + 0.5 * n)
         return (
             self.base_s
+            + max(self.weights_s, self.per_token_s * (num_decodes + num_prefill_tokens))
             + self.per_decode_s * num_decodes
             + self.per_ctx_s * num_ctx
             + self.per_prefill_token_s * num_prefill_tokens
             + self.per_prefill_attn_s * num_pairs
         )
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStepTime:
+    """Step time by a cost model that was fitted on a live engine, without online correction.
+
+    Attributes:
+        cost: As written by `python -m sola_sched.profile`.
+    """
+
+    cost: CostModel
+
+    def __call__(self, output: Any, requests: Mapping[str, Any]) -> float:
+        """Seconds of the step `output`; arguments as for `StepTimeModel`."""
+        return self.cost.step_s(shape_of(output, requests))
 
 
 LLAMA_3_8B_A100 = StepTimeModel(
@@ -70,7 +97,10 @@ LLAMA_3_8B_A100 = StepTimeModel(
     per_prefill_token_s=9.36e-5,
     per_prefill_attn_s=3.06e-9,
 )
-"""Roofline of Llama-3-8B in bf16 on one A100-80GB, computed, not measured.
+"""Linear roofline of Llama-3-8B in bf16 on one A100-80GB, computed, not measured.
+
+Kept for the tables that were made with it; the profile `llama-3-8b-a100` has the maximum of
+reading and computing instead of their sum, host time, and the memory that CUDA reports.
 
 Effective peaks: 312 TFLOP/s at 55 % = 171.6 TFLOP/s; 2.0 TB/s at 80 % = 1.6 TB/s.
 
