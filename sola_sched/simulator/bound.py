@@ -38,8 +38,10 @@ K is bounded from below in four ways, each valid alone:
     K(a_i, D_i)                >= o_i x_i for each i                      (pace)
 
 The first three are put into (1) directly. The last is what TPOT costs: somebody's decode must
-advance everywhere, so steps cannot be rare. It is kept with a variable for the steps in each
-window of a time grid, in which [a_i, D_i] is rounded outwards and the job windows of (1) too.
+advance everywhere, so steps cannot be rare. It is put into (1) for the job in [s, t] that needs
+most steps, and for all requests together with a variable for the steps in each window of a time
+grid, in which [a_i, D_i] is rounded outwards and the job windows of (1) too. In both, each of K
+steps saves at most what one piece of one token of each prompt in it saves.
 
 The bound is the floor of the largest sum of x_i over 0 <= x_i <= 1 that satisfies all of these: a
 linear program, in which a schedule's true x (and its true step counts) is one solution. Rows (1)
@@ -70,7 +72,10 @@ from sola_sched.slo import SloTarget
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-_MAX_ROUNDS = 25
+_MAX_ROUNDS = 60
+# Rounds in a row that lower the value by less than this many requests end the search for rows.
+_MIN_GAIN = 0.02
+_MAX_IDLE_ROUNDS = 3
 _MAX_CUTS = 40  # added per kind and round
 _MAX_WINDOWS = 800
 _MIN_WINDOW_STEPS = 5.0
@@ -331,6 +336,8 @@ class _Jobs:
     Attributes:
         start_s, end_s: Windows [2 * num_requests], prefill jobs first; the end may be inf.
         need_s: Time each needs in them.
+        num_steps: Steps each needs; they are charged `step_s` each where `kind` is ``pace``.
+        saving_s: What one piece of one token saves of each, where `need_s` does not say so yet.
     """
 
     def __init__(self, trace: _Trace, floor: StepFloor, kind: str) -> None:
@@ -361,6 +368,17 @@ class _Jobs:
         else:
             assert kind == "pace", kind  # pieces of one token are charged to the steps
         self.need_s = np.concatenate([np.maximum(prefill_s, 0.0), decode_s])
+        self.num_steps = np.concatenate([trace.chunks, trace.decodes])
+        self.step_s = floor.base_s if kind == "pace" else 0.0
+        self.saving_s = np.concatenate([max_single_saving_s(trace, floor), 0.0 * decode_s])
+
+    def longest(self, inside: NDArray[np.bool_], x: FloatArray) -> tuple[int, FloatArray]:
+        """The request whose steps weigh most among jobs `inside`, and what they cost it."""
+        step_s = self.step_s - float(self.saving_s[inside].sum())
+        if step_s <= 0.0:
+            return 0, np.zeros(1)
+        j = int(np.argmax(np.where(inside, self.num_steps * x, 0.0)))
+        return j % (len(x) // 2), np.array([step_s * self.num_steps[j]])
 
 
 class _Program:
@@ -372,7 +390,7 @@ class _Program:
     def __init__(self, trace: _Trace, floors: Sequence[Any]) -> None:
         self._n = trace.size
         kinds = ["slots", "kv", *(["tokens"] if "max_num_batched_tokens" in trace.limits else [])]
-        self._exact = [_Jobs(trace, floor, kind) for floor in floors for kind in kinds]
+        self._exact = [_Jobs(trace, floor, kind) for floor in floors for kind in (*kinds, "pace")]
         paced = [floor for floor in floors if floor.base_s > 0]
         self._grid = [_Grid(trace, floor) for floor in paced]
         # One grid for all floors: the variables are shared.
@@ -418,10 +436,10 @@ class _Program:
 
     def solve(self) -> tuple[float, bool]:
         """Value of the program, and whether no violated row is left."""
-        value = float(self._n)
+        value, num_idle = float(self._n), 0
         solution = np.concatenate([np.ones(self._n), np.zeros(self._num_columns - self._n)])
         for _ in range(_MAX_ROUNDS):
-            if not self._add_violated(solution):
+            if num_idle == _MAX_IDLE_ROUNDS or not self._add_violated(solution):
                 return value, True
             matrix, right = vstack(self._rows, format="csr"), np.concatenate(self._right)
             cost = np.zeros(self._num_columns)
@@ -438,12 +456,12 @@ class _Program:
             )
             if result.status != 0:  # numerical trouble: the last value still holds
                 return value, False
+            num_idle = num_idle + 1 if value + float(result.fun) < _MIN_GAIN else 0
             solution, value = result.x, min(value, -float(result.fun))
-            slack = result.slack
-            self._count_binding(slack, right, solution)
+            self._count_binding(result.slack, right)
         return value, False
 
-    def _count_binding(self, slack: FloatArray, right: FloatArray, x: FloatArray) -> None:
+    def _count_binding(self, slack: FloatArray, right: FloatArray) -> None:
         tight = slack <= 1e-6 * np.maximum(1.0, np.abs(right))
         self._binding = {}
         for kind, is_tight in zip(self._kinds, tight, strict=True):
@@ -459,7 +477,8 @@ class _Program:
         for jobs in self._exact:
             for s, t in _violated_intervals(jobs, x):
                 inside = (jobs.start_s >= s) & (jobs.end_s <= t)
-                self._add(self._row(jobs, inside), np.array([t - s]), jobs.kind)
+                row = self._row(jobs, inside, *jobs.longest(inside, x))
+                self._add(row, np.array([t - s]), jobs.kind)
                 added += 1
         for grid in self._grid:
             for a, b in grid.violated(x, solution[self._n :]):
@@ -486,16 +505,22 @@ class _Program:
 
 def _violated_intervals(jobs: _Jobs, x: FloatArray) -> list[tuple[float, float]]:
     """Intervals from an arrival to a deadline that are violated most, at most one per start."""
-    finite = np.flatnonzero(np.isfinite(jobs.end_s) & (jobs.need_s > 0))
+    finite = np.flatnonzero(np.isfinite(jobs.end_s))
     if not finite.size:
         return []
     order = finite[np.argsort(jobs.end_s[finite], kind="stable")]
     start_s, end_s, need_s = jobs.start_s[order], jobs.end_s[order], (jobs.need_s * x)[order]
+    num_steps, saving_s = (jobs.num_steps * x)[order], jobs.saving_s[order]
     starts = np.unique(jobs.start_s[: len(jobs.start_s) // 2])
     found = []
     for low in range(0, len(starts), _BLOCK):
         s = starts[low : low + _BLOCK, None]
-        demand = np.cumsum(np.where(start_s >= s, need_s, 0.0), axis=1)
+        is_after = start_s >= s
+        demand = np.cumsum(np.where(is_after, need_s, 0.0), axis=1)
+        if jobs.step_s > 0.0:
+            step_s = jobs.step_s - np.cumsum(np.where(is_after, saving_s, 0.0), axis=1)
+            most_steps = np.maximum.accumulate(np.where(is_after, num_steps, 0.0), axis=1)
+            demand += np.maximum(step_s, 0.0) * most_steps
         excess = np.where(end_s > s, demand - (end_s - s), -np.inf)
         best = np.argmax(excess, axis=1)
         most = excess[np.arange(len(best)), best]
