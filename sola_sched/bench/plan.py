@@ -270,6 +270,8 @@ def _simulator(args: argparse.Namespace) -> tuple[Backend, ModelLimits]:
             seed=args.seed,
         )
     )
+    for spec in _schedulers(args):
+        backend.check(spec)
     return backend, backend.limits
 
 

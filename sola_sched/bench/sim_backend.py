@@ -102,6 +102,14 @@ class SimBackend:
         """Most requests in one step."""
         return int(self._checked(self.options.engine_args)["max_num_seqs"])
 
+    def check(self, scheduler: SchedulerSpec) -> None:
+        """Find now what would end a run with this scheduler at its start.
+
+        Raises:
+            ConfigError: An engine argument is wrong, or the engine cannot be built.
+        """
+        self._engine(scheduler, SloTarget())
+
     def run(
         self,
         workload: Workload,
