@@ -5,7 +5,7 @@ preempt, swap and reorder for free, and split prompts and batches at will.
 
 **Assumptions.** Steps run one after another on the device, on one replica of any tensor-parallel
 size; asynchronous scheduling overlaps only the scheduler, so it changes nothing. A step takes at
-least the *floor* of its batch (`StepFloor`). It serves at most `max_num_seqs` requests, computes
+least the *floor* of its batch (`bound_floors`). It serves at most `max_num_seqs` requests, computes
 at most `max_num_batched_tokens` tokens, and the KV it touches fits into `num_kv_tokens`. A step
 samples at most one token of a request (no speculative decoding), a request is worked on only in
 steps that start after its arrival, and a token is delivered when its step ends. Prompts share no
@@ -60,13 +60,15 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csr_array, vstack
 
+from sola_sched.simulator.bound_floors import HasFloors, StepFloor, floors_of
+from sola_sched.simulator.step_time import MeasuredStepTime, StepTimeModel
 from sola_sched.slo import SloTarget
 
 FloatArray = NDArray[np.float64]
@@ -85,38 +87,6 @@ _TOLERANCE = 1e-6
 _ROUND_OFF = 1e-5
 _TIME_ROUND_OFF = 1e-9
 _BLOCK = 256  # start times examined at once
-
-
-class StepFloor(Protocol):
-    """A lower bound of the step time, linear in the batch; `StepTimeModel` is its own floor.
-
-    With the terms of `StepTimeModel`, no step may take less than
-
-        base_s + per_decode_s * num_decodes + per_ctx_s * sum(c over decodes)
-          + per_prefill_token_s * sum(n over prefills)
-          + per_prefill_attn_s * sum(n * (c + n / 2) over prefills)
-
-    where a piece of one token may count as a decode or as a prefill, whichever is less.
-    """
-
-    @property
-    def base_s(self) -> float: ...
-    @property
-    def per_decode_s(self) -> float: ...
-    @property
-    def per_ctx_s(self) -> float: ...
-    @property
-    def per_prefill_token_s(self) -> float: ...
-    @property
-    def per_prefill_attn_s(self) -> float: ...
-
-
-class HasFloors(Protocol):
-    """A step time that is not linear: each of its floors is valid, and all of them are used."""
-
-    def floors(self) -> Sequence[StepFloor]:
-        """Linear functions of the batch that the step time never falls below, one or more."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +138,7 @@ class Bound:
 
 def upper_bound(
     requests: Iterable[BoundRequest],
-    step_time: StepFloor | HasFloors,
+    step_time: StepTimeModel | MeasuredStepTime | StepFloor | HasFloors,
     *,
     max_num_seqs: int,
     num_kv_tokens: int,
@@ -178,12 +148,13 @@ def upper_bound(
 
     Args:
         requests: The trace, in any order.
-        step_time: What a step takes: linear, or with `floors()`.
+        step_time: What a step takes; see `bound_floors.floors_of`.
         max_num_seqs: Most requests in a step, >= 1.
         num_kv_tokens: Tokens the KV cache holds, >= 1.
         max_num_batched_tokens: Most tokens in a step, >= 1; None for no limit.
 
     Raises:
+        TypeError: The step time has no known floors.
         ValueError: A limit or a length is less than 1.
     """
     started_s = time.perf_counter()
@@ -194,8 +165,7 @@ def upper_bound(
         if value < 1:
             raise ValueError(f"'{name}' must be >= 1 (got {value!r}).")
     trace = _Trace(list(requests), limits)
-    floors_of = getattr(step_time, "floors", None)
-    floors: Sequence[Any] = floors_of() if floors_of is not None else [step_time]
+    floors = floors_of(step_time)
     impossible = trace.drop_impossible(floors)
     if not trace.size:
         return Bound(
@@ -257,7 +227,7 @@ class _Trace:
             decode_s = np.where(self.decodes > 0, self.tpot_s * self.decodes, 0.0)
         return self.ttft_due_s + decode_s
 
-    def drop_impossible(self, floors: Sequence[Any]) -> dict[str, int]:
+    def drop_impossible(self, floors: Sequence[StepFloor]) -> dict[str, int]:
         """Keep the requests that an empty engine attains; returns how many others, by reason."""
         late_first = np.zeros(self.size, dtype=bool)
         slow = np.zeros(self.size, dtype=bool)
@@ -387,7 +357,7 @@ class _Program:
     Variables are x, one per request, then the number of steps up to each point of the grid.
     """
 
-    def __init__(self, trace: _Trace, floors: Sequence[Any]) -> None:
+    def __init__(self, trace: _Trace, floors: Sequence[StepFloor]) -> None:
         self._n = trace.size
         kinds = ["slots", "kv", *(["tokens"] if "max_num_batched_tokens" in trace.limits else [])]
         self._exact = [_Jobs(trace, floor, kind) for floor in floors for kind in (*kinds, "pace")]

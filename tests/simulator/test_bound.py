@@ -12,10 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sola_sched.cost_file import Coefficients
+from sola_sched.cost_model import CostModel
 from sola_sched.metrics import meets_slo, tpot_s, ttft_s
-from sola_sched.simulator import LLAMA_3_8B_A100, StepTimeModel
+from sola_sched.simulator import (
+    LLAMA_3_8B_A100,
+    MeasuredStepTime,
+    StepTimeModel,
+    load_step_profile,
+    profile_names,
+)
 from sola_sched.simulator import bound as bound_module
 from sola_sched.simulator.bound import BoundRequest, upper_bound
+from sola_sched.simulator.bound_floors import StepFloor, floors_of
 from sola_sched.slo import SloTarget
 
 SECONDS = StepTimeModel(
@@ -25,6 +34,15 @@ SECONDS = StepTimeModel(
     per_prefill_token_s=0.5,
     per_prefill_attn_s=0.03125,
 )
+# Up to three tokens a step hide behind the reading of the weights.
+ROOFLINE = StepTimeModel(
+    base_s=0.25,
+    per_ctx_s=0.0625,
+    per_prefill_attn_s=0.03125,
+    weights_s=1.5,
+    per_token_s=0.5,
+)
+MODELS = {"linear": SECONDS, "roofline": ROOFLINE}
 WIDE = {"max_num_seqs": 256, "num_kv_tokens": 400_000}
 SLO = SloTarget(ttft_s=0.8, tpot_s=0.12)
 
@@ -150,17 +168,18 @@ small_limits = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@settings(max_examples=120, deadline=None)
 @given(trace=st.lists(small_requests, min_size=1, max_size=4), limits=small_limits)
-def test_no_schedule_of_an_exhaustive_search_attains_more(trace, limits):
-    bound = upper_bound(trace, SECONDS, **limits)
+def test_no_schedule_of_an_exhaustive_search_attains_more(model, trace, limits):
+    bound = upper_bound(trace, model, **limits)
 
     assert bound.num_attainable == len(trace) or not can_attain(
-        trace, SECONDS, bound.num_attainable + 1, **limits
+        trace, model, bound.num_attainable + 1, **limits
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     trace=st.lists(
         st.builds(
@@ -172,8 +191,8 @@ def test_no_schedule_of_an_exhaustive_search_attains_more(trace, limits):
                 SloTarget, ttft_s=st.integers(2, 8).map(float), tpot_s=st.sampled_from([1.5, 3.0])
             ),
         ),
-        min_size=5,
-        max_size=6,
+        min_size=4,
+        max_size=5,
     ),
     num_seqs=st.integers(1, 2),
 )
@@ -215,7 +234,7 @@ SCHEDULERS = (
 )  # fmt: skip
 
 
-def num_attained(name, trace, slo, limits, *, is_async):
+def num_attained(name, model, trace, slo, limits, *, is_async):
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     import sola_sched
@@ -228,7 +247,7 @@ def num_attained(name, trace, slo, limits, *, is_async):
         model=TINY,
         num_blocks=NUM_BLOCKS,
         max_model_len=512,
-        step_time=SECONDS,
+        step_time=model,
         async_scheduling=is_async,
         max_num_seqs=limits["max_num_seqs"],
         max_num_batched_tokens=limits["max_num_batched_tokens"],
@@ -268,15 +287,17 @@ def num_attained(name, trace, slo, limits, *, is_async):
     max_num_seqs=st.integers(1, 8),
     num_tokens=st.sampled_from([16, 64, 512]),
     is_async=st.booleans(),
+    model=st.sampled_from(list(MODELS.values())),
 )
-def test_no_scheduler_attains_more(name, lengths, slo, max_num_seqs, num_tokens, is_async):
+def test_no_scheduler_attains_more(name, lengths, slo, max_num_seqs, num_tokens, is_async, model):
     pytest.importorskip("vllm")
     trace = [BoundRequest(a, p, o, slo) for a, p, o in lengths]
     limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": num_tokens}
 
-    bound = upper_bound(trace, SECONDS, num_kv_tokens=(NUM_BLOCKS - 1) * 16, **limits)
+    bound = upper_bound(trace, model, num_kv_tokens=(NUM_BLOCKS - 1) * 16, **limits)
+    attained = num_attained(name, model, trace, slo, limits, is_async=is_async)
 
-    assert num_attained(name, trace, slo, limits, is_async=is_async) <= bound.num_attainable
+    assert attained <= bound.num_attainable
 
 
 # Shape of the bound --------------------------------------------------------------------------
@@ -397,13 +418,12 @@ def test_stopping_early_keeps_the_bound_valid(monkeypatch):
 
 
 def test_every_floor_of_a_step_time_counts():
+    compute, memory = StepFloor(0.001, per_prefill_token_s=1e-4), StepFloor(0.01)
+
     class Roofline:
         def floors(self):
-            compute = StepTimeModel(base_s=0.001, per_prefill_token_s=1e-4)
-            memory = StepTimeModel(base_s=0.01)
             return [compute, memory]
 
-    compute, memory = Roofline().floors()
     trace = make_trace(200, 15.0)
 
     both = upper_bound(trace, Roofline(), **WIDE).num_attainable
@@ -412,22 +432,67 @@ def test_every_floor_of_a_step_time_counts():
     assert both <= upper_bound(trace, memory, **WIDE).num_attainable
 
 
-@settings(max_examples=50, deadline=None)
-@given(batch=st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 5000)), min_size=1))
-def test_the_preset_is_its_own_floor(batch):
-    """Fails when the step time gets terms that are not linear and no `floors()`."""
-    scheduled = {i: n for i, (n, _) in enumerate(batch)}
-    requests = {i: SimpleNamespace(num_computed_tokens=has + n) for i, (n, has) in enumerate(batch)}
-    measured_s = LLAMA_3_8B_A100(SimpleNamespace(num_scheduled_tokens=scheduled), requests)
-    floors = getattr(LLAMA_3_8B_A100, "floors", lambda: [LLAMA_3_8B_A100])()
-    for floor in floors:
+def test_a_step_time_without_floors_is_refused():
+    with pytest.raises(TypeError, match=r"method floors\(\) \(got function\)"):
+        upper_bound([], lambda output, requests: 1.0, **WIDE)
+
+
+MEASURED = MeasuredStepTime(
+    CostModel.from_coefficients(
+        Coefficients(a0=2e-8, b0=5e-9, c0=1e-4, d0=4e-3, a1=3e-5, b1=1e-7, c1=7e-3, overlap=3e-3)
+    )
+)
+STEP_TIMES = {
+    "linear": LLAMA_3_8B_A100,
+    "measured": MEASURED,
+    **{name: load_step_profile(name).step_time for name in profile_names()},
+}
+
+
+@pytest.mark.parametrize("name", sorted(STEP_TIMES))
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.lists(
+        st.tuples(st.just(1) | st.integers(1, 3000), st.integers(0, 5000), st.booleans()),
+        min_size=1,
+        max_size=300,
+    )
+)
+def test_no_step_is_shorter_than_its_floors(name, batch):
+    step_time = STEP_TIMES[name]
+    scheduled = {str(i): n for i, (n, _, _) in enumerate(batch)}
+    requests = {}
+    for i, (n, has, decodes) in enumerate(batch):
+        total = has + n
+        num_prompt = max(1, has) if decodes and n == 1 else total + 1
+        requests[str(i)] = SimpleNamespace(
+            num_computed_tokens=total,
+            num_prompt_tokens=num_prompt,
+            num_tokens=max(num_prompt, total),
+        )
+    measured_s = step_time(SimpleNamespace(num_scheduled_tokens=scheduled), requests)
+
+    for floor in floors_of(step_time):
         low_s = floor.base_s
-        for n, has in batch:
+        for n, has, _ in batch:
             prefill_s = floor.per_prefill_token_s * n
             prefill_s += floor.per_prefill_attn_s * n * (has + 0.5 * n)
             decode_s = floor.per_decode_s + floor.per_ctx_s * has
             low_s += prefill_s if n > 1 else min(decode_s, prefill_s)
         assert low_s <= measured_s * (1 + 1e-9)
+
+
+def test_a_roofline_is_bounded_by_both_of_its_sides():
+    def bound(**terms):
+        model = StepTimeModel(base_s=1e-3, per_ctx_s=8e-8, **terms)
+        return upper_bound(make_trace(300, 12.0), model, **WIDE).num_attainable
+
+    both = bound(weights_s=1e-2, per_token_s=9e-5)
+
+    assert both <= bound(per_token_s=9e-5) < 300
+    assert both <= bound(weights_s=1e-2)
+    # Less than the sum of both sides costs.
+    assert both > bound(weights_s=1e-2, per_decode_s=9e-5, per_prefill_token_s=9e-5)
 
 
 @pytest.mark.parametrize(
