@@ -263,13 +263,16 @@ class VirtualEngine:
         self._advance(trace.end_s)
         if trace.output.total_num_scheduled_tokens:
             self.num_steps += 1
-        elif not self._in_flight and self._scheduler.has_unfinished_requests():
+        elif not self._is_executing() and self._scheduler.has_unfinished_requests():
             self._advance(self.clock.now + _IDLE_S)
         outputs = self._scheduler.update_from_output(trace.output, self._sample(trace))
         for batch in outputs.values():
             self._record(batch.outputs)
         self._check_progress(delivered=any(batch.outputs for batch in outputs.values()))
         return trace
+
+    def _is_executing(self) -> bool:
+        return any(trace.output.total_num_scheduled_tokens for trace in self._in_flight)
 
     def _check_progress(self, *, delivered: bool) -> None:
         if delivered or not self._scheduler.has_unfinished_requests():

@@ -14,6 +14,7 @@ from sola_sched.simulator import (
     LLAMA_3_8B_A100,
     LLAMA_3_8B_A100_NUM_BLOCKS,
     RequestRecord,
+    SchedulerStallError,
     StepTimeModel,
     StepTrace,
     VirtualClock,
@@ -236,14 +237,15 @@ def test_clock_jumps_over_idle_time_and_reaches_the_scheduler():
     assert engine.num_steps == 1
 
 
-def test_scheduler_that_schedules_nothing_is_reported():
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_scheduler_that_schedules_nothing_is_reported(async_scheduling):
     class Stuck(AsyncScheduler):
         def schedule(self, throttle_prefills=False):
             self.max_num_scheduled_tokens = 0
             return super().schedule(throttle_prefills)
 
-    engine = make_engine(Stuck, stall_limit_s=0.1)
-    with pytest.raises(RuntimeError, match=r"within 0.1 s .*waiting 1, free blocks 199"):
+    engine = make_engine(Stuck, stall_limit_s=0.1, async_scheduling=async_scheduling)
+    with pytest.raises(SchedulerStallError, match=r"within 0.1 s .*waiting 1, free blocks 199"):
         engine.run([VirtualRequest("a", 0.0, 1, prompt_len=10)])
 
 

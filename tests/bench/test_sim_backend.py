@@ -1,0 +1,379 @@
+"""`--backend sim`: real schedulers in virtual time, exactly repeatable."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.request import Request
+
+from sola_sched.bench.backend import BASELINES, RunOutcome, parse_scheduler
+from sola_sched.bench.cli import main
+from sola_sched.bench.datasets import DatasetOptions, build
+from sola_sched.bench.sim_backend import SimBackend, SimOptions
+from sola_sched.bench.workload import RequestSpec, Workload
+from sola_sched.cost_file import Coefficients, write_profile
+from sola_sched.metrics import RequestRecord
+from sola_sched.simulator.step_profile import StepProfile
+from sola_sched.simulator.step_time import StepTimeModel
+from sola_sched.slo import SloTarget
+
+pytestmark = pytest.mark.vllm
+
+SHAPE = {
+    "hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4,
+    "num_kv_heads": 2, "vocab_size": 512,
+}  # fmt: skip
+TINY = StepProfile(
+    name="tiny",
+    step_time=StepTimeModel(base_s=1.0, per_decode_s=0.125, per_prefill_token_s=1 / 128),
+    shape=SHAPE,
+    max_model_len=512,
+    num_blocks=200,
+)
+SLO = SloTarget(ttft_s=20.0, tpot_s=2.0)
+#: Few slots, a small budget, and the wide shares of a step that a tiny engine has.
+SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 128}
+
+
+class Watching(AsyncScheduler):
+    """Keeps the output limit of every request it is given."""
+
+    limits: ClassVar[dict[str, int]] = {}
+
+    def add_request(self, request: Request) -> None:
+        self.limits[request.request_id] = request.max_tokens
+        super().add_request(request)
+
+
+class Stuck(AsyncScheduler):
+    """Schedules nothing any more once it has seen request 1."""
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        if "1" in self.requests:
+            self.max_num_scheduled_tokens = 0
+        return super().schedule(*args, **kwargs)
+
+
+def make_backend(profile: StepProfile = TINY, **engine_args: Any) -> SimBackend:
+    return SimBackend(SimOptions(profile, SMALL | engine_args, num_warmups=2))
+
+
+def make_workload(*rows: tuple[float, int, int]) -> Workload:
+    """Requests of (arrival, prompt tokens, output tokens); prompts share nothing."""
+    return Workload(
+        tuple(
+            RequestSpec(str(i), tuple(range(3 + i, 3 + i + prompt)), output, arrival_s)
+            for i, (arrival_s, prompt, output) in enumerate(rows)
+        )
+    )
+
+
+def busy_workload(num_requests: int = 60) -> Workload:
+    rows = [(0.0, 20 + 7 * i % 150, 2 + 5 * i % 40) for i in range(num_requests)]
+    return make_workload(*rows).at_rate(0.4, seed=1)
+
+
+def facts(outcome: RunOutcome) -> Any:
+    """All that must repeat: everything but the scheduler's CPU time."""
+    stats = outcome.scheduler
+    assert stats is not None
+    counts = (stats.num_steps, stats.num_preemptions, stats.max_num_running)
+    return outcome.records, outcome.duration_s, outcome.notes, counts
+
+
+def test_two_requests_take_the_time_worked_out_by_hand() -> None:
+    workload = make_workload((0.0, 64, 3), (0.5, 32, 1))
+
+    outcome = make_backend(async_scheduling=False).run(workload, parse_scheduler("stock"), SLO)
+
+    # Prefill of 64: 1 + 0.5. Decode with a prefill of 32: 1 + 0.125 + 0.25. Decode: 1 + 0.125.
+    first, second = outcome.records
+    assert first.token_times_s == [1.5, 2.875, 4.0]
+    assert second.token_times_s == [2.875]
+    assert (first.completed, second.completed, outcome.clock) == (True, True, "virtual")
+    assert outcome.duration_s == 4.0
+    assert outcome.scheduler is not None
+    assert outcome.scheduler.num_steps == 3
+    assert outcome.scheduler.cpu_s > 0.0
+
+
+def test_asynchronous_scheduling_is_the_default() -> None:
+    workload = make_workload((0.0, 64, 3), (0.5, 32, 1))
+
+    outcome = make_backend().run(workload, parse_scheduler("stock"), SLO)
+
+    # The second step is scheduled when the first starts, before the second request arrives.
+    assert outcome.records[0].token_times_s == [1.5, 2.625, 4.0]
+    assert outcome.records[1].token_times_s == [4.0]
+
+
+@pytest.mark.parametrize("scheduler", ["stock:128", "sola", "sola:policy=paper"])
+def test_same_arguments_give_the_same_result_to_the_last_digit(scheduler: str) -> None:
+    backend = make_backend(num_gpu_blocks_override=40)
+    spec = parse_scheduler(scheduler)
+
+    first = backend.run(busy_workload(), spec, SLO)
+    second = make_backend(num_gpu_blocks_override=40).run(busy_workload(), spec, SLO)
+
+    assert facts(first) == facts(second)
+    assert all(record.completed for record in first.records)
+
+
+def test_another_process_gives_the_same_result(tmp_path: Path) -> None:
+    def argv(name: str) -> list[str]:
+        return ["--backend", "sim", "--schedulers", "stock:512", "sola", "--num-prompts", "40",
+                "--request-rate", "3", "--slo", "ttft:800", "tpot:60", "--disable-tqdm",
+                "--engine-args", '{"enable_prefix_caching": true}', "--save-detailed",
+                "--result-filename", f"{name}.json", "--result-dir", str(tmp_path)]  # fmt: skip
+
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "sola_sched.bench", *argv("other")],
+        env=os.environ | {"PYTHONHASHSEED": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert main(argv("own")) == 0
+
+    results = {}
+    for name in ("own", "other"):
+        lines = (tmp_path / f"{name}.json").read_text().splitlines()
+        results[name] = [json.loads(line) for line in lines]
+        for run in results[name]:
+            del run["date"]
+            for key in [key for key in run["scheduler"] if "cpu" in key]:
+                del run["scheduler"][key]
+    assert results["own"] == results["other"]
+    assert [run["clock"] for run in results["own"]] == ["virtual", "virtual"]
+
+
+def test_scheduler_cannot_read_the_output_length_off_its_limit() -> None:
+    workload = make_workload((0.0, 10, 3), (0.0, 10, 90), (0.0, 480, 5))
+    spec = parse_scheduler(f"stock:engine.scheduler_cls={__name__}:Watching")
+
+    outcome = make_backend().run(workload, spec, SLO)
+
+    assert [Watching.limits[name] for name in "012"] == [90, 90, 32]  # 512 - 480 are left
+    assert [record.num_output_tokens for record in outcome.records] == [3, 90, 5]
+    assert all(record.completed for record in outcome.records)
+
+
+def test_concurrency_limit_holds_requests_at_the_client() -> None:
+    workload = make_workload((0.0, 64, 2), (0.0, 64, 2), (9.0, 64, 1))
+
+    outcome = make_backend(async_scheduling=False).run(
+        workload, parse_scheduler("stock"), SLO, max_concurrency=1
+    )
+
+    # 1.5 s of prefill and 1.125 s of decode each; the second waits, the third does not have to.
+    assert [record.sent_s for record in outcome.records] == [0.0, 2.625, 9.0]
+    assert [record.token_times_s[0] for record in outcome.records] == [1.5, 4.125, 10.5]
+    assert outcome.records[1].ttft_s == 4.125
+    assert outcome.scheduler is not None
+    assert outcome.scheduler.max_num_running == 1
+
+
+def test_each_request_is_reported_once_when_it_ends() -> None:
+    done: list[RequestRecord] = []
+    workload = make_workload((0.0, 64, 9), (0.0, 64, 2))
+
+    outcome = make_backend().run(workload, parse_scheduler("stock"), SLO, on_done=done.append)
+
+    assert [record.req_id for record in done] == ["1", "0"]
+    assert {id(record) for record in done} == {id(record) for record in outcome.records}
+
+
+def test_recorded_prefixes_are_hit_in_the_cache(tmp_path: Path) -> None:
+    path = tmp_path / "mooncake.jsonl"
+    rows = [
+        {"timestamp": 0, "input_length": 1200, "output_length": 1, "hash_ids": [1, 2, 3]},
+        {"timestamp": 60000, "input_length": 1300, "output_length": 1, "hash_ids": [1, 2, 4]},
+        {"timestamp": 120000, "input_length": 1200, "output_length": 1, "hash_ids": [5, 6, 7]},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    profile = replace(TINY, max_model_len=2048)
+    options = DatasetOptions("mooncake", path, num_prompts=3, self_timed=True, length_scale=1.0)
+
+    def ttfts_s(caching: bool) -> list[float]:
+        backend = make_backend(profile, enable_prefix_caching=caching, max_num_batched_tokens=2048)
+        workload = build(options, backend.limits)
+        return [r.ttft_s for r in backend.run(workload, parse_scheduler("stock"), SLO).records]
+
+    # 1024 tokens are shared: the second request computes 276 of 1300.
+    assert ttfts_s(False) == pytest.approx([1 + 1200 / 128, 1 + 1300 / 128, 1 + 1200 / 128])
+    assert ttfts_s(True) == pytest.approx([1 + 1200 / 128, 1 + 276 / 128, 1 + 1200 / 128])
+
+
+def test_lengths_without_text_are_a_custom_data_set(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv.gz"
+    with gzip.open(path, "wt") as file:
+        file.write("prompt_tokens,output_tokens\n100,20\n300,5\n")
+
+    workload = build(
+        DatasetOptions("custom", path, num_prompts=2, shuffle=False), make_backend().limits
+    )
+
+    lengths = [(len(r.prompt_token_ids), r.output_tokens) for r in workload.requests]
+    assert lengths == [(100, 20), (300, 5)]
+    assert workload.notes == ()
+
+
+def test_own_targets_and_rejection_reach_the_scheduler() -> None:
+    hopeless = SloTarget(ttft_s=0.001, tpot_s=0.001)
+    workload = busy_workload(30)
+    requests = tuple(
+        replace(request, slo=hopeless) if i % 3 == 2 else request
+        for i, request in enumerate(workload.requests)
+    )
+
+    # Enough warm-up that the cost model is known at the start.
+    backend = SimBackend(SimOptions(TINY, SMALL, num_warmups=30))
+    outcome = backend.run(
+        replace(workload, requests=requests), parse_scheduler("sola:overload=reject"), SLO
+    )
+
+    refused = [record for record in outcome.records if record.slo == hopeless]
+    assert len(refused) == 10
+    assert all(record.error.startswith("ended (error) after 0 of ") for record in refused)
+    assert any(record.completed for record in outcome.records)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_baselines_of_the_simulator_run_by_name(name: str) -> None:
+    baselines = pytest.importorskip("sola_sched.simulator.baselines")
+
+    outcome = make_backend().run(busy_workload(20), parse_scheduler(name), SLO)
+
+    assert set(baselines.BASELINES) == set(BASELINES)
+    assert outcome.scheduler is not None
+    assert outcome.scheduler.num_steps > 0
+    assert name == "reject" or all(record.completed for record in outcome.records)
+
+
+def test_stalled_scheduler_ends_the_run_with_a_note() -> None:
+    spec = parse_scheduler(f"stock:engine.scheduler_cls={__name__}:Stuck")
+    backend = SimBackend(SimOptions(TINY, SMALL, num_warmups=0, stall_timeout_s=0.5))
+
+    outcome = backend.run(make_workload((0.0, 10, 1), (5.0, 10, 1)), spec, SLO)
+
+    assert [record.completed for record in outcome.records] == [True, False]
+    assert outcome.notes[0].startswith("1 of 2 requests ended: the scheduler must deliver")
+
+
+def test_interrupted_run_keeps_what_it_has() -> None:
+    def interrupt(record: RequestRecord) -> None:
+        raise KeyboardInterrupt
+
+    outcome = make_backend().run(
+        make_workload((0.0, 10, 1), (0.0, 10, 9)), parse_scheduler("stock"), SLO, on_done=interrupt
+    )
+
+    assert outcome.interrupted
+    assert [record.completed for record in outcome.records] == [True, False]
+    assert outcome.records[1].error == "interrupted by the user"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--profile", "gpt-5-b300"], r"'--profile' must be a file or one of llama-3-70b-a100"),
+        (["--model", "org/model"], r"'--model' has no meaning with --backend sim \(got 'org"),
+        (["--clock", "cpu"], "'--clock' has no meaning"),
+        (["--tensor-parallel-size", "2"], "'--tensor-parallel-size' has no meaning"),
+        (["--base-url", "http://x"], "'--base-url' has no meaning"),
+        (["--max-model-len", "9000"], r"must be <= 8192 .* \(got 9000\); lower it"),
+        (["--engine-args", '{"dtype": "half"}'], "'dtype' is no engine argument of --backend sim"),
+        (["--engine-args", '{"block_size": 0}'], "'block_size' must be a whole number"),
+        (["--engine-args", '{"async_scheduling": 1}'], "must be true or false"),
+        (["--engine-args", '{"scheduler_cls": "no.such"}'], "dotted name of a class"),
+        (["--engine-args", '{"scheduling_policy": "lifo"}'], "must be fcfs or priority"),
+        (["--schedulers", "stock:64"], r"cannot run on profile .*\(64\) must be greater"),
+        (["--schedulers", "stock:engine.max_num_seqs=x"], "'max_num_seqs' must be a whole"),
+        (["--schedulers", "sjf:x=1"], "'--schedulers' takes"),
+    ],
+)
+def test_arguments_without_a_meaning_here_end_with_one_line(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import re
+
+    code = main(["--backend", "sim", *argv])
+
+    err = capsys.readouterr().err.strip()
+    assert code == 2
+    assert re.search(message, err)
+    assert err.splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--profile", "llama-3-8b-a100"], "'--profile' is for --backend sim"),
+        (["--schedulers", "sjf"], "'--schedulers sjf' is for --backend sim"),
+    ],
+)
+def test_arguments_of_virtual_time_are_refused_on_an_engine(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_profile_of_a_live_engine_needs_the_memory_it_does_not_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.sola.json"
+    write_profile(path, Coefficients(0.0, 0.0, 1e-5, 1e-3, 1e-4, 1e-7, 1e-3, 1e-3), {})
+    argv = ["--backend", "sim", "--profile", str(path), "--schedulers", "stock:512", "--slo",
+            "ttft:99", "--request-rate", "9", "--num-prompts", "8", "--disable-tqdm",
+            "--result-dir", str(tmp_path)]  # fmt: skip
+
+    assert main(argv) == 2
+    assert "'max_model_len' must be given for profile mine" in capsys.readouterr().err
+    assert main([*argv, "--max-model-len", "512"]) == 2
+    assert "'num_gpu_blocks_override' must be given" in capsys.readouterr().err
+    memory = ["--engine-args", '{"num_gpu_blocks_override": 100}']
+    assert main([*argv, "--max-model-len", "512", *memory]) == 0
+
+
+def test_whole_comparison_with_measured_targets_and_rates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--backend", "sim", "--profile", "opt-13b-h100", "--schedulers", "stock:512", "sola",
+            "--num-prompts", "40", "--max-num-seqs", "16", "--disable-tqdm", "--slo-class",
+            "chat:1:500:50", "--result-dir", str(tmp_path)]  # fmt: skip
+
+    assert main(argv) == 0
+
+    out = capsys.readouterr().out
+    assert "Model opt-13b-h100, backend sim, data set sharegpt-like." in out
+    assert "lengths x 0.25" in out
+    saved = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert len(saved) == 6
+    assert {run["clock"] for run in saved} == {"virtual"}
+    assert {run["model_id"] for run in saved} == {"opt-13b-h100"}
+    assert all(run["completed"] == 40 and run["scheduler"]["num_steps"] > 0 for run in saved)
+    assert all(run["attainment_by_class"]["chat"]["num_requests"] == 40 for run in saved)
+    assert len(list(tmp_path.glob("*.png"))) == 2
+
+
+def test_warm_up_shares_no_prefix_with_the_workload() -> None:
+    backend = make_backend()
+    workload = make_workload((0.0, 64, 3), (0.5, 32, 1))
+
+    warmup = backend._warmup(workload)
+
+    assert [len(request.prompt_token_ids) for request in warmup] == [64, 32]
+    prompts = {request.prompt_token_ids for request in workload.requests}
+    assert prompts.isdisjoint(request.prompt_token_ids for request in warmup)
