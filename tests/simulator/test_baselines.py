@@ -158,26 +158,29 @@ def warm_up(num_requests: int = 30) -> list[VirtualRequest]:
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("name", "arrivals"),
     [
-        # By its class, "short" (prompt of 33 to 63) has no history, "small" has outputs of 3.
-        ("sjf", ["runs", "small", "big"]),
+        # Requests like "small" answered 3 tokens so far, those like "big" 40.
+        ("sjf", ["big", "small"]),
         # In truth small answers 60 tokens, big 2.
-        ("sjf-oracle", ["runs", "big", "small"]),
+        ("sjf-oracle", ["small", "big"]),
     ],
 )
-def test_sjf_starts_the_shortest_predicted_or_true_job(name, expected, async_scheduling):
+def test_sjf_starts_the_shortest_predicted_or_true_job(name, arrivals, async_scheduling):
+    lengths = {"big": (2, 70), "small": (60, 20)}
     requests = [
         *warm_up(),
         make_request("runs", 1e4, 5, 10, max_tokens=100),
-        make_request("big", 1e4 + 0.1, 2, 70, max_tokens=100),
-        make_request("small", 1e4 + 0.2, 60, 20, max_tokens=100),
+        *(
+            make_request(name, 1e4 + 0.1 * i, *lengths[name], max_tokens=100)
+            for i, name in enumerate(arrivals, start=1)
+        ),
     ]
     engine = make_engine(name, max_num_seqs=1, async_scheduling=async_scheduling)
 
     names = [n for n in first_tokens(engine, requests) if not n.startswith("w")]
 
-    assert names == expected
+    assert names == ["runs", *reversed(arrivals)]
 
 
 def test_hrrn_lets_a_long_job_age_past_a_short_one():
