@@ -19,10 +19,10 @@ from sola_sched.simulator import (
     LLAMA_3_8B_A100,
     MeasuredStepTime,
     StepTimeModel,
+    bound_program,
     load_step_profile,
     profile_names,
 )
-from sola_sched.simulator import bound as bound_module
 from sola_sched.simulator.bound import BoundRequest, upper_bound
 from sola_sched.simulator.bound_floors import StepFloor, floors_of
 from sola_sched.slo import SloTarget
@@ -408,7 +408,7 @@ def test_a_burst_is_limited_by_its_prefill_work():
 def test_stopping_early_keeps_the_bound_valid(monkeypatch):
     trace = make_trace(150, 12.0)
     full = upper_bound(trace, LLAMA_3_8B_A100, **WIDE)
-    monkeypatch.setattr(bound_module, "_MAX_ROUNDS", 1)
+    monkeypatch.setattr(bound_program, "_MAX_ROUNDS", 1)
 
     early = upper_bound(trace, LLAMA_3_8B_A100, **WIDE)
 
