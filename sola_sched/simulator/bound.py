@@ -84,7 +84,7 @@ class Bound:
         num_binding: Rows that hold with equality in the solution, by kind: ``slots``, ``kv``,
             ``tokens``, ``pace``. Empty where nothing but the requests themselves limits.
         relaxed: Value of the linear program, before rounding down.
-        is_converged: False if rows that would tighten it were left out.
+        is_converged: False if more rows would still lower it noticeably; it holds either way.
         runtime_s: Time it took.
     """
 
