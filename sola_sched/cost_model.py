@@ -221,6 +221,12 @@ class CostModel:
         """
         return self._gamma[DECODE] * (self._a1 * num_decodes + self._b1 * ctx_tokens + self._c1)
 
+    @property
+    def chunk_overhead_s(self) -> float:
+        """What a decode step costs more because it has a chunk at all, however short, seconds."""
+        gamma = self._gamma
+        return max(0.0, gamma[MIXED] * self._mixed_constant - gamma[DECODE] * self._c1)
+
     def step_s(self, shape: StepShape) -> float:
         """Predicted time of a step, seconds; 0 for an empty one.
 

@@ -18,6 +18,9 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
+#: Share of requests that may end before `StepState.surely_remaining`.
+_RARE = 0.05
+
 #: Values of `RequestTable.phase`.
 FREE, WAITING, PREFILL, DECODE, PARKED = 0, 1, 2, 3, 4
 
@@ -144,6 +147,11 @@ class LengthModel(Protocol):
     ) -> FloatArray:
         """Expected output tokens left (>= 1), given how many were generated."""
 
+    def remaining_quantile(
+        self, q: float, class_ids: NDArray[np.int32], num_output: IntArray, max_tokens: IntArray
+    ) -> FloatArray:
+        """Output tokens left (>= 1) that a share `q` of such requests does not exceed."""
+
 
 @dataclass(slots=True)
 class StepState:
@@ -191,6 +199,16 @@ class StepState:
         table = self.table
         return self.lengths.remaining(
             table.length_class[rows], table.num_output[rows] + num_ahead, table.max_tokens[rows]
+        )
+
+    def surely_remaining(self, rows: IntArray, num_ahead: IntArray | int = 0) -> FloatArray:
+        """Output tokens left (>= 1) that 95 % of such requests reach, as in `remaining`."""
+        table = self.table
+        return self.lengths.remaining_quantile(
+            _RARE,
+            table.length_class[rows],
+            table.num_output[rows] + num_ahead,
+            table.max_tokens[rows],
         )
 
 

@@ -37,13 +37,15 @@ class AttainPlanner:
     2. *How long may the step be?* The shortest time that keeps every other decode on course:
        the j-th token after the first is due at ``first + j * tpot``, so fast steps put time in
        the bank and a long prefill chunk may spend it (SOLA Eq. 1 with the bank of a request in
-       place of its current mean). If that is too short for the prefills to be on time, the
-       few decodes in the way are weighed against the prefills they would cost.
+       place of its current mean). If that is too short for the prefills to be on time, time
+       is borrowed that faster steps will pay back before 95 % of such requests end; then the
+       few decodes in the way are weighed against the prefills they would cost. A step ends
+       before the deadline of the first prefill in it: nobody gets a token earlier.
     3. *Which prefills?* Moore-Hodgson over the deadlines: the largest set that can be on time,
        the costliest given up first. Admission stops where decode steps would outgrow the TPOT
        targets, where slots end or where the predicted peak memory does (SOLA 5.1).
-    4. *The lost* get what is left over, and a guaranteed `best_effort_share` of engine time;
-       the one that arrived first is always next. Requests without a TTFT target count here.
+    4. *The lost* get what is left over, and a guaranteed `best_effort_share` of the engine time
+       in which they wait; the one that arrived first is always next. Requests without a TTFT target count here.
 
     Args:
         config: `tile`, `safety`, `best_effort_share` and `overload` are used.
@@ -60,7 +62,6 @@ class AttainPlanner:
         """Plan one step; see `Planner.plan`."""
         if not state.cost.is_ready or not state.has_slo:
             return neutral(state)
-        self.best_effort.earn(state.elapsed_s)
         victims = priority_victims(state)
         if not len(victims):
             return self._plan(state, victims)
@@ -150,7 +151,7 @@ class AttainPlanner:
             free = is_upper & lost
             lost &= ~is_upper
             sustain[free] = allowed[free] = np.inf
-        return Decodes(rows, ctx, sustain, allowed, lost)
+        return Decodes(rows, ahead, ctx, bank, sustain, allowed, lost)
 
     @staticmethod
     def _too_slow(

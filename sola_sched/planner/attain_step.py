@@ -19,8 +19,12 @@ _ADMISSION_MARGIN = 0.1
 _MAX_CREDIT_S = 0.5
 #: KV use above which admission predicts the peak.
 _MEMORY_THRESHOLD = 0.5
-#: Chunks smaller than a tile come in multiples of this.
+#: Chunks of fewer than so many tiles come in smaller multiples: what rounding down to a tile
+#: leaves out would be a large share of them.
+_MANY_TILES = 8
 _SUB_TILE = 16
+#: A chunk takes at least so many times what a step with a chunk costs more than one without.
+_MIN_CHUNK = 2.0
 #: Waiting requests offered beyond the chunk: prefix-cache hits may leave budget for them.
 _NUM_SPARE_OFFERS = 16
 
@@ -31,14 +35,18 @@ class Decodes:
 
     Attributes:
         rows: Rows of the table.
+        ahead: Output tokens in flight.
         ctx: KV tokens of each.
+        bank_s: Time until its next token is due, seconds; < 0 if it is behind its schedule.
         sustain_s: Longest mean step that still meets TPOT at the predicted end, seconds.
         allowed_s: Longest next step that keeps (or brings) the request on course, seconds.
         lost: Whether it missed an SLO or cannot meet one any more.
     """
 
     rows: IntArray
+    ahead: IntArray
     ctx: IntArray
+    bank_s: FloatArray
     sustain_s: FloatArray
     allowed_s: FloatArray
     lost: BoolArray
@@ -59,8 +67,12 @@ class BestEffort:
     credit_s: float = 0.0
     is_blocked: bool = False
 
+    def forget(self) -> None:
+        """Nobody is lost: credit is earned by those who wait for it, not kept for a burst."""
+        self.credit_s = min(self.credit_s, 0.0)
+
     def earn(self, elapsed_s: float) -> None:
-        """Book the share of the engine time that has passed."""
+        """Book the share of the engine time that has passed while a lost request was there."""
         self.credit_s = min(_MAX_CREDIT_S, self.credit_s + self.share * elapsed_s)
 
     @property
@@ -120,6 +132,10 @@ class AttainStep:
         """Decide the step."""
         state = self.state
         chosen, num_on_time, limit_s = self._order(self._limit_s())
+        if num_on_time:  # its first token comes when the step ends, whatever else is in the step
+            first = chosen[0]
+            need_s = self.decode_s + float(self.prefill_s[first])
+            limit_s = min(limit_s, max(float(self.deadline_s[first]), need_s))
         served, offered, tokens = self._serve(chosen, limit_s)
         has_backlog = len(served) < len(chosen) or tokens < self.new[served].sum()
         lost_run, lost_prefill = self._serve_lost(limit_s, served, tokens, has_backlog)
@@ -191,10 +207,13 @@ class AttainStep:
         table = self.state.table
         rank = table.priority[self.pending[candidates]]
         ranks = rank if rank.any() else None
+        overhead_s = self.state.cost.chunk_overhead_s if self.num_alive else 0.0
         weigh = functools.cache(lambda: self._total_cost(candidates))
 
         def on_time(limit: float) -> tuple[IntArray, int]:
-            share = 1.0 if np.isinf(limit) else max(0.02, 1.0 - self.decode_s / max(limit, 1e-9))
+            share = 1.0
+            if not np.isinf(limit):
+                share = max(0.02, 1.0 - (self.decode_s + overhead_s) / max(limit, 1e-9))
             return on_time_first(
                 self.prefill_s[candidates] / share,
                 self.deadline_s[candidates] - self.decode_s,
@@ -204,6 +223,13 @@ class AttainStep:
 
         order, count = on_time(limit_s)
         alive = ~self.decodes.lost
+        if count < len(candidates) and self.num_alive:
+            longest = self._on_loan_s()
+            for limit in (min(2.0 * limit_s, longest), longest):
+                if limit > limit_s and count < len(candidates):
+                    other, other_count = on_time(limit)
+                    if other_count > count:
+                        order, count, limit_s = other, other_count, limit
         if count < len(candidates) and self.num_alive > 1:
             allowed = np.sort(self.decodes.allowed_s[alive])
             best = count
@@ -215,6 +241,18 @@ class AttainStep:
                     best = other_count - 2 * num_given_up
                     order, count, limit_s = other, other_count, float(allowed[num_given_up])
         return candidates[order], count, limit_s
+
+    def _on_loan_s(self) -> float:
+        """Longest step after which faster ones will most likely bring all back on course."""
+        state, decodes = self.state, self.decodes
+        alive = ~decodes.lost
+        tpot = self.keep * state.table.tpot_s[self.alive]
+        usual_s = self.decode_s / max(0.1, 1.0 - state.prefill_share) / state.accepted_per_decode
+        num_steps = state.surely_remaining(self.alive, decodes.ahead[alive]) - 1.0
+        with np.errstate(invalid="ignore"):  # 0 steps x no target
+            payback = np.fmax(num_steps * (tpot - usual_s), 0.0)
+        longest = np.maximum(decodes.allowed_s[alive], decodes.bank_s[alive] + payback)
+        return float(longest.min())
 
     def _total_cost(self, index: IntArray) -> FloatArray:
         """Accelerator time of each request: its prefill and what its decode adds to steps."""
@@ -238,7 +276,7 @@ class AttainStep:
         state = self.state
         room = state.max_num_tokens - self.num_alive * state.tokens_per_decode
         budget = self._tokens_in(limit_s, room, self.has[chosen[0]]) if len(chosen) else 0
-        if not budget:
+        if not budget or self._is_wasteful(budget, int(chosen[0])):
             return chosen[:0], chosen[:0], 0
         ends = np.cumsum(self.new[chosen])
         num_served = int(np.searchsorted(ends, budget, side="left")) + 1
@@ -249,6 +287,14 @@ class AttainStep:
         offered = offered[offered >= self.num_prefills]
         return served, offered, int(min(budget, self.new[served].sum()))
 
+    def _is_wasteful(self, budget: int, first: int) -> bool:
+        """Whether a chunk is too short for what it costs to have one, and finishes nothing."""
+        if not self.num_alive or budget >= self.new[first]:
+            return False
+        cost = self.state.cost
+        chunk_s = cost.prefill_marginal_s(float(budget), float(self.has[first]))
+        return chunk_s < _MIN_CHUNK * cost.chunk_overhead_s
+
     def _tokens_in(self, limit_s: float, room: int, has: float) -> int:
         if room <= 0:
             return 0
@@ -257,7 +303,7 @@ class AttainStep:
         tokens = self.state.cost.max_prefill_tokens(
             limit_s, self.num_alive, int(self.ctx_alive), float(has)
         )
-        step = self.tile if tokens >= self.tile else _SUB_TILE
+        step = self.tile if tokens >= _MANY_TILES * self.tile else _SUB_TILE
         return int(min(room, tokens // step * step))
 
     def _admissible(self, candidates: IntArray) -> BoolArray:
@@ -327,7 +373,9 @@ class AttainStep:
         prefills = np.flatnonzero(is_lost)
         decodes = np.flatnonzero(self.decodes.lost)
         if not len(prefills) and not len(decodes):
+            credit.forget()
             return decodes, None
+        credit.earn(state.elapsed_s)
         cost = state.cost
         spare_s = 0.0
         if not has_backlog:

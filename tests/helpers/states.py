@@ -37,6 +37,15 @@ class FixedLengths:
     ) -> NDArray[np.float64]:
         return np.clip(np.full(len(class_ids), self.left), 1.0, np.maximum(1, max_tokens))
 
+    def remaining_quantile(
+        self,
+        q: float,
+        class_ids: NDArray[np.int32],
+        num_output: NDArray[np.int64],
+        max_tokens: NDArray[np.int64],
+    ) -> NDArray[np.float64]:
+        return self.remaining(class_ids, num_output, max_tokens)
+
 
 def make_cost() -> CostModel:
     """Mixed step: 10 ms + 1 ms per decode + 0.1 ms per prefill token, nothing else."""

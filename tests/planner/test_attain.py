@@ -12,7 +12,7 @@ import pytest
 from states import StateBuilder
 
 from sola_sched.config import SolaConfig
-from sola_sched.cost_model import CostModel
+from sola_sched.cost_model import CostModel, StepShape
 from sola_sched.planner import make_planner
 from sola_sched.planner.attain import AttainPlanner
 from sola_sched.slo import SloTarget
@@ -86,8 +86,8 @@ def test_the_chunk_is_the_largest_that_keeps_every_decode_on_course() -> None:
     b.decode("a", first_ago_s=0.0, out=1)  # its next token is due in 100 ms
     b.waiting("w", waited_s=0.0, prompt=2000)
     plan = make_attain(tile=128).plan(b.build())
-    # 10 ms + 1 ms + 0.1 ms x tokens <= 100 ms: 890 tokens, 6 tiles of 128, and 1 decode
-    assert plan.token_budget == 6 * 128 + 1
+    # 10 ms + 1 ms + 0.1 ms x tokens <= 100 ms: 890 tokens, 55 x 16, and 1 decode
+    assert plan.token_budget == 55 * 16 + 1
 
 
 def test_time_in_the_bank_may_be_spent_on_a_longer_chunk() -> None:
@@ -97,13 +97,64 @@ def test_time_in_the_bank_may_be_spent_on_a_longer_chunk() -> None:
     b = StateBuilder()
     b.decode("much faster", first_ago_s=0.1, out=3)  # due at 0.3 s: 200 ms left
     longer = make_attain().plan(_with_waiting(b)).token_budget
-    assert quick == 6 * 128 + 1
-    assert longer == 14 * 128 + 1  # 10 + 1 + 0.1 x 1890 ms
+    assert quick == 55 * 16 + 1
+    assert longer == 14 * 128 + 1  # 10 + 1 + 0.1 x 1890 ms; whole tiles where there are many
 
 
 def _with_waiting(b: StateBuilder) -> object:
     b.waiting("w", waited_s=0.0, prompt=5000)
     return b.build()
+
+
+def test_a_step_ends_before_the_deadline_of_the_first_it_prefills() -> None:
+    b = StateBuilder()
+    b.waiting("first", waited_s=0.93, prompt=500)  # 60 ms of 70 left
+    b.waiting("second", waited_s=0.5, prompt=3000)
+    plan = make_attain().plan(b.build())
+    assert b.names(plan.admit)[:2] == ["first", "second"]
+    assert plan.token_budget == 592  # 10 + 59.2 ms, not the whole budget of 2048 tokens
+
+
+def test_time_is_borrowed_from_later_steps_only_for_a_prefill_that_would_be_late() -> None:
+    b = StateBuilder(left=50.0)
+    b.decode("new", first_ago_s=0.0, out=1)  # 100 ms for its next token, 50 more to come
+    b.waiting("w", waited_s=0.0, prompt=1500)  # on time in two steps
+    unhurried = make_attain().plan(b.build())
+    b = StateBuilder(left=50.0)
+    b.decode("new", first_ago_s=0.0, out=1)
+    b.waiting("w", waited_s=0.825, prompt=1500)  # 161 ms in one step, 175 left, more in two
+    hurried = make_attain().plan(b.build())
+    assert unhurried.token_budget == 55 * 16 + 1
+    assert hurried.token_budget == 1500 + 1
+    assert hurried.problem == "attain"
+
+
+def test_nothing_is_borrowed_by_a_decode_that_may_end_before_it_pays_back() -> None:
+    b = StateBuilder(left=1.0)
+    b.decode("new", first_ago_s=0.0, out=1)
+    b.waiting("w", waited_s=0.825, prompt=1500)
+    plan = make_attain().plan(b.build())
+    assert plan.token_budget == 55 * 16 + 1
+
+
+def test_a_chunk_not_worth_its_overhead_waits_until_time_is_in_the_bank() -> None:
+    steps = [
+        (StepShape(decodes, 0, tokens, 0.0, 0.0), 0.01 + 0.035 * bool(tokens) + 1e-4 * tokens)
+        for decodes in (0, 1, 8, 64)
+        for tokens in (0, 64, 256, 1024)
+        if decodes or tokens
+    ]
+    cost = CostModel.fit(steps)  # a chunk costs a step 35 ms more, however short
+
+    def budget(out: int) -> int | None:
+        b = StateBuilder()
+        b.decode("a", first_ago_s=0.1, out=out)
+        b.waiting("w", waited_s=0.0, prompt=2000)
+        return make_attain().plan(b.build(cost=cost)).token_budget
+
+    assert cost.chunk_overhead_s == pytest.approx(0.035, rel=0.05)
+    assert budget(2) == 1  # 100 ms leave a chunk of 55 ms for an overhead of 35
+    assert budget(3) > 1000  # 200 ms
 
 
 def test_a_decode_that_missed_ttft_is_held_while_prefills_need_its_time() -> None:
