@@ -24,7 +24,7 @@ _MEMORY_THRESHOLD = 0.5
 _MANY_TILES = 8
 _SUB_TILE = 16
 #: A chunk takes at least so many times what a step with a chunk costs more than one without.
-_MIN_CHUNK = 2.0
+_MIN_CHUNK = 5.0
 #: Waiting requests offered beyond the chunk: prefix-cache hits may leave budget for them.
 _NUM_SPARE_OFFERS = 16
 
