@@ -45,7 +45,8 @@ class AttainPlanner:
        the costliest given up first. Admission stops where decode steps would outgrow the TPOT
        targets, where slots end or where the predicted peak memory does (SOLA 5.1).
     4. *The lost* get what is left over, and a guaranteed `best_effort_share` of the engine time
-       in which they wait; the one that arrived first is always next. Requests without a TTFT target count here.
+       in which they wait; the one that arrived first is always next. Requests without a TTFT
+       target count here.
 
     Args:
         config: `tile`, `safety`, `best_effort_share` and `overload` are used.
