@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from virtual_model import TINY_MODEL
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -27,18 +28,6 @@ from sola_sched.simulator import (
 
 pytestmark = pytest.mark.vllm
 
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "float32",
-}
 STEP_TIME = StepTimeModel(base_s=0.01, per_decode_s=2e-4, per_prefill_token_s=1e-4)
 
 
@@ -46,7 +35,7 @@ def make_engine(
     scheduler_cls: type[Any] = sola_sched.Scheduler, sola: dict[str, Any] | None = None, **options
 ) -> VirtualEngine:
     defaults: dict[str, Any] = {
-        "model": MODEL,
+        "model": TINY_MODEL,
         "num_blocks": 2000,
         "max_model_len": 2048,
         "max_num_seqs": 64,

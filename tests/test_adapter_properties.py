@@ -11,24 +11,13 @@ pytest.importorskip("vllm")
 from chaos import ChaosScheduler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from virtual_model import TINY_MODEL
 
 import sola_sched
 from sola_sched.simulator import RequestRecord, StepTimeModel, VirtualEngine, VirtualRequest
 
 pytestmark = pytest.mark.vllm
 
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "float32",
-}
 MAX_MODEL_LEN = 128
 BLOCK_SIZE = 16
 MIN_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 1
@@ -155,7 +144,7 @@ def check(
 ) -> list[RequestRecord]:
     engine = VirtualEngine(
         scheduler_cls,
-        model=MODEL,
+        model=TINY_MODEL,
         block_size=BLOCK_SIZE,
         max_model_len=MAX_MODEL_LEN,
         async_scheduling=async_scheduling,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_model import TINY_MODEL
 
 from sola_sched.cost_file import Coefficients
 from sola_sched.cost_model import CostModel
@@ -216,18 +217,6 @@ def test_search_and_bound_agree_where_one_request_must_be_given_up():
 
 # Real schedulers -----------------------------------------------------------------------------
 
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "float32",
-}
 NUM_BLOCKS = 34
 SCHEDULERS = (
     "stock", "sola", "decode-first", "hrrn", "prefill-first", "reject", "sjf", "sjf-oracle", "spf",
@@ -244,7 +233,7 @@ def num_attained(name, model, trace, slo, limits, *, is_async):
     classes = {"stock": AsyncScheduler, "sola": sola_sched.Scheduler, **BASELINES}
     engine = VirtualEngine(
         classes[name],
-        model=TINY,
+        model=TINY_MODEL,
         num_blocks=NUM_BLOCKS,
         max_model_len=512,
         step_time=model,

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from virtual_model import TINY_MODEL
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from sola_sched.simulator import (
@@ -24,24 +25,12 @@ from sola_sched.simulator import (
 
 pytestmark = pytest.mark.vllm
 
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "float32",
-}
 SECONDS = StepTimeModel(base_s=1.0, per_decode_s=0.1, per_prefill_token_s=0.01)
 
 
 def make_engine(scheduler_cls=AsyncScheduler, **options) -> VirtualEngine:
     defaults = {
-        "model": TINY,
+        "model": TINY_MODEL,
         "num_blocks": 200,
         "max_model_len": 512,
         "max_num_seqs": 8,
