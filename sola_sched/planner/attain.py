@@ -13,7 +13,8 @@ import dataclasses
 import numpy as np
 
 from sola_sched.config import SolaConfig
-from sola_sched.planner.attain_step import AttainStep, BestEffort, Decodes
+from sola_sched.planner.attain_state import BestEffort, Decodes
+from sola_sched.planner.attain_step import AttainStep
 from sola_sched.planner.base import neutral, priority_victims, with_useful_victims
 from sola_sched.state import DECODE, BoolArray, FloatArray, IntArray, StepPlan, StepState
 

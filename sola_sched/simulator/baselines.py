@@ -20,25 +20,16 @@ off; where a rule says nothing (victims when memory is short, prefix cache, budg
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import vllm
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
-from sola_sched.config import CONFIG_KEY, SolaConfig
 from sola_sched.cost_model import CostModel, StepShape
 from sola_sched.length_predictor.histogram import LengthHistogram
-from sola_sched.queues import PlannedQueue
+from sola_sched.simulator.baseline import Baseline, Ordered, Rule
 from sola_sched.slo import request_target
-from sola_sched.vllm_compat import Seams, check_version
 
 #: Per-request key (`SamplingParams.extra_args`) of the true output length, tokens.
 ORACLE_KEY = "sola_oracle_output_tokens"
@@ -46,100 +37,6 @@ ORACLE_KEY = "sola_oracle_output_tokens"
 _WATERMARK_RATIO = 0.01
 # About the last 50 steps count.
 _RATE_DECAY = 0.98
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What vLLM may see in one step.
-
-    Attributes:
-        admit: Waiting requests that may start, in order; None for all in queue order.
-        holds_decodes: Running requests past their prompt sit this step out.
-        token_budget: Most tokens of the step; None for vLLM's own.
-    """
-
-    admit: list[Request] | None = None
-    holds_decodes: bool = False
-    token_budget: int | None = None
-
-
-_STOCK = _Plan()
-
-
-class Baseline(AsyncScheduler):
-    """vLLM's scheduler with a rule in front of each `schedule()`; this class adds none.
-
-    Options are read where `sola_sched.Scheduler` reads them: default SLO and SLO classes.
-
-    Attributes:
-        sola_clock: Monotonic time in seconds; replaceable.
-        sola_wall_clock: Time on the scale of `Request.arrival_time`; replaceable likewise.
-
-    Raises:
-        ValueError: The engine's scheduling policy is not `fcfs`.
-    """
-
-    running: list[Request]
-    waiting: PlannedQueue[Request]
-    max_num_scheduled_tokens: int
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        check_version(vllm.__version__)
-        super().__init__(*args, **kwargs)
-        if self.policy != SchedulingPolicy.FCFS:
-            raise ValueError(
-                f"'scheduling_policy' must be fcfs for {type(self).__name__}, which has an order "
-                f"of its own (got {self.policy.value!r}); use vLLM's scheduler for the others."
-            )
-        self._seams = Seams(self)
-        self.sola_config = SolaConfig.from_mapping(
-            (self.vllm_config.additional_config or {}).get(CONFIG_KEY)
-        )
-        self.sola_clock: Callable[[], float] = time.monotonic
-        self.sola_wall_clock: Callable[[], float] = time.time
-        self.waiting = PlannedQueue()
-        self._stalled = False
-
-    def plan(self) -> _Plan:
-        """The rule; called once a step, before vLLM's `schedule()`."""
-        return _STOCK
-
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        self._seams.merge_skipped()
-        plan = _STOCK if self._stalled else self.plan()
-        with self._applied(plan):
-            output = super().schedule(*args, **kwargs)
-        # Requests that only vLLM knows to be blocked (grammar, KV transfer) must not hold decodes.
-        self._stalled = plan.holds_decodes and not output.num_scheduled_tokens
-        return output
-
-    @contextmanager
-    def _applied(self, plan: _Plan) -> Iterator[None]:
-        if plan is _STOCK:
-            yield
-            return
-        if plan.admit is not None:
-            self.waiting.plan(self._seams.within_max_loras(plan.admit))
-        hidden = [r for r in self.running if plan.holds_decodes and not r.is_prefill_chunk]
-        if hidden:
-            self.running = [r for r in self.running if r.is_prefill_chunk]
-        budget, slots = self.max_num_scheduled_tokens, self._seams.slots_attribute
-        num_slots = getattr(self, slots)
-        setattr(self, slots, num_slots - len(hidden))
-        self.max_num_scheduled_tokens = min(budget, plan.token_budget or budget)
-        try:
-            yield
-        finally:
-            self.running = [*hidden, *self.running]
-            self.max_num_scheduled_tokens = budget
-            setattr(self, slots, num_slots)
-            self.waiting.unplan()
-
-    def _num_free_slots(self) -> int:
-        return self._seams.num_slots - len(self.running)
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
 
 
 class PrefillFirst(Baseline):
@@ -151,14 +48,14 @@ class PrefillFirst(Baseline):
     a prompt longer than the budget is not refused but computed in chunks, alone.
     """
 
-    def plan(self) -> _Plan:
+    def plan(self) -> Rule:
         if any(request.is_prefill_chunk for request in self.running):
-            return _Plan(admit=[], holds_decodes=True)
+            return Rule(admit=[], holds_decodes=True)
         chosen = self._whole_prompts()
         if not chosen:
-            return _Plan(admit=[])
+            return Rule(admit=[])
         num_tokens = sum(request.num_tokens for request in chosen)
-        return _Plan(admit=chosen, holds_decodes=True, token_budget=num_tokens)
+        return Rule(admit=chosen, holds_decodes=True, token_budget=num_tokens)
 
     def _whole_prompts(self) -> list[Request]:
         pool = self.kv_cache_manager.block_pool
@@ -192,14 +89,14 @@ class DecodeFirst(Baseline):
         super().__init__(*args, **kwargs)
         self._batch: set[Request] = set()
 
-    def plan(self) -> _Plan:
+    def plan(self) -> Rule:
         if not self.running:
             self._batch = self._next_batch()
         joining = [request for request in self.waiting if request in self._batch]
         if joining or any(request.is_prefill_chunk for request in self.running):
-            return _Plan(admit=joining, holds_decodes=True)
+            return Rule(admit=joining, holds_decodes=True)
         self._batch.clear()  # one that loses its KV now waits for the next batch
-        return _Plan(admit=[])
+        return Rule(admit=[])
 
     def _next_batch(self) -> set[Request]:
         num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -214,38 +111,14 @@ class DecodeFirst(Baseline):
         return batch
 
 
-class _Ordered(Baseline):
-    """A key decides which waiting request starts next; what has started is not displaced.
-
-    Requests that lost their KV come first, as they have started, in vLLM's order.
-    """
-
-    def plan(self) -> _Plan:
-        if len(self.waiting) < 2 or self._num_free_slots() <= 0:
-            return _STOCK
-        keys = self.keys(list(self.waiting))
-        if keys is None:
-            return _STOCK
-        # The sort is stable: ties keep the order of the queue.
-        order = sorted(
-            zip(self.waiting, keys, strict=True),
-            key=lambda pair: (-1, 0.0) if pair[0].num_preemptions else (0, pair[1]),
-        )
-        return _Plan(admit=[request for request, _ in order])
-
-    def keys(self, waiting: list[Request]) -> list[float] | None:
-        """A number per request, smallest first; None for the order of arrival."""
-        raise NotImplementedError
-
-
-class ShortestPrefillFirst(_Ordered):
+class ShortestPrefillFirst(Ordered):
     """The shortest prompt starts next."""
 
     def keys(self, waiting: list[Request]) -> list[float] | None:
         return [request.num_tokens for request in waiting]
 
 
-class _ByService(_Ordered):
+class _ByService(Ordered):
     """Orders that rest on the service time of a request: prompt and output, served alone.
 
     The step times are learned from live steps, or read from the profile of the options; until
