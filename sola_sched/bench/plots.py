@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sola_sched.bench.report import ATTAINMENT_LEVEL
+from sola_sched.bench.report import ATTAINMENT_LEVEL, BOUND_LABEL, bounds
 from sola_sched.bench.results import Result
 from sola_sched.slo import SloTarget
 
@@ -86,6 +86,12 @@ def plot_attainment(results: Sequence[Result], path: Path) -> Path:
             style["marker"] = _MARKERS[list(colors).index(label) % len(_MARKERS)]
         axes[0].plot(rates, [100 * r["attainment"] for r in runs], **style)
         axes[1].plot(rates, [r["request_goodput"] for r in runs], **style)
+    limits = {rate: ratio for rate, ratio in bounds(results).items() if math.isfinite(rate)}
+    if limits:
+        axes[0].plot(
+            list(limits), [100 * ratio for ratio in limits.values()], color="#222222",
+            linestyle="--", linewidth=1.4, zorder=1, label=f"{BOUND_LABEL} (no scheduler above)",
+        )  # fmt: skip
     axes[0].axhline(100 * ATTAINMENT_LEVEL, color="#9aa0a6", linewidth=1, linestyle="--", zorder=1)
     axes[0].set_ylim(-3, 103)
     axes[0].set_ylabel("requests within both SLOs (%)")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 from sola_sched import metrics
-from sola_sched.bench.results import Result
+from sola_sched.bench.results import BOUND_KEY, Result
 
 #: Attainment at which the sustained rate is read off.
 ATTAINMENT_LEVEL = 0.9
+#: Name of the upper bound in tables and figures.
+BOUND_LABEL = "bound"
 _BEST_MARK = "*"
 
 _COLUMNS: tuple[tuple[str, Callable[[Result], str]], ...] = (
@@ -35,10 +38,13 @@ def table(results: Sequence[Result]) -> str:
     """One aligned row per run, grouped by rate; the best stock vLLM of each rate is marked."""
     best = {id(r) for r in best_stock(results).values()}
     header = [name for name, _ in _COLUMNS]
-    rows = [
-        [cell(r | {"best": id(r) in best}) for _, cell in _COLUMNS]
-        for r in sorted(results, key=lambda r: _as_float(r["request_rate"]))
-    ]
+    rows = []
+    for _, group in groupby(
+        sorted(results, key=lambda r: _as_float(r["request_rate"])), key=lambda r: r["request_rate"]
+    ):
+        runs = list(group)
+        rows += [[cell(r | {"best": id(r) in best}) for _, cell in _COLUMNS] for r in runs]
+        rows += _bound_row(runs)
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [_aligned(header, widths), "  ".join("-" * width for width in widths)]
     previous = None
@@ -51,7 +57,28 @@ def table(results: Sequence[Result]) -> str:
     lines.append("= requests within both SLOs per second.")
     if best:
         lines[-1] += f" {_BEST_MARK} best stock setting at this rate."
+    if bounds(results):
+        lines.append(f"{BOUND_LABEL}: no scheduler attains more of these requests.")
     return "\n".join(lines)
+
+
+def bounds(results: Sequence[Result]) -> dict[float, float]:
+    """At each rate, ascending, the attainment that no scheduler exceeds, where it is known."""
+    known = {_as_float(r["request_rate"]): r[BOUND_KEY] for r in results if BOUND_KEY in r}
+    return dict(sorted(known.items()))
+
+
+def _bound_row(runs: Sequence[Result]) -> list[list[str]]:
+    """The bound of one rate as a row without latencies; none if it is unknown."""
+    ratio = next(iter(bounds(runs).values()), None)
+    if ratio is None:
+        return []
+    cells = {
+        "req/s": _rate(runs[0]["request_rate"]),
+        "scheduler": BOUND_LABEL,
+        "attained": _number(100 * ratio, 1, " %"),
+    }
+    return [[cells.get(name, "-") for name, _ in _COLUMNS]]
 
 
 def best_stock(results: Sequence[Result]) -> dict[float, Result]:

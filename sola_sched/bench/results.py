@@ -22,6 +22,8 @@ from sola_sched.slo import SloTarget
 
 Result = dict[str, Any]
 
+#: In virtual time only: the attainment that no scheduler exceeds on the same requests.
+BOUND_KEY = "bound_attainment"
 METRIC_NAMES = ("ttft", "tpot", "itl", "e2el")
 _DETAILED_KEYS = (
     "input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times",

@@ -66,8 +66,9 @@ def _sweep(
             )
             return
         workload = _timed(args, plan.workload, rate)
+        bound = _bound(plan, workload)
         for scheduler in plan.schedulers:
-            result = _run_one(args, plan, workload, scheduler, len(finished), say)
+            result = _run_one(args, plan, workload, scheduler, len(finished), say) | bound
             finished.append(result)
             if args.save_result is not False or args.append_result:
                 _save(args, result, is_first=len(finished) == 1)
@@ -106,6 +107,18 @@ def _run_one(
         say(f"  {title}: {note}")
     _say_errors(outcome.records, say)
     return results.make_result(plan.info, workload, scheduler, outcome)
+
+
+def _bound(plan: Plan, workload: Workload) -> Result:
+    """What no scheduler exceeds, where the backend is one whose step times are known."""
+    from sola_sched.bench.sim_backend import SimBackend
+
+    if not isinstance(plan.backend, SimBackend):
+        return {}
+    from sola_sched.bench.sim_bound import workload_bound
+
+    bound = workload_bound(plan.backend, workload, plan.slo.target, plan.schedulers)
+    return {results.BOUND_KEY: bound.attainable_ratio}
 
 
 def _conclude(args: argparse.Namespace, plan: Plan, finished: list[Result], say: Say) -> None:

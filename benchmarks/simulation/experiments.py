@@ -1,0 +1,444 @@
+"""The experiments: which points each runs, and the table it makes of the rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from setups import (
+    DATASETS,
+    NAMES,
+    PAPER,
+    STOCK,
+    Setup,
+    at_stock_rate,
+    crossing,
+    grid,
+    mean,
+    multiples,
+    single_request_slo,
+    with_bound,
+)
+
+from sola_sched.bench.calibrate import SLO_FACTOR
+from sola_sched.bench.points import BOUND, SYNTHETIC, Point
+from sola_sched.bench.sweep import Row
+
+PROFILE = "llama-3-8b-a100"
+LENGTHS = ("sharegpt", "azure-conv", "azure-code", "arxiv", "mooncake")
+LOADS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+COMPARED = (*STOCK, "reject", "spf", PAPER, "sola")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Rows of an experiment and the table that is made of them.
+
+    Attributes:
+        rows: With bound.
+        table: Markdown.
+    """
+
+    rows: list[Row]
+    table: str
+
+
+def load(setup: Setup) -> Outcome:
+    """Attainment over load, as a multiple of the rate that stock vLLM sustains at 90 %."""
+    return _load(setup, LENGTHS, SLO_FACTOR)
+
+
+def load15(setup: Setup) -> Outcome:
+    """`load` with targets of 15 times the single-request latency."""
+    return _load(setup, ("azure-conv", "azure-code"), 15.0)
+
+
+def recorded(setup: Setup) -> Outcome:
+    """`load` with the recorded arrivals of the traces, stretched to the same mean rates."""
+    arrivals = "recorded" if setup.data else "gamma:0.5"
+    return _load(setup, ("azure-conv", "azure-code"), SLO_FACTOR, arrivals)
+
+
+def _load(setup: Setup, names: Sequence[str], factor: float, arrivals: str = "poisson") -> Outcome:
+    shares = (0.75, 1.5) if setup.is_quick else LOADS
+    rows: list[Row] = []
+    tables: list[list[list[str]]] = [[], [], []]
+    for file in setup.datasets(names):
+        base = _base(setup, PROFILE, file, factor)
+        rates = multiples(base.rate_per_s, shares)
+        points = grid(
+            base, rate_per_s=rates, arrivals=[arrivals], seed=setup.seeds, scheduler=COMPARED
+        )
+        found = setup.rows(with_bound(points), f"load, {NAMES[file]}")
+        rows += found
+        name = f"{NAMES[file]} ({base.ttft_s:g} s, {1e3 * base.tpot_s:g} ms)"
+        tables[0] += _lines(found, name, base.rate_per_s, COMPARED)
+        tables[1] += _goodput_lines(found, NAMES[file], COMPARED)
+        tables[2] += _effect_lines(found, NAMES[file])
+    heads = (
+        _head("data (TTFT, TPOT)", COMPARED[3:]), _goodput_head("data", COMPARED[3:]), _EFFECTS,
+    )  # fmt: skip
+    return Outcome(rows, "\n\n".join(map(_markdown, heads, tables)))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One row of the SOLA paper's Table 3.
+
+    Attributes:
+        chunk: Of vLLM-S in the paper.
+        tight, loose: TTFT and TPOT, seconds.
+    """
+
+    model: str
+    profile: str
+    dataset: str
+    outputs_from: str
+    chunk: int
+    tight: tuple[float, float]
+    loose: tuple[float, float]
+
+
+_CHAT = (DATASETS["sharegpt-prompts"], DATASETS["sharegpt"], 1024)
+_LONG = (DATASETS["arxiv"], "", 4096)
+TABLE_3 = (
+    Evaluation("Llama3-8B", "llama-3-8b-a100", *_CHAT, (0.4, 0.15), (0.6, 0.225)),
+    Evaluation("Llama3-70B", "llama-3-70b-a100", *_CHAT, (0.5, 0.2), (1.0, 0.4)),
+    Evaluation("Qwen1.5-14B", "qwen1.5-14b-a100", *_CHAT, (0.8, 0.2), (1.2, 0.3)),
+    Evaluation("Vicuna1.5-7B-16k", "vicuna-7b-16k-a100", *_LONG, (2.55, 0.16), (3.825, 0.24)),
+    Evaluation("Qwen1.5-72B", "qwen1.5-72b-a100", *_LONG, (2.425, 0.2), (4.85, 0.4)),
+)
+
+
+def fig7(setup: Setup) -> Outcome:
+    """Attainment over rate for the rows of Table 3, tight and loose targets."""
+    rows, lines = [], []
+    for row, slo_name, base, compared in _evaluations(setup):
+        points = _fig7_points(setup, base, compared)
+        found = setup.rows(with_bound(points), f"fig7, {row.model} {slo_name}")
+        rows += found
+        lines += _lines(found, f"{row.model}, {slo_name}", base.rate_per_s, compared)
+    return Outcome(rows, _markdown(_head("model, SLO", _FIG_7), lines))
+
+
+def fig8(setup: Setup) -> Outcome:
+    """Rates at 90 and 99 % attainment, from the rows of `fig7`."""
+    rows, lines = [], []
+    for row, slo_name, base, compared in _evaluations(setup):
+        found = setup.rows(
+            with_bound(_fig7_points(setup, base, compared)), f"fig8, {row.model} {slo_name}"
+        )
+        rows += found
+        lines += _goodput_lines(found, f"{row.model}, {slo_name}", compared)
+    return Outcome(rows, _markdown(_goodput_head("model, SLO", _FIG_7), lines))
+
+
+_FIG_7 = ("prefill-first", "sjf", PAPER, "sola")
+
+
+def _evaluations(setup: Setup) -> Iterator[tuple[Evaluation, str, Point, tuple[str, ...]]]:
+    for row in TABLE_3[:1] if setup.is_quick else TABLE_3:
+        if setup.models and row.model not in setup.models:
+            continue
+        for slo_name in ("tight", "loose"):
+            compared = (*dict.fromkeys((*STOCK, f"stock:{row.chunk}")), *_FIG_7)
+            yield row, slo_name, _evaluation_base(setup, row, slo_name), compared
+
+
+def _evaluation_base(setup: Setup, row: Evaluation, slo_name: str) -> Point:
+    ttft_s, tpot_s = row.tight if slo_name == "tight" else row.loose
+    dataset, outputs_from = row.dataset, row.outputs_from
+    if setup.data is None:  # whose long prompts the paper's targets do not allow for
+        dataset, outputs_from = SYNTHETIC, ""
+        slo = single_request_slo(row.profile, dataset, SLO_FACTOR, None)
+        ttft_s, tpot_s = slo.ttft_s, slo.tpot_s
+    return at_stock_rate(
+        setup,
+        Point(row.profile, dataset, 0.0, ttft_s, tpot_s, "stock", outputs_from=outputs_from),
+    )
+
+
+def _fig7_points(setup: Setup, base: Point, compared: Sequence[str]) -> list[Point]:
+    shares = (0.8, 1.3) if setup.is_quick else (0.7, 0.85, 1.0, 1.15, 1.3, 1.6)
+    rates = multiples(base.rate_per_s, shares)
+    return grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=compared)
+
+
+def fig9(setup: Setup) -> Outcome:
+    """TTFT and TPOT of every request: Llama3-8B, tight targets, 1.3 times stock's rate."""
+    row = TABLE_3[0]
+    base = _evaluation_base(setup, row, "tight")
+    base = replace(base, rate_per_s=multiples(base.rate_per_s, (1.3,))[0])
+    compared = ("prefill-first", "stock:2048", "sjf", PAPER, "sola")
+    rows = setup.rows(with_bound(grid(base, scheduler=compared)), "fig9")
+    lines = [
+        [
+            _short(r["scheduler"]), _percent([r]), _percent([r], "met_ttft"),
+            _percent([r], "met_tpot"), f"{r['p50_ttft_s']:.3g}", f"{r['p99_ttft_s']:.3g}",
+            f"{1e3 * r['p50_tpot_s']:.3g}", f"{1e3 * r['p99_tpot_s']:.3g}",
+        ]
+        for r in rows
+    ]  # fmt: skip
+    head = ["scheduler", "attained", "met TTFT", "met TPOT", "TTFT p50, s", "p99",
+            "TPOT p50, ms", "p99"]  # fmt: skip
+    return Outcome(rows, _markdown(head, lines))
+
+
+def fig10(setup: Setup) -> Outcome:
+    """Very tight and very loose targets, 5 and 20 times the single-request latency."""
+    rows, lines = [], []
+    for row in (TABLE_3[0], TABLE_3[2]):
+        for factor in (5.0, 20.0):
+            file = setup.datasets((NAMES[row.dataset],))[0]
+            outputs_from = row.outputs_from if setup.data else ""
+            slo = single_request_slo(row.profile, file, factor, setup.data, outputs_from)
+            base = at_stock_rate(
+                setup,
+                Point(row.profile, file, 0.0, slo.ttft_s, slo.tpot_s, "stock",
+                      outputs_from=outputs_from),
+            )  # fmt: skip
+            compared = (*STOCK, *_FIG_7)
+            shares = (1.0,) if setup.is_quick else (0.85, 1.0, 1.3)
+            points = grid(
+                base, rate_per_s=multiples(base.rate_per_s, shares), seed=setup.seeds,
+                scheduler=compared,
+            )  # fmt: skip
+            found = setup.rows(with_bound(points), f"fig10, {row.model} {factor:g}x")
+            rows += found
+            lines += _lines(found, f"{row.model}, {factor:g}x", base.rate_per_s, compared)
+    return Outcome(rows, _markdown(_head("model, SLO", _FIG_7), lines))
+
+
+def table4(setup: Setup) -> Outcome:
+    """CPU time of the scheduler against serving time, at stock's rate and tight targets."""
+    rows, lines = [], []
+    chosen = [TABLE_3[0]] if setup.is_quick else [TABLE_3[1], TABLE_3[3], TABLE_3[0]]
+    for row in chosen:
+        base = _evaluation_base(setup, row, "tight")
+        compared = (f"stock:{row.chunk}", *_FIG_7)
+        found = setup.rows(grid(base, scheduler=compared), f"table4, {row.model}")
+        rows += found
+        first = found[0]
+        for r in found:
+            added = r["overhead_ratio"] - first["overhead_ratio"]
+            lines.append(
+                [
+                    row.model, _short(r["scheduler"]), f"{r['rate_per_s']:.3g}",
+                    f"{r['mean_running']:.0f}", f"{r['cpu_us_per_step']:.0f}",
+                    f"{1e3 * r['duration_s'] / r['num_steps']:.1f}",
+                    f"{100 * r['overhead_ratio']:.2f}", f"{100 * added:+.2f}",
+                ]
+            )  # fmt: skip
+    head = ["model", "scheduler", "req/s", "running", "CPU us/step", "step, ms", "overhead %",
+            "added"]  # fmt: skip
+    return Outcome(rows, _markdown(head, lines))
+
+
+_VARIANTS = ("sola", "sola:best_effort_share=0", "sola:safety=0", "sola:safety=0.1",
+             "sola:tile=16", "sola:tile=512", "sola:overload=reject", PAPER)  # fmt: skip
+
+
+def ablation(setup: Setup) -> Outcome:
+    """Options of the scheduler, one at a time."""
+    return _by_load(setup, ("sharegpt", "azure-conv"), (1.0, 1.5), (*STOCK, *_VARIANTS))
+
+
+def prediction(setup: Setup) -> Outcome:
+    """What knowing output lengths is worth: constant, histogram (`sola`), noisy, exact."""
+    models = [f"stock:engine.scheduler_cls=length_models:{n}" for n in _LENGTH_MODELS]
+    compared = (*STOCK, models[0], "sola", *models[1:])
+    return _by_load(setup, ("sharegpt", "azure-conv"), (1.0, 1.5, 2.0), compared)
+
+
+_LENGTH_MODELS = ("Constant", "Noisy", "Oracle")
+
+
+def bursts(setup: Setup) -> Outcome:
+    """Arrivals burstier than Poisson at the same mean rate."""
+    kinds = ("poisson", "gamma:0.5", "gamma:0.25", "mmpp:4:20")
+    rows, lines = [], []
+    compared = (*STOCK, "reject", "spf", "sola")
+    for file in setup.datasets(("azure-conv", "sharegpt")):
+        base = _base(setup, PROFILE, file, SLO_FACTOR)
+        for kind in kinds[:2] if setup.is_quick else kinds:
+            rates = multiples(base.rate_per_s, (0.75, 1.0))
+            points = grid(
+                base, rate_per_s=rates, arrivals=[kind], seed=setup.seeds, scheduler=compared
+            )
+            found = setup.rows(with_bound(points), f"bursts, {NAMES[file]} {kind}")
+            rows += found
+            lines += _lines(found, f"{NAMES[file]}, {kind}", base.rate_per_s, compared)
+    return Outcome(rows, _markdown(_head("data, arrivals", compared[3:]), lines))
+
+
+def shift(setup: Setup) -> Outcome:
+    """Lengths of another data set from the middle of the run on."""
+    rows, lines = [], []
+    compared = (*STOCK, "reject", "spf", "sola")
+    for first, second in (("azure-conv", "azure-code"), ("azure-code", "sharegpt")):
+        files = [setup.datasets((name,))[0] for name in (first, second)]
+        bases = [_base(setup, PROFILE, file, SLO_FACTOR) for file in files]
+        # Half of the requests from each: the mean service time counts, and the looser target.
+        rate = 2.0 / sum(1.0 / base.rate_per_s for base in bases)
+        base = replace(
+            bases[0],
+            ttft_s=max(base.ttft_s for base in bases),
+            tpot_s=max(base.tpot_s for base in bases),
+            dataset_after=files[1],
+        )
+        shares = (1.0,) if setup.is_quick else (0.75, 1.0, 1.5)
+        points = grid(
+            base, rate_per_s=multiples(rate, shares), seed=setup.seeds, scheduler=compared
+        )
+        found = setup.rows(with_bound(points), f"shift, {first} to {second}")
+        rows += found
+        lines += _lines(found, f"{first} to {second}", rate, compared)
+    return Outcome(rows, _markdown(_head("data", compared[3:]), lines))
+
+
+def _by_load(
+    setup: Setup, names: Sequence[str], shares: Sequence[float], compared: Sequence[str]
+) -> Outcome:
+    rows, lines = [], []
+    for file in setup.datasets(names):
+        base = _base(setup, PROFILE, file, SLO_FACTOR)
+        rates = multiples(base.rate_per_s, shares[:1] if setup.is_quick else shares)
+        points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=compared)
+        found = setup.rows(with_bound(points), NAMES[file])
+        rows += found
+        lines += _lines(found, NAMES[file], base.rate_per_s, compared)
+    return Outcome(rows, _markdown(_head("data", compared[3:]), lines))
+
+
+def _base(setup: Setup, profile: str, file: str, factor: float) -> Point:
+    """A point at the rate that stock sustains, with targets of `factor` single latencies."""
+    slo = single_request_slo(profile, file, factor, setup.data)
+    return at_stock_rate(setup, Point(profile, file, 0.0, slo.ttft_s, slo.tpot_s, "stock"))
+
+
+def _head(first: str, others: Sequence[str]) -> list[str]:
+    return [first, "load", "req/s", "best stock", *map(_short, others), BOUND]
+
+
+def _lines(
+    rows: Sequence[Row], name: str, base_rate: float, compared: Sequence[str]
+) -> list[list[str]]:
+    """One line per rate: mean over seeds of each scheduler, stock at its best setting."""
+    lines = []
+    for rate in sorted({row["rate_per_s"] for row in rows}):
+        group = [row for row in rows if row["rate_per_s"] == rate]
+        stock = _best_setting(group)
+        lines.append(
+            [
+                name, f"{rate / base_rate:.2f}", f"{rate:.3g}",
+                f"{_percent(stock)} ({stock[0]['scheduler'].partition(':')[2]})",
+                *(_percent(_of(group, s)) for s in compared if not _is_stock(s)),
+                _percent(group, BOUND),
+            ]
+        )  # fmt: skip
+    return lines
+
+
+def _goodput_head(first: str, others: Sequence[str]) -> list[str]:
+    return [first, "level", "best stock", *map(_short, others), BOUND, "sola / stock",
+            "sola / bound"]  # fmt: skip
+
+
+def _goodput_lines(rows: Sequence[Row], name: str, compared: Sequence[str]) -> list[list[str]]:
+    """Rate at 90 and 99 % attainment of each scheduler and of the bound."""
+    lines = []
+    stock = _best_stock_rows(rows)
+    for level in (0.9, 0.99):
+        at = {s: crossing(_of(rows, s), level) for s in compared if not _is_stock(s)}
+        first, limit = crossing(stock, level), crossing(stock, level, BOUND)
+        cells = [_rate(rate) for rate in (first, *at.values(), limit)]
+        ratios = [_ratio(at["sola"], first), _ratio(at["sola"], limit)]
+        lines.append([name, f"{level:.0%}", *cells, *ratios])
+    return lines
+
+
+def _effect_lines(rows: Sequence[Row], name: str) -> list[list[str]]:
+    """What `sola` does beside attainment, against the best stock setting at the same rate."""
+    lines = []
+    for rate in sorted({row["rate_per_s"] for row in rows}):
+        group = [row for row in rows if row["rate_per_s"] == rate]
+        stock, ours = _best_setting(group), _of(group, "sola")
+        tokens = mean(ours, "tokens_per_s") / mean(stock, "tokens_per_s")
+        lines.append(
+            [
+                name, f"{rate:.3g}", f"{tokens:.3f}",
+                *(f"{mean(r, 'p99_ttft_s'):.3g}" for r in (stock, ours)),
+                *(f"{max(x['worst_wait_s'] for x in r):.3g}" for r in (stock, ours)),
+                *(f"{mean(r, 'num_preemptions'):.0f}" for r in (stock, ours)),
+                *(f"{mean(r, 'cpu_us_per_step'):.0f}" for r in (stock, ours)),
+            ]
+        )  # fmt: skip
+    return lines
+
+
+_EFFECTS = ("data", "req/s", "tokens/s, sola / stock", "TTFT p99, s: stock", "sola",
+            "worst wait, s: stock", "sola", "preemptions: stock", "sola",
+            "CPU us/step: stock", "sola")  # fmt: skip
+
+
+def _is_stock(scheduler: str) -> bool:
+    return scheduler.startswith("stock:") and scheduler[6:].isdecimal()
+
+
+def _of(rows: Sequence[Row], scheduler: str) -> list[Row]:
+    return [row for row in rows if row["scheduler"] == scheduler]
+
+
+def _best_setting(rows: Sequence[Row]) -> list[Row]:
+    """Rows of the stock setting that attains most on average over these rows' seeds."""
+    names = dict.fromkeys(r["scheduler"] for r in rows if _is_stock(r["scheduler"]))
+    return max(
+        (_of(rows, name) for name in names),
+        key=lambda group: (mean(group, "attainment"), -mean(group, "mean_ttft_s")),
+    )
+
+
+def _best_stock_rows(rows: Sequence[Row]) -> list[Row]:
+    rates = dict.fromkeys(row["rate_per_s"] for row in rows)
+    return [
+        row
+        for rate in rates
+        for row in _best_setting([row for row in rows if row["rate_per_s"] == rate])
+    ]
+
+
+def _short(scheduler: str) -> str:
+    if scheduler == PAPER:
+        return "paper"
+    return scheduler.rpartition(":")[2].lower() if "scheduler_cls" in scheduler else scheduler
+
+
+def _percent(rows: Sequence[Row], column: str = "attainment") -> str:
+    return f"{100 * mean(rows, column):.1f}"
+
+
+def _rate(value: float) -> str:
+    if value == 0:
+        return "below"
+    return "above" if math.isinf(value) else f"{value:.3g}"
+
+
+def _ratio(value: float, other: float) -> str:
+    known = 0 < value < math.inf and 0 < other < math.inf
+    return f"{value / other:.2f}" if known else "-"
+
+
+def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rule = ["---", *("---:" for _ in head[1:])]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *lines))
+
+
+EXPERIMENTS: dict[str, Callable[[Setup], Outcome]] = {
+    function.__name__: function
+    for function in (
+        load, load15, recorded, fig7, fig8, fig9, fig10, table4, ablation, bursts, shift,
+        prediction,
+    )
+}  # fmt: skip
+"""By name, as on the command line."""

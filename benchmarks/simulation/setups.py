@@ -1,0 +1,187 @@
+"""What the experiments share: data sets, targets, rates, and how rows are made."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from sola_sched import metrics
+from sola_sched.bench import environment, sweep
+from sola_sched.bench.backend import parse_scheduler
+from sola_sched.bench.calibrate import SLO_FACTOR, measure_slo
+from sola_sched.bench.points import BOUND, SYNTHETIC, Point, make_workload
+from sola_sched.bench.sweep import Row
+from sola_sched.slo import SloTarget
+
+DATASETS = {
+    "sharegpt": "sharegpt_lengths_llama2.csv.gz",
+    "azure-conv": "azure_conv_2023.csv.gz",
+    "azure-code": "azure_code_2023.csv.gz",
+    "arxiv": "arxiv_summarization_lengths_llama2.csv.gz",
+    "mooncake": "mooncake_conversation.jsonl.gz",
+    "sharegpt-prompts": "sharegpt_prompts.jsonl.gz",
+    "synthetic": SYNTHETIC,
+}
+"""File of the data folder by name."""
+NAMES = {file: name for name, file in DATASETS.items()}
+
+STOCK = ("stock:512", "stock:2048", "stock:8192")
+PAPER = "sola:policy=paper"
+LEVEL = 0.9
+_SEARCH_STEP = 1.25
+_NUM_BISECTIONS = 2
+_MAX_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How this run of an experiment is made.
+
+    Attributes:
+        data: Folder of the data sets; None leaves the synthetic one.
+        path: Rows, JSON lines.
+        is_stored: Use the rows there are and run nothing.
+        models: Of the paper's evaluation, those to run; empty for all.
+    """
+
+    data: Path | None
+    path: Path
+    num_requests: int = 1000
+    seeds: Sequence[int] = (0,)
+    num_workers: int = 1
+    is_quick: bool = False
+    is_stored: bool = False
+    is_hidden: bool = False
+    models: Sequence[str] = ()
+
+    def rows(self, points: Iterable[Point], title: str) -> list[Row]:
+        """A row per point, run where it is missing."""
+        if self.is_stored:
+            rows = sweep.stored(points, self.path)
+            if not rows:
+                raise SystemExit(f"{self.path} must hold rows for {title}; run without --stored.")
+            return rows
+        return sweep.run(
+            points, self.path, data=self.data, num_workers=self.num_workers, title=title,
+            is_hidden=self.is_hidden,
+        )  # fmt: skip
+
+    def datasets(self, names: Sequence[str]) -> list[str]:
+        """Files of the data sets, or the synthetic one where there is no data folder."""
+        if self.data is None:
+            return [SYNTHETIC]
+        return [DATASETS[name] for name in (names[:1] if self.is_quick else names)]
+
+
+def grid(base: Point, **choices: Sequence[object]) -> list[Point]:
+    """The points with every combination of the given values, the last name fastest."""
+    return [
+        replace(base, **dict(zip(choices, values, strict=True)))  # type: ignore[arg-type]
+        for values in itertools.product(*choices.values())
+    ]
+
+
+@lru_cache(maxsize=64)
+def single_request_slo(
+    profile: str, dataset: str, factor: float, data: Path | None, outputs_from: str = ""
+) -> SloTarget:
+    """Both targets at `factor` times the latency of a request that has the engine to itself."""
+    environment.prepare(None, is_random=True)
+    backend = sweep.make_backend(profile)
+    point = Point(profile, dataset, 1.0, 1.0, 1.0, "stock", outputs_from=outputs_from)
+    workload = make_workload(point, backend.limits, data)
+    slo = measure_slo(backend, workload, parse_scheduler("stock")).target
+    ratio = factor / SLO_FACTOR
+    return SloTarget(_digits(ratio * slo.ttft_s, 3), _digits(ratio * slo.tpot_s, 3))
+
+
+def at_stock_rate(setup: Setup, base: Point) -> Point:
+    """The point at the rate at which stock vLLM, at its best chunk size, attains `LEVEL`.
+
+    From a guess, the rate is multiplied by a step until the level is passed, then bisected. The
+    runs are rows like all others, with seed 0. Three digits are kept.
+    """
+    base = replace(base, num_requests=setup.num_requests)
+    base = replace(base, rate_per_s=_digits(_guessed_rate(base, setup.data), 3))
+    return replace(base, rate_per_s=_stock_rate(setup, base))
+
+
+def multiples(rate_per_s: float, shares: Sequence[float]) -> list[float]:
+    """Multiples of a rate, to three digits."""
+    return [_digits(share * rate_per_s, 3) for share in shares]
+
+
+def _stock_rate(setup: Setup, base: Point) -> float:
+    order = list(STOCK)
+
+    def is_attained(rate: float) -> bool:
+        # The setting that did it last is tried first: one that attains the level is enough.
+        for scheduler in tuple(order):
+            point = replace(base, rate_per_s=rate, scheduler=scheduler)
+            title = f"{NAMES[base.dataset]}, {scheduler} at {rate:g}/s"
+            row = setup.rows([point], title)[0]
+            if row["attainment"] >= LEVEL:
+                order.sort(key=lambda name: name != scheduler)
+                return True
+        return False
+
+    low = high = base.rate_per_s
+    rises = is_attained(low)
+    for _ in range(_MAX_STEPS):
+        if rises and is_attained(high):
+            low, high = high, _digits(high * _SEARCH_STEP, 3)
+        elif not rises and not is_attained(low):
+            low, high = _digits(low / _SEARCH_STEP, 3), low
+        else:
+            break
+    else:
+        raise RuntimeError(
+            f"stock vLLM must attain {LEVEL:.0%} of {NAMES[base.dataset]} at some rate near "
+            f"{base.rate_per_s:.3g}/s (got none down or up to {low:g}/s); change the targets."
+        )
+    for _ in range(_NUM_BISECTIONS):
+        middle = _digits((low * high) ** 0.5, 3)
+        low, high = (middle, high) if is_attained(middle) else (low, middle)
+    return low
+
+
+def mean(rows: Sequence[Row], column: str) -> float:
+    """Mean over rows, e.g. of several seeds."""
+    return sum(row[column] for row in rows) / len(rows)
+
+
+def crossing(rows: Sequence[Row], level: float, column: str = "attainment") -> float:
+    """Rate at which the mean over seeds falls through `level`; see `metrics.crossing_rate`."""
+    by_rate: dict[float, list[Row]] = {}
+    for row in rows:
+        by_rate.setdefault(row["rate_per_s"], []).append(row)
+    return metrics.crossing_rate(
+        list(by_rate), [mean(group, column) for group in by_rate.values()], level
+    )
+
+
+def with_bound(points: Sequence[Point]) -> list[Point]:
+    """The points and the bound of each of their workloads."""
+    bounds = dict.fromkeys(replace(point, scheduler=BOUND) for point in points)
+    return [*points, *bounds]
+
+
+def _digits(value: float, digits: int) -> float:
+    return float(f"{value:.{digits}g}")
+
+
+def _guessed_rate(base: Point, data: Path | None) -> float:
+    """Where a search for a rate may begin: the work of a mean request in a batch of 64."""
+    environment.prepare(None, is_random=True)
+    backend = sweep.make_backend(base.profile)
+    point = replace(base, rate_per_s=1.0, num_requests=1000)
+    requests = make_workload(point, backend.limits, data).requests
+    prompt = sum(len(r.prompt_token_ids) for r in requests) / len(requests)
+    output = sum(r.output_tokens for r in requests) / len(requests)
+    step = backend.options.profile.step_time
+    token_s = step.per_prefill_token_s + step.per_token_s
+    decode_s = (step.base_s + step.weights_s) / 64 + step.per_decode_s + step.per_ctx_s * prompt
+    return 0.8 / (prompt * token_s + output * decode_s)
