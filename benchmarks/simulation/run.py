@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments import EXPERIMENTS
+from experiments import EXPERIMENTS, Outcome, plane_points
 from setups import Setup
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"requests a run (default: {_NUM_REQUESTS}; quick: {_QUICK_REQUESTS})",
     )
     add("--models", nargs="+", default=[], help="rows of fig7 and fig8 (default: all five)")
+    add("--plots", type=Path, metavar="DIR", help="draw the experiment's figure into this folder")
     add("--stored", action="store_true", help="table and plot of the rows there are; run nothing")
     return parser
 
@@ -61,8 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = args.results / f"{name}.md"
     table.write_text(outcome.table + "\n", encoding="utf-8")
     print(outcome.table)
+    if args.plots is not None:
+        print(f"Figure {_plot(args.name, setup, outcome, args.plots)}.")
     print(f"Rows in {setup.path}, table in {table}.")
     return 0
+
+
+def _plot(name: str, setup: Setup, outcome: Outcome, folder: Path) -> Path:
+    import figures
+
+    path = folder / f"simulation-{name}.png"
+    if name == "fig9":
+        return figures.plot_plane(plane_points(setup), setup.data, path)
+    return figures.plot_lines(outcome.rows, path)
 
 
 def _data(given: Path | None) -> Path | None:

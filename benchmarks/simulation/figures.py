@@ -1,0 +1,120 @@
+"""Figures of the experiments; both are made of rows, nothing is measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from experiments import TABLE_3, best_stock_rows
+from setups import NAMES, PAPER
+
+from sola_sched.bench import sweep
+from sola_sched.bench.points import BOUND, Point
+from sola_sched.bench.sweep import Row
+
+_STYLE: dict[str, dict[str, Any]] = {
+    "stock": {"color": "#1f5f8b", "marker": "s", "label": "vLLM, best chunk size"},
+    "reject": {"color": "#6c757d", "marker": "v", "label": "reject"},
+    "spf": {"color": "#2a9d8f", "marker": "^", "label": "shortest prompt first"},
+    "sjf": {"color": "#b0a160", "marker": "P", "label": "shortest job first"},
+    "prefill-first": {"color": "#5aa9c9", "marker": "D", "label": "prefill first"},
+    PAPER: {"color": "#e07a1f", "marker": "D", "label": "policy paper"},
+    "sola": {"color": "#d1495b", "marker": "o", "label": "policy attain", "linewidth": 2.4},
+}
+#: Columns that part the rows of an experiment into panels.
+_PANEL = ("dataset", "profile", "ttft_s", "tpot_s", "arrivals", "dataset_after")
+_DPI = 100
+
+
+def plot_lines(rows: Sequence[Row], path: Path) -> Path:
+    """Attainment over rate, the bound dashed; a panel per data set, profile and target."""
+    plt = _pyplot()
+    panels: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        panels.setdefault(tuple(row[name] for name in _PANEL), []).append(row)
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(0.8 + 3.0 * len(panels), 3.4), sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for axis, group in zip(axes[0], panels.values(), strict=True):
+        for name, style in _STYLE.items():
+            chosen = best_stock_rows(group) if name == "stock" else _of(group, name)
+            if chosen:
+                _line(axis, chosen, "attainment", **style)
+        _line(axis, group, BOUND, color="#222222", linestyle="--", label="bound", zorder=1)
+        axis.axhline(90, color="#9aa0a6", linewidth=0.8, zorder=0)
+        axis.set_title(_title(group[0]), fontsize=9)
+        axis.set_xlabel("requests/s")
+        axis.set_ylim(-3, 103)
+        axis.grid(True, color="#e3e6ea", linewidth=0.8)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("requests within both SLOs (%)")
+    axes[0][0].legend(fontsize=7.5, loc="lower left", framealpha=0.9)
+    return _save(plt, figure, path)
+
+
+def plot_plane(points: Sequence[Point], data: Path | None, path: Path) -> Path:
+    """TTFT and TPOT of each request, a panel per scheduler; runs the points again."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(
+        1, len(points), figsize=(0.8 + 2.6 * len(points), 3.0), sharex=True, sharey=True,
+        squeeze=False, layout="constrained",
+    )  # fmt: skip
+    for axis, point in zip(axes[0], points, strict=True):
+        outcome = sweep.run_outcome(point, data)
+        done = [r for r in outcome.records if r.completed and r.num_output_tokens > 1]
+        style = _STYLE["stock" if point.scheduler.startswith("stock") else point.scheduler]
+        axis.scatter(
+            [r.ttft_s for r in done], [1e3 * r.tpot_s for r in done], s=7, linewidths=0, alpha=0.5,
+            color=style["color"],
+        )  # fmt: skip
+        share = np.mean([r.attains(point.slo) for r in outcome.records])
+        axis.set_title(f"{style['label']}\n{share:.0%} attained", fontsize=9)
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.axvline(point.ttft_s, color="#2a9d4a", linewidth=1.2)
+        axis.axhline(1e3 * point.tpot_s, color="#2a9d4a", linewidth=1.2)
+        axis.set_xlabel("TTFT (s)")
+        axis.grid(True, color="#e3e6ea", linewidth=0.8)
+    axes[0][0].set_ylabel("TPOT (ms)")
+    figure.suptitle(
+        f"{TABLE_3[0].model}, {points[0].rate_per_s:g} requests/s; the box below and left of the "
+        "lines is the SLO", fontsize=9,
+    )  # fmt: skip
+    return _save(plt, figure, path)
+
+
+def _title(row: Row) -> str:
+    arrivals = "" if row["arrivals"] == "poisson" else f", {row['arrivals']}"
+    return (
+        f"{NAMES[row['dataset']]}{arrivals}\n{row['profile']}, "
+        f"SLO {row['ttft_s']:g} s, {1e3 * row['tpot_s']:g} ms"
+    )
+
+
+def _line(axis: Any, rows: Sequence[Row], column: str, **style: Any) -> None:
+    rates = sorted({row["rate_per_s"] for row in rows})
+    means = [np.mean([r[column] for r in rows if r["rate_per_s"] == rate]) for rate in rates]
+    axis.plot(rates, [100 * value for value in means], **({"markersize": 4} | style))
+
+
+def _of(rows: Sequence[Row], scheduler: str) -> list[Row]:
+    return [row for row in rows if row["scheduler"] == scheduler]
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg", force=True)
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _save(plt: Any, figure: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=_DPI)
+    plt.close(figure)
+    return path
