@@ -175,7 +175,7 @@ def _made_arrivals(point: Point) -> NDArray[np.float64]:
     if (kind, len(values)) == ("gamma", 1):
         return arrival_times(size, rate, values[0], seed=point.seed)
     if (kind, len(values)) == ("mmpp", 2) and min(values) > 0:
-        return _modulated(size, rate, *values, seed=point.seed)
+        return _modulated(size, rate, values[0], values[1], point.seed)
     raise ConfigError(
         "'arrivals' must be poisson, gamma:SHAPE, mmpp:RATIO:DWELL_S or recorded "
         f"(got {point.arrivals!r})."
