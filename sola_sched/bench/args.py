@@ -41,6 +41,7 @@ examples:
   python -m sola_sched.bench --schedulers stock:512 stock:2048 sola sola:policy=paper
   python -m sola_sched.bench --backend openai --base-url http://localhost:8000 --request-rate 8
   python -m sola_sched.bench --backend sim --profile llama-3-70b-h100 --num-prompts 2000
+  python -m sola_sched.bench fidelity    # how near virtual time comes to real engines
 """
 
 

@@ -20,8 +20,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     2 means that the arguments, the data set, the profile or the model cannot be used; 130 that
     the user stopped the run, after what had been measured was reported and saved.
     """
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        args = build_parser().parse_args(argv)
+        if arguments[:1] == ["fidelity"]:
+            from sola_sched.bench import fidelity
+
+            return fidelity.main(arguments[1:])
+        args = build_parser().parse_args(arguments)
         if args.make_model is not None:
             print(f"Wrote {write_model(args.make_model)}; serve it with --load-format dummy.")
             return 0

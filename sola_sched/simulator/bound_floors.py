@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from sola_sched.simulator.step_curves import StepCurves
 from sola_sched.simulator.step_time import MeasuredStepTime, StepTimeModel
 
 
@@ -41,7 +42,8 @@ def floors_of(step_time: Any) -> Sequence[StepFloor]:
 
     - `StepTimeModel`: max(weights, per token) is at least either of the two. Over many steps the
       larger of the two sums is what evenly filled steps take, so nothing between them is needed.
-    - `MeasuredStepTime`: the smallest of the constants of its three kinds of step. A chunk's
+    - `MeasuredStepTime` with curves: their constant and the steepest lines from the origin below
+      them. Otherwise the smallest of the constants of its three kinds of step. A chunk's
       a0 c n + b0 n^2 is at least min(a0, 2 b0) n (c + n / 2), however the prompt is cut.
     - `StepFloor`: itself; anything else must have a method `floors()`.
 
@@ -53,6 +55,8 @@ def floors_of(step_time: Any) -> Sequence[StepFloor]:
     if isinstance(step_time, StepTimeModel):
         return _roofline_floors(step_time)
     if isinstance(step_time, MeasuredStepTime):
+        if step_time.curves is not None:
+            return [_curved_floor(step_time.curves)]
         return [_measured_floor(step_time)]
     floors = getattr(step_time, "floors", None)
     if floors is None:
@@ -89,4 +93,16 @@ def _measured_floor(step_time: MeasuredStepTime) -> StepFloor:
         per_ctx_s=factor * c.b1,
         per_prefill_token_s=factor * c.c0,
         per_prefill_attn_s=factor * min(c.a0, 2.0 * c.b0),
+    )
+
+
+def _curved_floor(curves: StepCurves) -> StepFloor:
+    linear = curves.linear
+    per_token_s = curves.least_slope("num_tokens")
+    return StepFloor(
+        base_s=linear["is_step"],
+        per_decode_s=curves.least_slope("num_requests") + per_token_s,
+        per_ctx_s=linear["decode_ctx_tokens"],
+        per_prefill_token_s=linear["prefill_tokens"] + per_token_s,
+        per_prefill_attn_s=min(linear["prefill_ctx_tokens"], 2.0 * linear["prefill_sq_tokens"]),
     )

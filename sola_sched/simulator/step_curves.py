@@ -122,9 +122,7 @@ class StepCurves:
         total = math.fsum(
             self.linear[name] * value for name, value in zip(LINEAR, batch.linear(), strict=True)
         )
-        return total + sum(
-            _interpolate(self.curves[name], getattr(batch, name)) for name in CURVES
-        )
+        return total + sum(_interpolate(self.curves[name], getattr(batch, name)) for name in CURVES)
 
     @classmethod
     def fit(cls, batches: Sequence[Batch], times_s: Sequence[float]) -> StepCurves:
@@ -210,9 +208,8 @@ class StepCurves:
 
 
 def _interpolate(curve: Curve, value: float) -> float:
-    for (x0, y0), (x1, y1) in zip(curve, curve[1:], strict=False):
-        if value <= x1:
-            break
+    last = next((i for i, (x, _) in enumerate(curve) if x >= value), len(curve) - 1)
+    (x0, y0), (x1, y1) = curve[max(0, last - 1)], curve[max(1, last)]
     return y0 + (y1 - y0) * (value - x0) / (x1 - x0)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sola_sched.cost_model import CostModel
 from sola_sched.profile import shape_of
+from sola_sched.simulator.step_curves import META_KEY, StepCurves, batch_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +82,21 @@ class MeasuredStepTime:
 
     Attributes:
         cost: As written by `python -m sola_sched.profile`.
+        curves: The finer form that `python -m sola_sched.bench fidelity` writes beside it, used
+            in its place; None if the file has none.
     """
 
     cost: CostModel
+    curves: StepCurves | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if META_KEY in self.cost.meta:
+            object.__setattr__(self, "curves", StepCurves.from_json(self.cost.meta[META_KEY]))
 
     def __call__(self, output: Any, requests: Mapping[str, Any]) -> float:
         """Seconds of the step `output`; arguments as for `StepTimeModel`."""
+        if self.curves is not None:
+            return self.curves.step_s(batch_of(output, requests))
         return self.cost.step_s(shape_of(output, requests))
 
 
