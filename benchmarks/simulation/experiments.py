@@ -139,10 +139,10 @@ _FIG_7 = ("prefill-first", "sjf", PAPER, "sola")
 
 def _evaluations(setup: Setup) -> Iterator[tuple[Evaluation, str, Point, tuple[str, ...]]]:
     for row in TABLE_3[:1] if setup.is_quick else TABLE_3:
-        if setup.models and row.model not in setup.models:
-            continue
         for slo_name in ("tight", "loose"):
-            compared = (*dict.fromkeys((*STOCK, f"stock:{row.chunk}")), *_FIG_7)
+            if setup.models and not {row.model, f"{row.model}/{slo_name}"} & set(setup.models):
+                continue
+            compared = ("stock:512", f"stock:{row.chunk}", "stock:8192", *_FIG_7)
             yield row, slo_name, _evaluation_base(setup, row, slo_name), compared
 
 
@@ -160,7 +160,7 @@ def _evaluation_base(setup: Setup, row: Evaluation, slo_name: str) -> Point:
 
 
 def _fig7_points(setup: Setup, base: Point, compared: Sequence[str]) -> list[Point]:
-    shares = (0.8, 1.3) if setup.is_quick else (0.7, 0.85, 1.0, 1.15, 1.3, 1.6)
+    shares = (0.8, 1.3) if setup.is_quick else (0.85, 1.0, 1.15, 1.3)
     rates = multiples(base.rate_per_s, shares)
     return grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=compared)
 

@@ -36,7 +36,12 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         help=f"requests a run (default: {_NUM_REQUESTS}; quick: {_QUICK_REQUESTS})",
     )
-    add("--models", nargs="+", default=[], help="rows of fig7 and fig8 (default: all five)")
+    add(
+        "--models",
+        nargs="+",
+        default=[],
+        help="rows of fig7 and fig8, as Llama3-8B or Llama3-8B/tight (default: all)",
+    )
     add("--plots", type=Path, metavar="DIR", help="draw the experiment's figure into this folder")
     add("--stored", action="store_true", help="table and plot of the rows there are; run nothing")
     return parser

@@ -70,30 +70,25 @@ def run(
     done = {row["key"]: row for row in load(path)}
     missing = [point for point in wanted if key_of(point) not in done]
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and path.stat().st_size > len(_whole(path).encode()):
+        path.write_text(_whole(path), encoding="utf-8")
     with (
         tqdm(total=len(missing), desc=title, unit="run", disable=is_hidden) as bar,
         path.open("a", encoding="utf-8") as out,
     ):
         for row in _results(missing, data, min(num_workers, len(missing))):
             done[row["key"]] = row
-            out.write(json.dumps(row, allow_nan=False) + "\n")
+            out.write(json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n")
             out.flush()
             bar.update()
     return with_bound([done[key_of(point)] for point in wanted])
 
 
 def load(path: Path) -> list[Row]:
-    """All rows of a file; none if it does not exist.
-
-    A last line that was cut off when the run was killed is removed from the file.
-    """
+    """All rows of a file; none if it does not exist. A line that was cut off is left out."""
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole, encoding="utf-8")
-    return [json.loads(line) for line in whole.splitlines()]
+    return [json.loads(line) for line in _whole(path).splitlines()]
 
 
 def with_bound(rows: Sequence[Row]) -> list[Row]:
@@ -218,6 +213,12 @@ def _results(points: Sequence[Point], data: Path | None, num_workers: int) -> It
                 yield future.result()
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _whole(path: Path) -> str:
+    """The text without a last line that was cut off when a run was killed."""
+    text = path.read_text(encoding="utf-8")
+    return text[: text.rfind("\n") + 1]
 
 
 def _told(point: Point) -> Row:
