@@ -16,6 +16,7 @@ ASYNC_SCHEDULER = "vllm/v1/core/sched/async_scheduler.py"
 #: File, class and method of vLLM's parameter checks that the plug-in extends.
 CHECKS = [
     ("vllm/v1/engine/input_processor.py", "InputProcessor", "_validate_params"),
+    ("vllm/v1/engine/async_llm.py", "AsyncLLM", "__init__"),
     ("vllm/sampling_params.py", "SamplingParams", "_verify_args"),
 ]
 

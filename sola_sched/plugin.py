@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from functools import wraps
 from typing import Any
+from weakref import WeakSet
 
 from sola_sched.config import CONFIG_KEY, SolaConfig
 from sola_sched.errors import SloError
@@ -21,21 +22,20 @@ from sola_sched.slo import REQUEST_KEYS, request_target
 _MARK = "_sola_sched_checks_slo"
 
 
-class _Served:
-    """The engine configuration of this process; None where no front end of ours runs."""
-
-    config: SolaConfig | None = None
+#: The asynchronous front ends in this process whose scheduler is ours; a server has one.
+_servers: WeakSet[Any] = WeakSet()
 
 
 def register() -> None:
     """Extend vLLM's own checks of sampling parameters, once per process."""
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
 
     if getattr(InputProcessor._validate_params, _MARK, False):
         return
-    _extend(InputProcessor, "__init__", _remember)
     _extend(InputProcessor, "_validate_params", _check_submitted)
+    _extend(AsyncLLM, "__init__", _remember)
     _extend(SamplingParams, "_verify_args", _check_built)
 
 
@@ -53,21 +53,33 @@ def _extend(owner: type, name: str, ours: Any) -> None:
     setattr(owner, name, extended)
 
 
-def _remember(processor: Any, *_: Any, **__: Any) -> None:
-    if is_ours(processor.vllm_config.scheduler_config.scheduler_cls):
-        _Served.config = _config(processor.vllm_config)
-
-
 def _check_submitted(processor: Any, params: Any, *_: Any, **__: Any) -> None:
-    extra_args = getattr(params, "extra_args", None)
-    if extra_args and any(key in extra_args for key in REQUEST_KEYS):
-        check_request(processor.vllm_config, extra_args)
+    if _has_our_keys(params):
+        check_request(processor.vllm_config, params.extra_args)
+
+
+def _remember(server: Any, *_: Any, **__: Any) -> None:
+    if is_ours(server.vllm_config.scheduler_config.scheduler_cls):
+        _servers.add(server)
 
 
 def _check_built(params: Any) -> None:
-    extra_args = params.extra_args
-    if _Served.config and extra_args and any(key in extra_args for key in REQUEST_KEYS):
-        _check(_Served.config, extra_args)
+    """Refuse what every server here would refuse: the engine it is for is not known yet."""
+    if not _servers or not _has_our_keys(params):
+        return
+    for server in _servers:
+        try:
+            check_request(server.vllm_config, params.extra_args)
+        except Exception as error:
+            refusal = error
+        else:
+            return
+    raise refusal
+
+
+def _has_our_keys(params: Any) -> bool:
+    extra_args = getattr(params, "extra_args", None)
+    return bool(extra_args) and any(key in extra_args for key in REQUEST_KEYS)
 
 
 def check_request(vllm_config: Any, extra_args: Any) -> None:
@@ -76,15 +88,9 @@ def check_request(vllm_config: Any, extra_args: Any) -> None:
     Raises:
         VLLMValidationError: (HTTP 400) The message names key, value and rule.
     """
-    if is_ours(vllm_config.scheduler_config.scheduler_cls):
-        _check(_config(vllm_config), extra_args)
-
-
-def _config(vllm_config: Any) -> SolaConfig:
-    return SolaConfig.from_mapping((vllm_config.additional_config or {}).get(CONFIG_KEY))
-
-
-def _check(config: SolaConfig, extra_args: Any) -> None:
+    if not is_ours(vllm_config.scheduler_config.scheduler_cls):
+        return
+    config = SolaConfig.from_mapping((vllm_config.additional_config or {}).get(CONFIG_KEY))
     try:
         request_target(extra_args, config.default_slo, config.classes)
     except SloError as error:

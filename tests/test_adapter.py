@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 import sola_sched
-from sola_sched.config import SolaConfig
-from sola_sched.plugin import _Served, check_request, is_ours, register
+from sola_sched.plugin import _remember, check_request, is_ours, register
 from sola_sched.simulator import (
     RequestRecord,
     StepTimeModel,
@@ -252,11 +252,27 @@ def test_registering_twice_wraps_once() -> None:
     assert InputProcessor._validate_params is first
 
 
-def test_sampling_params_are_checked_once_a_front_end_of_ours_runs(monkeypatch) -> None:
+class Server:
+    def __init__(self, scheduler_cls: Any, **sola: Any) -> None:
+        self.vllm_config = vllm_config(scheduler_cls, **sola)
+
+
+def test_sampling_params_are_refused_early_where_every_server_would() -> None:
     register()
-    monkeypatch.setattr(_Served, "config", None)
     SamplingParams(extra_args={"ttft_slo_ms": "soon"})
-    monkeypatch.setattr(_Served, "config", SolaConfig())
+    servers = [
+        Server(None),
+        Server("sola_sched.Scheduler"),
+        Server("sola_sched.Scheduler", classes={"chat": {"ttft_s": 0.5}}),
+    ]
+    for server in servers:
+        _remember(server)
     SamplingParams(extra_args={"ttft_slo_ms": 500, "other": "soon"})
-    with pytest.raises(Exception, match="'ttft_slo_ms'"):
-        SamplingParams(extra_args={"ttft_slo_ms": "soon"})
+    SamplingParams(extra_args={"slo_class": "chat"})
+    for bad in ({"ttft_slo_ms": "soon"}, {"slo_class": "chit"}):
+        with pytest.raises(Exception, match=f"'{next(iter(bad))}'"):
+            SamplingParams(extra_args=bad)
+    del server
+    servers.clear()
+    gc.collect()
+    SamplingParams(extra_args={"ttft_slo_ms": "soon"})
