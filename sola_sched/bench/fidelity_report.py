@@ -10,6 +10,9 @@ from sola_sched.bench.fidelity_steps import ATTAINMENT_TARGET, STEP_TARGET
 
 Row = dict[str, Any]
 
+_SLOWER = ("3% longer: points", "TTFT", "TPOT")
+_SPAN = ("as profiled: points", "TTFT", "TPOT")
+
 
 def engine_tables(report: Row) -> str:
     """Runs, repeats, parts of a cycle, forms of the step time, and the verdict."""
@@ -34,6 +37,11 @@ def engine_tables(report: Row) -> str:
                      *(f"{row['parts'][part] * 1e3:.2f}" for part in PARTS)]
                     for row in runs
                 ],
+            ),
+            "What an error of the step time does to a run, against the simulation above:\n"
+            + _table(
+                ["workload", "scheduler", *_SLOWER, *_SPAN],
+                [_sensitivity(row) for row in runs],
             ),
             "Step times fitted to the training steps, against the held-out whole steps:\n"
             + _table(
@@ -110,6 +118,17 @@ def _run(row: Row) -> list[str]:
             f"{real[name] * 1e3:.4g}",
             f"{simulated[name] * 1e3:.4g}",
             f"{simulated[name] / real[name] - 1.0:+.1%}",
+        ]
+    return cells
+
+
+def _sensitivity(row: Row) -> list[str]:
+    cells = [row["workload"], row["scheduler"]]
+    for name in ("simulated_slower", "simulated_span"):
+        before, after = row["simulated"], row[name]
+        cells += [
+            f"{(after['attainment'] - before['attainment']) * 100:+.1f}",
+            *(f"{after[key] / before[key] - 1.0:+.1%}" for key in ("mean_ttft_s", "mean_tpot_s")),
         ]
     return cells
 

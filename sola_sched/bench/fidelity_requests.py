@@ -39,8 +39,11 @@ COEFFICIENTS = (
     "base_s", "per_decode_s", "per_ctx_s", "per_prefill_attn_s", "weights_s", "per_token_s",
 )  # fmt: skip
 NUM_SIMULATIONS = 7
-# Short TTFTs are weighted as if they were this share of the mean: their error is one step.
-_TTFT_FLOOR = 0.1
+# Short TTFTs are weighted as if they were this share of the mean: a queue that is one request
+# longer in the simulation would count many times.
+_TTFT_FLOOR = 0.5
+_NUM_REWEIGHTS = 4
+_HUBER_SIGMAS = 1.5
 # Prior of a new coefficient on the one before, relative to the largest column.
 _DAMPING = 0.003
 
@@ -298,8 +301,14 @@ def _solve(rows: FloatArray, target: FloatArray, previous: FloatArray) -> FloatA
     scale = np.sqrt(np.mean(rows**2, axis=0))
     scale = np.where(scale > 0.0, scale, 1.0)
     damping = math.sqrt(_DAMPING * len(target))
-    table = np.vstack([rows / scale, damping * np.eye(len(scale))])
-    solution, _ = nnls(table, np.concatenate([target, damping * previous * scale]))
+    prior, prior_target = damping * np.eye(len(scale)), damping * previous * scale
+    weights = np.ones(len(target))
+    for _ in range(1 + _NUM_REWEIGHTS):
+        table = np.vstack([rows / scale * weights[:, None], prior])
+        solution, _ = nnls(table, np.concatenate([target * weights, prior_target]))
+        residual = np.abs(rows / scale @ solution - target)
+        cut = _HUBER_SIGMAS * max(1.4826 * float(np.median(residual)), 1e-3)
+        weights = np.sqrt(np.minimum(1.0, cut / np.maximum(residual, cut)))
     result: FloatArray = solution / scale
     return result
 

@@ -26,6 +26,9 @@ from sola_sched.slo import SloTarget
 #: Targets: mean absolute error of a step, and of attainment.
 STEP_TARGET = 0.06
 ATTAINMENT_TARGET = 0.03
+#: How much longer every step is made, to see what a step's error does to a run.
+SLOWDOWN = 1.03
+SPAN_FORM = "linear, schedule() to update"
 
 
 @dataclass(frozen=True)
@@ -119,25 +122,59 @@ def mean_parts(cycles: Sequence[Cycle]) -> dict[str, float]:
     return {part: float(np.mean([getattr(cycle, part) for cycle in cycles])) for part in PARTS}
 
 
-def compare_forms(
-    training: Sequence[Cycle], test: Sequence[Cycle], chosen: Sequence[float]
-) -> dict[str, dict[str, float]]:
-    """Errors against whole cycles of the cost model and of the form in use.
+@dataclass(frozen=True)
+class LinearForms:
+    """The cost model in place of the curves, fitted to the same steps.
 
-    Args:
-        training: All training cycles.
-        test: All held-out cycles.
-        chosen: Predictions for them by the form in use.
+    Attributes:
+        span: To what `python -m sola_sched.profile` measures, under vLLM's scheduler.
+        cycle: To whole cycles.
     """
-    span = CostModel.fit([(cycle.batch.shape, cycle.span_s) for cycle in training])
-    cycle = CostModel.fit([(cycle.batch.shape, cycle.total_s) for cycle in training])
-    return {
-        "linear, schedule() to update": step_errors(
-            [span.step_s(c.batch.shape) for c in test], test
-        ),
-        "linear, whole cycle": step_errors([cycle.step_s(c.batch.shape) for c in test], test),
-        "curves, whole cycle": step_errors(chosen, test),
-    }
+
+    span: CostModel
+    cycle: CostModel
+
+    @classmethod
+    def fit(cls, training: Mapping[str, Sequence[Cycle]], stock: Sequence[str]) -> LinearForms:
+        """Fit both.
+
+        Args:
+            training: Cycles by label of the scheduler.
+            stock: Labels that are vLLM's scheduler; all if there are none.
+        """
+        every = [cycle for cycles in training.values() for cycle in cycles]
+        chosen = [cycle for label in stock for cycle in training[label]] or every
+        return cls(
+            CostModel.fit([(cycle.batch.shape, cycle.span_s) for cycle in chosen]),
+            CostModel.fit([(cycle.batch.shape, cycle.total_s) for cycle in every]),
+        )
+
+    def errors(
+        self, test: Sequence[Cycle], curves_s: Sequence[float]
+    ) -> dict[str, dict[str, float]]:
+        """Errors of each form against whole cycles.
+
+        Args:
+            test: All held-out cycles.
+            curves_s: Predictions for them by the curves.
+        """
+        shapes = [cycle.batch.shape for cycle in test]
+        return {
+            SPAN_FORM: step_errors([self.span.step_s(shape) for shape in shapes], test),
+            "linear, whole step": step_errors([self.cycle.step_s(s) for s in shapes], test),
+            "curves, whole step": step_errors(curves_s, test),
+        }
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Another step time, all steps longer by a factor."""
+
+    step_time: EngineTime
+    factor: float
+
+    def __call__(self, output: Any, requests: Mapping[str, Any]) -> float:
+        return self.factor * self.step_time(output, requests)
 
 
 def simulate(
