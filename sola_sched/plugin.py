@@ -78,8 +78,8 @@ def _check_built(params: Any) -> None:
 
 
 def _has_our_keys(params: Any) -> bool:
-    extra_args = getattr(params, "extra_args", None)
-    return bool(extra_args) and any(key in extra_args for key in REQUEST_KEYS)
+    extra_args = getattr(params, "extra_args", None) or {}
+    return any(key in extra_args for key in REQUEST_KEYS)
 
 
 def check_request(vllm_config: Any, extra_args: Any) -> None:
