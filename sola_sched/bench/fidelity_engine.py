@@ -69,7 +69,11 @@ class CycleRecorder:
     """
 
     def __init__(self, engine: Any, scheduler: Any, clock: Callable[[], float]) -> None:
-        self.reset()
+        self.cycles: list[Cycle] = []
+        self.num_empty = 0
+        self._step: tuple[float, float, Batch] | None = None
+        self._update: tuple[float, float] | None = None
+        self._has_requests = False
         self._engine = engine
         self._clock = clock
         self._last_end_s: float | None = None
@@ -96,10 +100,9 @@ class CycleRecorder:
 
     def reset(self) -> None:
         """Forget all steps so far."""
-        self.cycles: list[Cycle] = []
+        self.cycles = []
         self.num_empty = 0
-        self._step: tuple[float, float, Batch] | None = None
-        self._update: tuple[float, float] | None = None
+        self._step = self._update = None
         self._has_requests = False
 
     def add_request(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,11 +116,16 @@ class CycleRecorder:
         self._step = self._update = None
         outputs = self._engine.step()
         end_s = self._clock()
-        if self._step is not None and self._update is not None:
-            self._record(begin_s, self._step, self._update, end_s)
+        step, update = self._timed()
+        if step is not None and update is not None:
+            self._record(begin_s, step, update, end_s)
         # While requests are left, the next cycle begins where this one ends.
         self._begin_s = end_s if self._has_requests else None
         return outputs
+
+    def _timed(self) -> tuple[tuple[float, float, Batch] | None, tuple[float, float] | None]:
+        """What the wrapped calls of this step left."""
+        return self._step, self._update
 
     def _begin(self) -> float:
         if self._begin_s is None:
