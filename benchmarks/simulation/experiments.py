@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,12 +12,22 @@ from setups import (
     STOCK,
     Setup,
     at_stock_rate,
-    crossing,
     grid,
-    mean,
     multiples,
     single_request_slo,
     with_bound,
+)
+from tables import (
+    EFFECTS,
+    effect_lines,
+    goodput_head,
+    goodput_lines,
+    head,
+    load_lines,
+    markdown,
+    percent,
+    seed_lines,
+    short,
 )
 
 from sola_sched.bench.calibrate import SLO_FACTOR
@@ -60,6 +69,20 @@ def recorded(setup: Setup) -> Outcome:
     return _load(setup, ("azure-conv", "azure-code"), SLO_FACTOR, arrivals)
 
 
+def seeds(setup: Setup) -> Outcome:
+    """Other requests and arrivals around the load at which stock breaks down, seed by seed."""
+    rows: list[Row] = []
+    lines = []
+    for file in setup.datasets(("azure-conv", "sharegpt", "arxiv")):
+        base = _base(setup, PROFILE, file, SLO_FACTOR)
+        rates = multiples(base.rate_per_s, (1.0, 1.25))
+        points = grid(base, rate_per_s=rates, seed=(0, 1, 2), scheduler=(*STOCK, "sola"))
+        found = setup.rows(with_bound(points), f"seeds, {NAMES[file]}")
+        rows += found
+        lines += seed_lines(found, NAMES[file], base.rate_per_s)
+    return Outcome(rows, markdown(["data", "load", "req/s", "best stock", "sola", BOUND], lines))
+
+
 def _load(setup: Setup, names: Sequence[str], factor: float, arrivals: str = "poisson") -> Outcome:
     shares = (0.75, 1.5) if setup.is_quick else LOADS
     rows: list[Row] = []
@@ -73,13 +96,13 @@ def _load(setup: Setup, names: Sequence[str], factor: float, arrivals: str = "po
         found = setup.rows(with_bound(points), f"load, {NAMES[file]}")
         rows += found
         name = f"{NAMES[file]} ({base.ttft_s:g} s, {1e3 * base.tpot_s:g} ms)"
-        tables[0] += _lines(found, name, base.rate_per_s, COMPARED)
-        tables[1] += _goodput_lines(found, NAMES[file], COMPARED)
-        tables[2] += _effect_lines(found, NAMES[file])
+        tables[0] += load_lines(found, name, base.rate_per_s, COMPARED)
+        tables[1] += goodput_lines(found, NAMES[file], COMPARED)
+        tables[2] += effect_lines(found, NAMES[file])
     heads = (
-        _head("data (TTFT, TPOT)", COMPARED[3:]), _goodput_head("data", COMPARED[3:]), _EFFECTS,
+        head("data (TTFT, TPOT)", COMPARED[3:]), goodput_head("data", COMPARED[3:]), EFFECTS,
     )  # fmt: skip
-    return Outcome(rows, "\n\n".join(map(_markdown, heads, tables)))
+    return Outcome(rows, "\n\n".join(map(markdown, heads, tables)))
 
 
 @dataclass(frozen=True)
@@ -118,8 +141,8 @@ def fig7(setup: Setup) -> Outcome:
         points = _fig7_points(setup, base, compared)
         found = setup.rows(with_bound(points), f"fig7, {row.model} {slo_name}")
         rows += found
-        lines += _lines(found, f"{row.model}, {slo_name}", base.rate_per_s, compared)
-    return Outcome(rows, _markdown(_head("model, SLO", _FIG_7), lines))
+        lines += load_lines(found, f"{row.model}, {slo_name}", base.rate_per_s, compared)
+    return Outcome(rows, markdown(head("model, SLO", _FIG_7), lines))
 
 
 def fig8(setup: Setup) -> Outcome:
@@ -130,8 +153,8 @@ def fig8(setup: Setup) -> Outcome:
             with_bound(_fig7_points(setup, base, compared)), f"fig8, {row.model} {slo_name}"
         )
         rows += found
-        lines += _goodput_lines(found, f"{row.model}, {slo_name}", compared)
-    return Outcome(rows, _markdown(_goodput_head("model, SLO", _FIG_7), lines))
+        lines += goodput_lines(found, f"{row.model}, {slo_name}", compared)
+    return Outcome(rows, markdown(goodput_head("model, SLO", _FIG_7), lines))
 
 
 _FIG_7 = ("prefill-first", "sjf", PAPER, "sola")
@@ -177,15 +200,15 @@ def fig9(setup: Setup) -> Outcome:
     rows = setup.rows(with_bound(plane_points(setup)), "fig9")
     lines = [
         [
-            _short(r["scheduler"]), _percent([r]), _percent([r], "met_ttft"),
-            _percent([r], "met_tpot"), f"{r['p50_ttft_s']:.3g}", f"{r['p99_ttft_s']:.3g}",
+            short(r["scheduler"]), percent([r]), percent([r], "met_ttft"),
+            percent([r], "met_tpot"), f"{r['p50_ttft_s']:.3g}", f"{r['p99_ttft_s']:.3g}",
             f"{1e3 * r['p50_tpot_s']:.3g}", f"{1e3 * r['p99_tpot_s']:.3g}",
         ]
         for r in rows
     ]  # fmt: skip
-    head = ["scheduler", "attained", "met TTFT", "met TPOT", "TTFT p50, s", "p99",
+    columns = ["scheduler", "attained", "met TTFT", "met TPOT", "TTFT p50, s", "p99",
             "TPOT p50, ms", "p99"]  # fmt: skip
-    return Outcome(rows, _markdown(head, lines))
+    return Outcome(rows, markdown(columns, lines))
 
 
 def fig10(setup: Setup) -> Outcome:
@@ -209,8 +232,8 @@ def fig10(setup: Setup) -> Outcome:
             )  # fmt: skip
             found = setup.rows(with_bound(points), f"fig10, {row.model} {factor:g}x")
             rows += found
-            lines += _lines(found, f"{row.model}, {factor:g}x", base.rate_per_s, compared)
-    return Outcome(rows, _markdown(_head("model, SLO", _FIG_7), lines))
+            lines += load_lines(found, f"{row.model}, {factor:g}x", base.rate_per_s, compared)
+    return Outcome(rows, markdown(head("model, SLO", _FIG_7), lines))
 
 
 def table4(setup: Setup) -> Outcome:
@@ -227,15 +250,15 @@ def table4(setup: Setup) -> Outcome:
             added = r["overhead_ratio"] - first["overhead_ratio"]
             lines.append(
                 [
-                    row.model, _short(r["scheduler"]), f"{r['rate_per_s']:.3g}",
+                    row.model, short(r["scheduler"]), f"{r['rate_per_s']:.3g}",
                     f"{r['mean_running']:.0f}", f"{r['cpu_us_per_step']:.0f}",
                     f"{1e3 * r['duration_s'] / r['num_steps']:.1f}",
                     f"{100 * r['overhead_ratio']:.2f}", f"{100 * added:+.2f}",
                 ]
             )  # fmt: skip
-    head = ["model", "scheduler", "req/s", "running", "CPU us/step", "step, ms", "overhead %",
+    columns = ["model", "scheduler", "req/s", "running", "CPU us/step", "step, ms", "overhead %",
             "added"]  # fmt: skip
-    return Outcome(rows, _markdown(head, lines))
+    return Outcome(rows, markdown(columns, lines))
 
 
 _VARIANTS = ("sola", "sola:best_effort_share=0", "sola:safety=0", "sola:safety=0.1",
@@ -271,8 +294,8 @@ def bursts(setup: Setup) -> Outcome:
             )
             found = setup.rows(with_bound(points), f"bursts, {NAMES[file]} {kind}")
             rows += found
-            lines += _lines(found, f"{NAMES[file]}, {kind}", base.rate_per_s, compared)
-    return Outcome(rows, _markdown(_head("data, arrivals", compared[3:]), lines))
+            lines += load_lines(found, f"{NAMES[file]}, {kind}", base.rate_per_s, compared)
+    return Outcome(rows, markdown(head("data, arrivals", compared[3:]), lines))
 
 
 def shift(setup: Setup) -> Outcome:
@@ -296,8 +319,8 @@ def shift(setup: Setup) -> Outcome:
         )
         found = setup.rows(with_bound(points), f"shift, {first} to {second}")
         rows += found
-        lines += _lines(found, f"{first} to {second}", rate, compared)
-    return Outcome(rows, _markdown(_head("data", compared[3:]), lines))
+        lines += load_lines(found, f"{first} to {second}", rate, compared)
+    return Outcome(rows, markdown(head("data", compared[3:]), lines))
 
 
 def _by_load(
@@ -310,8 +333,8 @@ def _by_load(
         points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=compared)
         found = setup.rows(with_bound(points), NAMES[file])
         rows += found
-        lines += _lines(found, NAMES[file], base.rate_per_s, compared)
-    return Outcome(rows, _markdown(_head("data", compared[3:]), lines))
+        lines += load_lines(found, NAMES[file], base.rate_per_s, compared)
+    return Outcome(rows, markdown(head("data", compared[3:]), lines))
 
 
 def _base(setup: Setup, profile: str, file: str, factor: float) -> Point:
@@ -320,128 +343,10 @@ def _base(setup: Setup, profile: str, file: str, factor: float) -> Point:
     return at_stock_rate(setup, Point(profile, file, 0.0, slo.ttft_s, slo.tpot_s, "stock"))
 
 
-def _head(first: str, others: Sequence[str]) -> list[str]:
-    return [first, "load", "req/s", "best stock", *map(_short, others), BOUND]
-
-
-def _lines(
-    rows: Sequence[Row], name: str, base_rate: float, compared: Sequence[str]
-) -> list[list[str]]:
-    """One line per rate: mean over seeds of each scheduler, stock at its best setting."""
-    lines = []
-    for rate in sorted({row["rate_per_s"] for row in rows}):
-        group = [row for row in rows if row["rate_per_s"] == rate]
-        stock = _best_setting(group)
-        lines.append(
-            [
-                name, f"{rate / base_rate:.2f}", f"{rate:.3g}",
-                f"{_percent(stock)} ({stock[0]['scheduler'].partition(':')[2]})",
-                *(_percent(_of(group, s)) for s in compared if not _is_stock(s)),
-                _percent(group, BOUND),
-            ]
-        )  # fmt: skip
-    return lines
-
-
-def _goodput_head(first: str, others: Sequence[str]) -> list[str]:
-    return [first, "level", "best stock", *map(_short, others), BOUND, "sola / stock",
-            "sola / bound"]  # fmt: skip
-
-
-def _goodput_lines(rows: Sequence[Row], name: str, compared: Sequence[str]) -> list[list[str]]:
-    """Rate at 90 and 99 % attainment of each scheduler and of the bound."""
-    lines = []
-    stock = best_stock_rows(rows)
-    for level in (0.9, 0.99):
-        at = {s: crossing(_of(rows, s), level) for s in compared if not _is_stock(s)}
-        first, limit = crossing(stock, level), crossing(stock, level, BOUND)
-        cells = [_rate(rate) for rate in (first, *at.values(), limit)]
-        ratios = [_ratio(at["sola"], first), _ratio(at["sola"], limit)]
-        lines.append([name, f"{level:.0%}", *cells, *ratios])
-    return lines
-
-
-def _effect_lines(rows: Sequence[Row], name: str) -> list[list[str]]:
-    """What `sola` does beside attainment, against the best stock setting at the same rate."""
-    lines = []
-    for rate in sorted({row["rate_per_s"] for row in rows}):
-        group = [row for row in rows if row["rate_per_s"] == rate]
-        stock, ours = _best_setting(group), _of(group, "sola")
-        tokens = mean(ours, "tokens_per_s") / mean(stock, "tokens_per_s")
-        lines.append(
-            [
-                name, f"{rate:.3g}", f"{tokens:.3f}",
-                *(f"{mean(r, 'p99_ttft_s'):.3g}" for r in (stock, ours)),
-                *(f"{max(x['worst_wait_s'] for x in r):.3g}" for r in (stock, ours)),
-                *(f"{mean(r, 'num_preemptions'):.0f}" for r in (stock, ours)),
-                *(f"{mean(r, 'cpu_us_per_step'):.0f}" for r in (stock, ours)),
-            ]
-        )  # fmt: skip
-    return lines
-
-
-_EFFECTS = ("data", "req/s", "tokens/s, sola / stock", "TTFT p99, s: stock", "sola",
-            "worst wait, s: stock", "sola", "preemptions: stock", "sola",
-            "CPU us/step: stock", "sola")  # fmt: skip
-
-
-def _is_stock(scheduler: str) -> bool:
-    return scheduler.startswith("stock:") and scheduler[6:].isdecimal()
-
-
-def _of(rows: Sequence[Row], scheduler: str) -> list[Row]:
-    return [row for row in rows if row["scheduler"] == scheduler]
-
-
-def _best_setting(rows: Sequence[Row]) -> list[Row]:
-    """Rows of the stock setting that attains most on average over these rows' seeds."""
-    names = dict.fromkeys(r["scheduler"] for r in rows if _is_stock(r["scheduler"]))
-    return max(
-        (_of(rows, name) for name in names),
-        key=lambda group: (mean(group, "attainment"), -mean(group, "mean_ttft_s")),
-    )
-
-
-def best_stock_rows(rows: Sequence[Row]) -> list[Row]:
-    """Of each rate the rows of the stock setting that attains most."""
-    rates = dict.fromkeys(row["rate_per_s"] for row in rows)
-    return [
-        row
-        for rate in rates
-        for row in _best_setting([row for row in rows if row["rate_per_s"] == rate])
-    ]
-
-
-def _short(scheduler: str) -> str:
-    if scheduler == PAPER:
-        return "paper"
-    return scheduler.rpartition(":")[2].lower() if "scheduler_cls" in scheduler else scheduler
-
-
-def _percent(rows: Sequence[Row], column: str = "attainment") -> str:
-    return f"{100 * mean(rows, column):.1f}"
-
-
-def _rate(value: float) -> str:
-    if value == 0:
-        return "below"
-    return "above" if math.isinf(value) else f"{value:.3g}"
-
-
-def _ratio(value: float, other: float) -> str:
-    known = 0 < value < math.inf and 0 < other < math.inf
-    return f"{value / other:.2f}" if known else "-"
-
-
-def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rule = ["---", *("---:" for _ in head[1:])]
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *lines))
-
-
 EXPERIMENTS: dict[str, Callable[[Setup], Outcome]] = {
     function.__name__: function
     for function in (
-        load, load15, recorded, fig7, fig8, fig9, fig10, table4, ablation, bursts, shift,
+        load, load15, recorded, seeds, fig7, fig8, fig9, fig10, table4, ablation, bursts, shift,
         prediction,
     )
 }  # fmt: skip

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from experiments import TABLE_3, best_stock_rows
+from experiments import TABLE_3
 from setups import NAMES, PAPER
+from tables import best_stock_rows, of_scheduler
 
 from sola_sched.bench import sweep
 from sola_sched.bench.points import BOUND, Point
@@ -25,6 +26,7 @@ _STYLE: dict[str, dict[str, Any]] = {
 }
 #: Columns that part the rows of an experiment into panels.
 _PANEL = ("dataset", "profile", "ttft_s", "tpot_s", "arrivals", "dataset_after")
+_MAX_COLUMNS = 3
 _DPI = 100
 
 
@@ -34,13 +36,17 @@ def plot_lines(rows: Sequence[Row], path: Path) -> Path:
     panels: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         panels.setdefault(tuple(row[name] for name in _PANEL), []).append(row)
+    num_columns = min(_MAX_COLUMNS, len(panels))
+    num_rows = -(-len(panels) // num_columns)
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(0.8 + 3.0 * len(panels), 3.4), sharey=True, squeeze=False,
-        layout="constrained",
+        num_rows, num_columns, figsize=(0.8 + 3.0 * num_columns, 0.5 + 2.8 * num_rows),
+        sharey=True, squeeze=False, layout="constrained",
     )  # fmt: skip
-    for axis, group in zip(axes[0], panels.values(), strict=True):
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, group in zip(axes.flat, panels.values(), strict=False):
         for name, style in _STYLE.items():
-            chosen = best_stock_rows(group) if name == "stock" else _of(group, name)
+            chosen = best_stock_rows(group) if name == "stock" else of_scheduler(group, name)
             if chosen:
                 _line(axis, chosen, "attainment", **style)
         _line(axis, group, BOUND, color="#222222", linestyle="--", label="bound", zorder=1)
@@ -50,8 +56,10 @@ def plot_lines(rows: Sequence[Row], path: Path) -> Path:
         axis.set_ylim(-3, 103)
         axis.grid(True, color="#e3e6ea", linewidth=0.8)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("requests within both SLOs (%)")
-    axes[0][0].legend(fontsize=7.5, loc="lower left", framealpha=0.9)
+    for line in axes:
+        line[0].set_ylabel("requests within both SLOs (%)", fontsize=9)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=4)
     return _save(plt, figure, path)
 
 
@@ -98,10 +106,6 @@ def _line(axis: Any, rows: Sequence[Row], column: str, **style: Any) -> None:
     rates = sorted({row["rate_per_s"] for row in rows})
     means = [np.mean([r[column] for r in rows if r["rate_per_s"] == rate]) for rate in rates]
     axis.plot(rates, [100 * value for value in means], **({"markersize": 4} | style))
-
-
-def _of(rows: Sequence[Row], scheduler: str) -> list[Row]:
-    return [row for row in rows if row["scheduler"] == scheduler]
 
 
 def _pyplot() -> Any:

@@ -1,0 +1,146 @@
+"""Tables made of rows: stock at its best setting, means over seeds, rates at a level."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from setups import PAPER, crossing, mean
+
+from sola_sched.bench.points import BOUND
+from sola_sched.bench.sweep import Row
+
+
+def head(first: str, others: Sequence[str]) -> list[str]:
+    return [first, "load", "req/s", "best stock", *map(short, others), BOUND]
+
+
+def load_lines(
+    rows: Sequence[Row], name: str, base_rate: float, compared: Sequence[str]
+) -> list[list[str]]:
+    """One line per rate: mean over seeds of each scheduler, stock at its best setting."""
+    lines = []
+    for rate in sorted({row["rate_per_s"] for row in rows}):
+        group = [row for row in rows if row["rate_per_s"] == rate]
+        stock = _best_setting(group)
+        lines.append(
+            [
+                name, f"{rate / base_rate:.2f}", f"{rate:.3g}",
+                f"{percent(stock)} ({stock[0]['scheduler'].partition(':')[2]})",
+                *(percent(of_scheduler(group, s)) for s in compared if not _is_stock(s)),
+                percent(group, BOUND),
+            ]
+        )  # fmt: skip
+    return lines
+
+
+def goodput_head(first: str, others: Sequence[str]) -> list[str]:
+    return [first, "level", "best stock", *map(short, others), BOUND, "sola / stock",
+            "sola / bound"]  # fmt: skip
+
+
+def goodput_lines(rows: Sequence[Row], name: str, compared: Sequence[str]) -> list[list[str]]:
+    """Rate at 90 and 99 % attainment of each scheduler and of the bound."""
+    lines = []
+    stock = best_stock_rows(rows)
+    for level in (0.9, 0.99):
+        at = {s: crossing(of_scheduler(rows, s), level) for s in compared if not _is_stock(s)}
+        first, limit = crossing(stock, level), crossing(stock, level, BOUND)
+        cells = [_rate(rate) for rate in (first, *at.values(), limit)]
+        ratios = [_ratio(at["sola"], first), _ratio(at["sola"], limit)]
+        lines.append([name, f"{level:.0%}", *cells, *ratios])
+    return lines
+
+
+def effect_lines(rows: Sequence[Row], name: str) -> list[list[str]]:
+    """What `sola` does beside attainment, against the best stock setting at the same rate."""
+    lines = []
+    for rate in sorted({row["rate_per_s"] for row in rows}):
+        group = [row for row in rows if row["rate_per_s"] == rate]
+        stock, ours = _best_setting(group), of_scheduler(group, "sola")
+        tokens = mean(ours, "tokens_per_s") / mean(stock, "tokens_per_s")
+        lines.append(
+            [
+                name, f"{rate:.3g}", f"{tokens:.3f}",
+                *(f"{mean(r, 'p99_ttft_s'):.3g}" for r in (stock, ours)),
+                *(f"{max(x['worst_wait_s'] for x in r):.3g}" for r in (stock, ours)),
+                *(f"{mean(r, 'num_preemptions'):.0f}" for r in (stock, ours)),
+                *(f"{mean(r, 'cpu_us_per_step'):.0f}" for r in (stock, ours)),
+            ]
+        )  # fmt: skip
+    return lines
+
+
+EFFECTS = ("data", "req/s", "tokens/s, sola / stock", "TTFT p99, s: stock", "sola",
+            "worst wait, s: stock", "sola", "preemptions: stock", "sola",
+            "CPU us/step: stock", "sola")  # fmt: skip
+
+
+def _is_stock(scheduler: str) -> bool:
+    return scheduler.startswith("stock:") and scheduler[6:].isdecimal()
+
+
+def of_scheduler(rows: Sequence[Row], scheduler: str) -> list[Row]:
+    return [row for row in rows if row["scheduler"] == scheduler]
+
+
+def _best_setting(rows: Sequence[Row]) -> list[Row]:
+    """Rows of the stock setting that attains most on average over these rows' seeds."""
+    names = dict.fromkeys(r["scheduler"] for r in rows if _is_stock(r["scheduler"]))
+    return max(
+        (of_scheduler(rows, name) for name in names),
+        key=lambda group: (mean(group, "attainment"), -mean(group, "mean_ttft_s")),
+    )
+
+
+def best_stock_rows(rows: Sequence[Row]) -> list[Row]:
+    """Of each rate the rows of the stock setting that attains most."""
+    rates = dict.fromkeys(row["rate_per_s"] for row in rows)
+    return [
+        row
+        for rate in rates
+        for row in _best_setting([row for row in rows if row["rate_per_s"] == rate])
+    ]
+
+
+def short(scheduler: str) -> str:
+    if scheduler == PAPER:
+        return "paper"
+    return scheduler.rpartition(":")[2].lower() if "scheduler_cls" in scheduler else scheduler
+
+
+def percent(rows: Sequence[Row], column: str = "attainment") -> str:
+    return f"{100 * mean(rows, column):.1f}"
+
+
+def _rate(value: float) -> str:
+    if value == 0:
+        return "below"
+    return "above" if math.isinf(value) else f"{value:.3g}"
+
+
+def _ratio(value: float, other: float) -> str:
+    known = 0 < value < math.inf and 0 < other < math.inf
+    return f"{value / other:.2f}" if known else "-"
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rule = ["---", *("---:" for _ in head[1:])]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *lines))
+
+
+def seed_lines(rows: Sequence[Row], name: str, base_rate: float) -> list[list[str]]:
+    """One line per rate, the seeds side by side; stock at the best setting of each seed."""
+    seeds = sorted({row["seed"] for row in rows})
+    lines = []
+    for rate in sorted({row["rate_per_s"] for row in rows}):
+        groups = [[r for r in rows if (r["rate_per_s"], r["seed"]) == (rate, n)] for n in seeds]
+        lines.append(
+            [
+                name, f"{rate / base_rate:.2f}", f"{rate:.3g}",
+                ", ".join(percent(_best_setting(group)) for group in groups),
+                ", ".join(percent(of_scheduler(group, "sola")) for group in groups),
+                ", ".join(percent(group, BOUND) for group in groups),
+            ]
+        )  # fmt: skip
+    return lines
