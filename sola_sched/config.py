@@ -33,7 +33,8 @@ class SolaConfig:
             serves it from the best-effort share, ``reject`` ends it at once with an error.
         best_effort_share: Share of engine time, in [0, 1), kept for requests that have lost
             their SLO while others can still meet theirs; the oldest of them is always next.
-        tile: Prefill chunks are multiples of this many tokens (SOLA 4.4.3).
+        tile: Prefill chunks are multiples of this many tokens (SOLA 4.4.3); ``attain`` rounds
+            chunks of fewer than eight tiles less coarsely.
         alpha: Confidence of one measured step in the online correction, in (0, 1] (SOLA Eq. 5).
         window: Steps of the sliding window that damps switching between the two problems of
             SOLA Table 2, >= 1.
