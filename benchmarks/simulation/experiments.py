@@ -241,6 +241,8 @@ def table4(setup: Setup) -> Outcome:
     rows, lines = [], []
     chosen = [TABLE_3[0]] if setup.is_quick else [TABLE_3[1], TABLE_3[3], TABLE_3[0]]
     for row in chosen:
+        if setup.models and row.model not in setup.models:
+            continue
         base = _evaluation_base(setup, row, "tight")
         compared = (f"stock:{row.chunk}", *_FIG_7)
         found = setup.rows(grid(base, scheduler=compared), f"table4, {row.model}")
@@ -267,7 +269,7 @@ _VARIANTS = ("sola", "sola:best_effort_share=0", "sola:safety=0", "sola:safety=0
 
 def ablation(setup: Setup) -> Outcome:
     """Options of the scheduler, one at a time."""
-    return _by_load(setup, ("sharegpt", "azure-conv"), (1.0, 1.5), (*STOCK, *_VARIANTS))
+    return _by_load(setup, ("azure-conv", "sharegpt", "arxiv"), (1.25,), (*STOCK, *_VARIANTS))
 
 
 def prediction(setup: Setup) -> Outcome:
