@@ -272,8 +272,11 @@ def run_engine(args: argparse.Namespace, say: Say) -> dict[str, Any]:
             "real": steps.summary(run.outcome.records, run.slo),
         }
         if not run.is_repeat:
+            # Diagnosis only: the run's own total is no prediction.
+            own_speed = 1.0 / (1.0 + row["steps"]["total_error"])
             variants = {
                 "simulated": step_time,
+                "simulated_own_speed": steps.Scaled(step_time, own_speed),
                 "simulated_span": MeasuredStepTime(linear.span),
                 "simulated_slower": steps.Scaled(step_time, steps.SLOWDOWN),
             }

@@ -29,6 +29,12 @@ def engine_tables(report: Row) -> str:
                 ["workload", "scheduler", "attained", "again", "diff", "TTFT", "TPOT"],
                 _repeats(report["runs"]),
             ),
+            "Diagnosis, no prediction: simulated at the speed of the test run itself (step times "
+            "over 1 + total):\n"
+            + _table(
+                ["workload", "scheduler", "attained", "sim", "diff", "TTFT", "TPOT"],
+                [_own_speed(row) for row in runs],
+            ),
             "Where the time of a step goes, ms:\n"
             + _table(
                 ["workload", "scheduler", *(part.removesuffix("_s") for part in PARTS)],
@@ -120,6 +126,18 @@ def _run(row: Row) -> list[str]:
             f"{simulated[name] / real[name] - 1.0:+.1%}",
         ]
     return cells
+
+
+def _own_speed(row: Row) -> list[str]:
+    real, simulated = row["real"], row["simulated_own_speed"]
+    return [
+        row["workload"],
+        row["scheduler"],
+        f"{real['attainment']:.1%}",
+        f"{simulated['attainment']:.1%}",
+        f"{(simulated['attainment'] - real['attainment']) * 100:+.1f}",
+        *(f"{simulated[key] / real[key] - 1.0:+.1%}" for key in ("mean_ttft_s", "mean_tpot_s")),
+    ]
 
 
 def _sensitivity(row: Row) -> list[str]:

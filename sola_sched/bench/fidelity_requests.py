@@ -2,7 +2,8 @@
 
 The schedule of a simulation tells which steps lie between the arrival, the first and the last
 token of each request. While it stays the same, these times are linear in the coefficients of
-`StepTimeModel`. So the fit simulates, solves the linear problem for the training requests, and
+`StepTimeModel`; while no prefill waits, arrivals and not the work before fix when a step begins.
+So the fit simulates, solves the linear problem for the training requests, and
 simulates again with the new coefficients, which may change the schedule; the coefficients whose
 simulation came nearest are kept. Only training requests enter the fit, all requests run.
 """
@@ -44,8 +45,9 @@ NUM_SIMULATIONS = 7
 _TTFT_FLOOR = 0.5
 _NUM_REWEIGHTS = 4
 _HUBER_SIGMAS = 1.5
+_ROUNDING_S = 1e-9
 # Prior of a new coefficient on the one before, relative to the largest column.
-_DAMPING = 0.003
+_DAMPING = 0.01
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Simulated:
         ttft_s, tpot_s: Latencies, [num_requests].
         first, decode: Derivatives of first-token time and of the time from first to last token
             by the coefficients while the schedule stays the same, [num_requests, 6].
-        first_offset_s: First-token time that does not depend on the coefficients.
+        first_offset_s, decode_offset_s: The part of both that does not depend on them.
         num_steps: Steps that ran.
         num_preemptions: Requests sent back to wait.
     """
@@ -149,14 +151,21 @@ class _Features:
     def __init__(self, coefficients: FloatArray) -> None:
         self._coefficients = coefficients
         self._units = [StepTimeModel(**{"base_s": 0.0, name: 1.0}) for name in COEFFICIENTS]
-        self.rows: deque[FloatArray] = deque()
+        self._has_backlog = False
+        self.scheduler: Any = None
+        # Derivatives of each step, and whether any prefill was waiting when it was scheduled.
+        self.rows: deque[tuple[FloatArray, bool]] = deque()
 
     def __call__(self, output: Any, requests: Any) -> float:
         row = np.array([unit(output, requests) for unit in self._units])
         # Of reading the weights and computing with them only the longer one counts.
         hidden = -1 if self._coefficients[-2] > self._coefficients[-1] * row[-1] else -2
         row[hidden] = 0.0
-        self.rows.append(row)
+        self.rows.append((row, self._has_backlog))
+        _, num_waiting = self.scheduler.get_request_counts()
+        self._has_backlog = bool(num_waiting) or any(
+            requests[req_id].is_prefill_chunk for req_id in output.num_scheduled_tokens
+        )
         return float(row @ self._coefficients)
 
 
@@ -183,24 +192,31 @@ def simulate(
         async_scheduling=deployment.async_scheduling,
         step_time=step_time,
     )
+    step_time.scheduler = engine.scheduler
     num, width = len(requests), len(COEFFICIENTS)
-    first, last = np.full((num, width), np.nan), np.full((num, width), np.nan)
-    first_offset, last_offset = np.full(num, np.nan), np.full(num, np.nan)
-    # Work and time since the engine was last idle.
-    done, begun_s, previous_end_s = np.zeros(width), 0.0, -math.inf
+    first, first_offset = np.full((num, width), np.nan), np.full(num, np.nan)
+    # Totals at the first and at the last token.
+    opened = np.full((num, width + 1), np.nan)
+    closed = np.full((num, width + 1), np.nan)
+    # Derivatives since a moment when nothing waited, that moment, and totals with idle time last.
+    done, begun_s, total = np.zeros(width), 0.0, np.zeros(width + 1)
+    previous_end_s = 0.0
 
     def on_step(trace: StepTrace) -> None:
-        nonlocal done, begun_s, previous_end_s
-        row = step_time.rows.popleft()
-        if trace.start_s > previous_end_s + 1e-9:
+        nonlocal done, begun_s, total, previous_end_s
+        row, has_backlog = step_time.rows.popleft()
+        idle_s = trace.start_s - previous_end_s
+        if not has_backlog or idle_s > _ROUNDING_S:
             done, begun_s = np.zeros(width), trace.start_s
         done = done + row
+        total = total + np.append(row, max(0.0, idle_s))
         previous_end_s = trace.end_s
         for req_id in trace.sampling:
             index = int(req_id)
             if np.isnan(first_offset[index]):
                 first[index], first_offset[index] = done, begun_s
-            last[index], last_offset[index] = done, begun_s
+                opened[index] = total
+            closed[index] = total
 
     records = engine.run(
         [
@@ -226,8 +242,8 @@ def simulate(
         tpot_s=np.array(tpot),
         first=first,
         first_offset_s=first_offset,
-        decode=last - first,
-        decode_offset_s=last_offset - first_offset,
+        decode=(closed - opened)[:, :-1],
+        decode_offset_s=(closed - opened)[:, -1],
         num_steps=engine.num_steps,
         num_preemptions=sum(record.num_preemptions for record in records),
     )

@@ -300,7 +300,9 @@ def make_report(attainment: float, error: float) -> dict[str, Any]:
         "repeat_noise": 0.01,
         "parts": dict.fromkeys(steps.PARTS, 1e-3),
         "real": {"attainment": 0.5, "mean_ttft_s": 1.0, "mean_tpot_s": 0.01},
-        **dict.fromkeys(("simulated", "simulated_slower", "simulated_span"), simulated),
+        **dict.fromkeys(
+            (f"simulated{kind}" for kind in ("", "_slower", "_span", "_own_speed")), simulated
+        ),
     }
     return {
         "runs": [run, {**run, "is_repeat": True}],
