@@ -189,10 +189,10 @@ def _fig7_points(setup: Setup, base: Point, compared: Sequence[str]) -> list[Poi
 
 
 def plane_points(setup: Setup) -> list[Point]:
-    """Llama3-8B, tight targets, 1.15 times stock's rate; one point per scheduler."""
-    base = _evaluation_base(setup, TABLE_3[0], "tight")
-    base = replace(base, rate_per_s=multiples(base.rate_per_s, (1.15,))[0])
-    return grid(base, scheduler=("prefill-first", "stock:2048", "sjf", PAPER, "sola"))
+    """Azure's chat trace at 1.25 times stock's rate, as in `load`; one point per scheduler."""
+    base = _base(setup, PROFILE, setup.datasets(("azure-conv",))[0], SLO_FACTOR)
+    base = replace(base, rate_per_s=multiples(base.rate_per_s, (1.25,))[0])
+    return grid(base, scheduler=("stock:2048", "reject", "spf", PAPER, "sola"))
 
 
 def fig9(setup: Setup) -> Outcome:

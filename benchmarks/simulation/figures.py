@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from experiments import TABLE_3
 from setups import NAMES, PAPER
 from tables import best_stock_rows, of_scheduler
 
@@ -88,8 +87,8 @@ def plot_plane(points: Sequence[Point], data: Path | None, path: Path) -> Path:
         axis.grid(True, color="#e3e6ea", linewidth=0.8)
     axes[0][0].set_ylabel("TPOT (ms)")
     figure.suptitle(
-        f"{TABLE_3[0].model}, {points[0].rate_per_s:g} requests/s; the box below and left of the "
-        "lines is the SLO", fontsize=9,
+        f"{NAMES[points[0].dataset]}, {points[0].rate_per_s:g} requests/s, {points[0].profile}; "
+        "within the SLO is below and left of the lines", fontsize=9,
     )  # fmt: skip
     return _save(plt, figure, path)
 
