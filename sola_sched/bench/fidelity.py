@@ -22,7 +22,7 @@ from sola_sched.errors import ConfigError
 from sola_sched.slo import SloTarget
 
 if TYPE_CHECKING:
-    from sola_sched.bench.fidelity_engine import Cycle, RecordingBackend
+    from sola_sched.bench.engine_backend_recording import Cycle, RecordingBackend
 
 Say = Callable[[str], None]
 
@@ -242,7 +242,6 @@ def run_engine(args: argparse.Namespace, say: Say) -> dict[str, Any]:
     """Record the real runs, fit, simulate and compare; return plain data."""
     from sola_sched.bench import fidelity_steps as steps
     from sola_sched.bench.fidelity_report import engine_tables
-    from sola_sched.simulator.step_time import MeasuredStepTime
 
     specs = [parse_scheduler(text) for text in args.schedulers]
     for spec in specs:
@@ -255,7 +254,9 @@ def run_engine(args: argparse.Namespace, say: Say) -> dict[str, Any]:
     for name in args.workloads:
         _record(args, name, specs, backend, training, runs, say)
     fitted = steps.fit_engine(training)
-    linear = steps.LinearForms.fit(training, [spec.label for spec in specs if spec.kind == "stock"])
+    stock = [spec.label for spec in specs if spec.kind == "stock"]
+    without_host = steps.fit_without_host(training, stock)
+    linear = steps.LinearForms.fit(training, stock)
     rows = []
     for run in runs:
         step_time = fitted[run.spec.label]
@@ -277,7 +278,7 @@ def run_engine(args: argparse.Namespace, say: Say) -> dict[str, Any]:
             variants = {
                 "simulated": step_time,
                 "simulated_own_speed": steps.Scaled(step_time, own_speed),
-                "simulated_span": MeasuredStepTime(linear.span),
+                "simulated_without_host": without_host[run.spec.label],
                 "simulated_slower": steps.Scaled(step_time, steps.SLOWDOWN),
             }
             for name, variant in variants.items():
@@ -381,7 +382,7 @@ def _test(
 
 def _make_backend(args: argparse.Namespace) -> RecordingBackend:
     from sola_sched.bench.engine_backend import EngineOptions
-    from sola_sched.bench.fidelity_engine import RecordingBackend
+    from sola_sched.bench.engine_backend_recording import RecordingBackend
     from sola_sched.bench.model import BENCH_SHAPE, TINY_SHAPE, cached_model
     from sola_sched.bench.plan import RANDOM_MODEL_KV_BYTES
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sola_sched.bench.fidelity_engine import PARTS
+from sola_sched.bench.engine_backend_recording import PARTS
 from sola_sched.bench.fidelity_steps import ATTAINMENT_TARGET, STEP_TARGET
 
 Row = dict[str, Any]
 
 _SLOWER = ("3% longer: points", "TTFT", "TPOT")
-_SPAN = ("as profiled: points", "TTFT", "TPOT")
+_NO_HOST = ("no host time: points", "TTFT", "TPOT")
 
 
 def engine_tables(report: Row) -> str:
@@ -46,7 +46,7 @@ def engine_tables(report: Row) -> str:
             ),
             "What an error of the step time does to a run, against the simulation above:\n"
             + _table(
-                ["workload", "scheduler", *_SLOWER, *_SPAN],
+                ["workload", "scheduler", *_SLOWER, *_NO_HOST],
                 [_sensitivity(row) for row in runs],
             ),
             "Step times fitted to the training steps, against the held-out whole steps:\n"
@@ -142,7 +142,7 @@ def _own_speed(row: Row) -> list[str]:
 
 def _sensitivity(row: Row) -> list[str]:
     cells = [row["workload"], row["scheduler"]]
-    for name in ("simulated_slower", "simulated_span"):
+    for name in ("simulated_slower", "simulated_without_host"):
         before, after = row["simulated"], row[name]
         cells += [
             f"{(after['attainment'] - before['attainment']) * 100:+.1f}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -13,7 +13,7 @@ from scipy.optimize import nnls
 
 from sola_sched import metrics
 from sola_sched.bench.backend import SchedulerSpec, extra_args
-from sola_sched.bench.fidelity_engine import PARTS, Cycle, EngineFacts
+from sola_sched.bench.engine_backend_recording import PARTS, Cycle, EngineFacts
 from sola_sched.bench.workload import RequestSpec, Workload
 from sola_sched.config import CONFIG_KEY
 from sola_sched.cost_model import CostModel
@@ -89,6 +89,29 @@ def fit_engine(training: Mapping[str, Sequence[Cycle]]) -> dict[str, EngineTime]
         [cycle.total_s - cycle.schedule_s - cycle.update_s for cycle in every],
     )
     return {label: EngineTime(curves, SchedulerTime.fit(c)) for label, c in training.items()}
+
+
+def fit_without_host(
+    training: Mapping[str, Sequence[Cycle]], stock: Sequence[str]
+) -> dict[str, EngineTime]:
+    """The same without the host time that a profile of vLLM's scheduler leaves out.
+
+    That is taking in requests, making outputs, and what another scheduler takes longer.
+
+    Args:
+        training: Cycles by label of the scheduler.
+        stock: Labels that are vLLM's scheduler; without one each keeps its own time.
+    """
+    fitted = fit_engine(
+        {
+            label: [replace(cycle, admit_s=0.0, output_s=0.0) for cycle in cycles]
+            for label, cycles in training.items()
+        }
+    )
+    return {
+        label: EngineTime(each.engine, fitted[stock[0]].scheduler if stock else each.scheduler)
+        for label, each in fitted.items()
+    }
 
 
 def step_errors(predicted_s: Sequence[float], cycles: Sequence[Cycle]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from sola_sched.bench import fidelity_requests as recorded
 from sola_sched.bench import fidelity_steps as steps
 from sola_sched.bench.backend import parse_scheduler
 from sola_sched.bench.cli import main
-from sola_sched.bench.fidelity_engine import Cycle, CycleRecorder, EngineFacts
+from sola_sched.bench.engine_backend_recording import Cycle, CycleRecorder, EngineFacts
 from sola_sched.bench.fidelity_report import engine_tables, request_table
 from sola_sched.bench.workload import RequestSpec, Workload, random_token_ids
 from sola_sched.cost_fit import StepShape
@@ -272,6 +272,22 @@ def test_a_schedulers_own_time_is_fitted_apart_from_the_engines() -> None:
         steps.fit_engine({**training, "sola": []})
 
 
+def test_without_host_time_every_scheduler_takes_what_vllms_own_does() -> None:
+    batches = random_batches(300, seed=0)
+    training = {
+        label: [make_cycle(b, known_s(b), schedule_s=own_s) for b in batches]
+        for label, own_s in (("stock", 1e-4), ("sola", 9e-4))
+    }
+    batch = make_batch(8)
+
+    full, bare = steps.fit_engine(training), steps.fit_without_host(training, ["stock"])
+
+    assert bare["sola"].step_s(batch) == bare["stock"].step_s(batch)
+    # 20 us to take requests in and 30 us to make outputs.
+    left_out_s = full["stock"].step_s(batch) - bare["stock"].step_s(batch)
+    assert left_out_s == pytest.approx(5e-5, rel=0.1)
+
+
 def test_noise_is_what_equal_neighbours_differ_by() -> None:
     batch, other = make_batch(3), make_batch(4)
     cycles = [make_cycle(b, s) for b, s in ((batch, 0.01), (batch, 0.01), (other, 0.03))]
@@ -301,7 +317,8 @@ def make_report(attainment: float, error: float) -> dict[str, Any]:
         "parts": dict.fromkeys(steps.PARTS, 1e-3),
         "real": {"attainment": 0.5, "mean_ttft_s": 1.0, "mean_tpot_s": 0.01},
         **dict.fromkeys(
-            (f"simulated{kind}" for kind in ("", "_slower", "_span", "_own_speed")), simulated
+            (f"simulated{kind}" for kind in ("", "_slower", "_without_host", "_own_speed")),
+            simulated,
         ),
     }
     return {
