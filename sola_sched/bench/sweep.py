@@ -35,7 +35,10 @@ _ENGINE = ("simulator/engine.py", "simulator/host.py", "simulator/request.py",
 _POLICY = ("config.py", "cost_fit.py", "cost_gamma.py", "cost_model.py", "monitor.py",
            "planner/*.py", "queues.py", "scheduler.py", "slo.py", "state.py")  # fmt: skip
 _BOUND = ("bench/sim_bound.py", "simulator/bound*.py", "simulator/step_time.py")
-_DEFAULTS = {f.name: f.default for f in fields(Point) if f.default is not MISSING}
+# Left out of the file where a row has them.
+_DEFAULTS = {f.name: f.default for f in fields(Point) if f.default is not MISSING} | {
+    "num_preemptions": 0
+}
 #: Raised when a change of `points` or of this file changes rows.
 _FORMAT = 1
 
@@ -92,10 +95,13 @@ def load(path: Path) -> list[Row]:
 
 
 def with_bound(rows: Sequence[Row]) -> list[Row]:
-    """The rows of schedulers, each with the bound of its workload in the column ``bound``."""
+    """The rows of schedulers, all columns filled in; ``bound`` is that of the same workload."""
     ratios = {_workload_of(row): row["attainment"] for row in rows if row["scheduler"] == BOUND}
     return [
-        _DEFAULTS | row | {BOUND: ratios.get(_workload_of(row), math.nan)}
+        _DEFAULTS
+        | row
+        | _derived(_DEFAULTS | row)
+        | {BOUND: ratios.get(_workload_of(row), math.nan)}
         for row in rows
         if row["scheduler"] != BOUND
     ]
@@ -122,12 +128,12 @@ def run_point(point: Point, data: Path | None = None) -> Row:
         ConfigError: A parameter cannot be right.
         DatasetError: The data set is missing or unusable.
     """
-    head = {"key": key_of(point), **_told(point)}
+    head = {"key": key_of(point), **_told(asdict(point))}
     if point.scheduler == BOUND:
         return head | {"attainment": _rounded(_bound_of(point, data))}
     outcome = run_outcome(point, data)
     row = _measures(outcome, point.slo)
-    return head | {name: _rounded(value) for name, value in row.items()}
+    return head | _told({name: _rounded(value) for name, value in row.items()})
 
 
 def run_outcome(point: Point, data: Path | None = None) -> RunOutcome:
@@ -178,7 +184,6 @@ def _measures(outcome: RunOutcome, slo: SloTarget) -> Row:
         "attainment": metrics.attainment_ratio(flags),
         "met_ttft": metrics.attainment_ratio(metrics.attained(records, only_ttft)),
         "met_tpot": metrics.attainment_ratio(metrics.attained(records, only_tpot)),
-        "goodput_per_s": metrics.goodput_per_s(flags, duration_s),
         "num_completed": len(done),
         **{f"{name}_ttft_s": ttft[name] for name in ("mean", "p50", "p99")},
         **{f"{name}_tpot_s": tpot[name] for name in ("mean", "p50", "p99")},
@@ -189,7 +194,6 @@ def _measures(outcome: RunOutcome, slo: SloTarget) -> Row:
         "mean_running": stats.mean_num_running,
         "num_preemptions": stats.num_preemptions,
         "cpu_us_per_step": 1e6 * stats.cpu_s / max(1, stats.num_steps),
-        "overhead_ratio": stats.cpu_s / duration_s,
     }
 
 
@@ -221,10 +225,17 @@ def _whole(path: Path) -> str:
     return text[: text.rfind("\n") + 1]
 
 
-def _told(point: Point) -> Row:
-    """The parameters of a point but those at their defaults, which only lengthen the files."""
-    pairs = ((field, getattr(point, field.name)) for field in fields(point))
-    return {field.name: value for field, value in pairs if value != field.default}
+def _told(row: Row) -> Row:
+    """All columns but those at their defaults, which only lengthen the files."""
+    return {k: v for k, v in row.items() if k not in _DEFAULTS or v != _DEFAULTS[k]}
+
+
+def _derived(row: Row) -> Row:
+    """Columns that follow from others and are not in the file."""
+    return {
+        "goodput_per_s": row["attainment"] * row["num_requests"] / row["duration_s"],
+        "overhead_ratio": 1e-6 * row["cpu_us_per_step"] * row["num_steps"] / row["duration_s"],
+    }
 
 
 def _parameters(row: Mapping[str, Any]) -> tuple[Any, ...]:
