@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "CostModel": "sola_sched.cost_model",
+    "LengthPrediction": "sola_sched.prediction",
     "Scheduler": "sola_sched.scheduler",
     "SolaConfig": "sola_sched.config",
     "SolaSchedulerMixin": "sola_sched.scheduler",
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from sola_sched.cost_model import CostModel
     from sola_sched.monitor import StateMonitor
     from sola_sched.planner import make_planner
+    from sola_sched.prediction import LengthPrediction
     from sola_sched.scheduler import Scheduler, SolaSchedulerMixin
     from sola_sched.slo import SloTarget
     from sola_sched.state import StepPlan, StepState

@@ -11,6 +11,10 @@ class SloError(ValueError):
     """A per-request SLO key has a wrong type or value; the message names key, value and rule."""
 
 
+class PredictionError(ValueError):
+    """A length prediction breaks its rule; the message names field, value and rule."""
+
+
 class ProfileError(ValueError):
     """A cost-model profile is damaged, of another format or physically impossible."""
 

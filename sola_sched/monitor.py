@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sola_sched.cost_model import CostModel, StepShape
+from sola_sched.prediction import LengthPrediction
 from sola_sched.slo import SloTarget
 from sola_sched.state import (
     DECODE,
@@ -51,6 +52,8 @@ class MonitorStats:
     num_tpot_met: int = 0
     num_aborted: int = 0
     num_rejected: int = 0
+    num_predicted: int = 0
+    num_late_predictions: int = 0
     num_steps: int = 0
     max_wait_s: float = 0.0
 
@@ -115,6 +118,20 @@ class StateMonitor:
         self._next_pos += 1
         self._num_limited += not slo.is_unlimited
         return row
+
+    def predicted(self, req_id: str, prediction: LengthPrediction) -> bool:
+        """A length prediction arrived, for a request in any state, perhaps a better one again.
+
+        Returns:
+            Whether the request is still there; an answer after its end is counted and dropped.
+        """
+        row = self.table.row_of.get(req_id)
+        if row is None:
+            self.stats.num_late_predictions += 1
+            return False
+        self.table.predict(row, prediction)
+        self.stats.num_predicted += 1
+        return True
 
     def admitted(self, row: int, *, num_computed: int, prefill_target: int) -> None:
         """A waiting request got a slot; `num_computed` tokens came from a cache."""

@@ -6,6 +6,7 @@ whole columns and a step with hundreds of requests costs microseconds, not a Pyt
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sola_sched.cost_model import CostModel
+from sola_sched.prediction import NUM_LEVELS, LengthPrediction, remaining_at, remaining_mean
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -24,6 +26,7 @@ _RARE = 0.05
 #: Values of `RequestTable.phase`.
 FREE, WAITING, PREFILL, DECODE, PARKED = 0, 1, 2, 3, 4
 
+#: Name to type and default; a column of several numbers a row is 2-D.
 _COLUMNS: dict[str, tuple[type, Any]] = {
     "phase": (np.int8, FREE),
     "arrival_s": (np.float64, 0.0),
@@ -40,13 +43,15 @@ _COLUMNS: dict[str, tuple[type, Any]] = {
     "first_token_s": (np.float64, np.nan),
     "last_token_s": (np.float64, np.nan),
     "num_preemptions": (np.int64, 0),
+    "predicted": (np.float64, np.full(NUM_LEVELS, np.nan)),
+    "ewt_s": (np.float64, np.nan),
 }
 
 
 class RequestTable:
     """One row per live request, one numpy column per quantity; rows are reused.
 
-    Columns (all of length `capacity`):
+    Columns (all of length `capacity`; `predicted` is [capacity, 10]):
         phase: FREE, WAITING (no KV on the accelerator), PREFILL, DECODE, or PARKED (out of the
             planner's hands, e.g. while a connector loads its KV).
         arrival_s: Arrival on the monitor's clock, seconds.
@@ -60,6 +65,13 @@ class RequestTable:
         num_output: Output tokens delivered.
         first_token_s, last_token_s: Delivery times, seconds; NaN before the first token.
         num_preemptions: Times the request lost its KV.
+        predicted: Quantiles of the total output tokens, as in `LengthPrediction`; NaN without one.
+            Written by `predict` alone.
+        ewt_s: Estimated wait until the request runs (again), seconds; 0 while it runs, NaN while
+            nobody has estimated it.
+
+    Attributes:
+        num_predicted: Live rows with a prediction.
     """
 
     phase: NDArray[np.int8]
@@ -77,14 +89,17 @@ class RequestTable:
     first_token_s: FloatArray
     last_token_s: FloatArray
     num_preemptions: IntArray
+    predicted: FloatArray
+    ewt_s: FloatArray
 
     def __init__(self, capacity: int = 256) -> None:
         self.capacity = capacity
         self.row_of: dict[str, int] = {}
         self.req_id: list[str | None] = [None] * capacity
+        self.num_predicted = 0
         self._free = list(range(capacity - 1, -1, -1))
-        for name, (dtype, default) in _COLUMNS.items():
-            setattr(self, name, np.full(capacity, default, dtype=dtype))
+        for name in _COLUMNS:
+            setattr(self, name, _column(name, capacity))
 
     def __len__(self) -> int:
         return len(self.row_of)
@@ -110,8 +125,14 @@ class RequestTable:
         """Free the row of `req_id`; its values stay readable until the row is reused."""
         row = self.row_of.pop(req_id)
         self.req_id[row] = None
+        self.num_predicted -= not math.isnan(self.predicted[row, 0])
         self.phase[row] = FREE
         self._free.append(row)
+
+    def predict(self, row: int, prediction: LengthPrediction) -> None:
+        """Note what is predicted of a live row, in place of what was."""
+        self.num_predicted += math.isnan(self.predicted[row, 0])
+        self.predicted[row] = prediction.quantiles
 
     def check_integrity(self) -> None:
         """Assert that rows, names and free list agree (for tests and debug runs)."""
@@ -121,16 +142,24 @@ class RequestTable:
         for req_id, row in self.row_of.items():
             assert self.req_id[row] == req_id, f"row {row}: {self.req_id[row]!r} != {req_id!r}"
             assert self.phase[row] != FREE, f"live request {req_id!r} has a free row"
+        live = np.fromiter(self.row_of.values(), np.int64, len(self.row_of))
+        num_predicted = int((~np.isnan(self.predicted[live, 0])).sum())
+        assert num_predicted == self.num_predicted, f"{num_predicted} != {self.num_predicted}"
 
     def _grow(self) -> None:
         old = self.capacity
         self.capacity = 2 * old
         self._free = list(range(self.capacity - 1, old - 1, -1))
         self.req_id.extend([None] * old)
-        for name, (dtype, default) in _COLUMNS.items():
-            fresh: NDArray[Any] = np.full(self.capacity, default, dtype=dtype)
+        for name in _COLUMNS:
+            fresh = _column(name, self.capacity)
             fresh[:old] = getattr(self, name)
             setattr(self, name, fresh)
+
+
+def _column(name: str, capacity: int) -> NDArray[Any]:
+    dtype, default = _COLUMNS[name]
+    return np.full((capacity, *np.shape(default)), default, dtype=dtype)
 
 
 class LengthModel(Protocol):
@@ -195,21 +224,42 @@ class StepState:
     has_slo: bool = True
 
     def remaining(self, rows: IntArray, num_ahead: IntArray | int = 0) -> FloatArray:
-        """Predicted output tokens left (>= 1) for `rows`, after `num_ahead` in flight."""
+        """Predicted output tokens left (>= 1) for `rows`, after `num_ahead` in flight.
+
+        From a row's own prediction where there is one, from `lengths` otherwise.
+        """
         table = self.table
-        return self.lengths.remaining(
-            table.length_class[rows], table.num_output[rows] + num_ahead, table.max_tokens[rows]
-        )
+        output, limit = table.num_output[rows] + num_ahead, table.max_tokens[rows]
+        left = self.lengths.remaining(table.length_class[rows], output, limit)
+        if table.num_predicted:
+            own, quantiles = self._own(rows)
+            left[own] = _limited(
+                remaining_mean(quantiles, output[own], left[own]), output[own], limit[own]
+            )
+        return left
 
     def surely_remaining(self, rows: IntArray, num_ahead: IntArray | int = 0) -> FloatArray:
         """Output tokens left (>= 1) that 95 % of such requests reach, as in `remaining`."""
         table = self.table
-        return self.lengths.remaining_quantile(
-            _RARE,
-            table.length_class[rows],
-            table.num_output[rows] + num_ahead,
-            table.max_tokens[rows],
-        )
+        output, limit = table.num_output[rows] + num_ahead, table.max_tokens[rows]
+        left = self.lengths.remaining_quantile(_RARE, table.length_class[rows], output, limit)
+        if table.num_predicted:
+            own, quantiles = self._own(rows)
+            left[own] = _limited(
+                remaining_at(_RARE, quantiles, output[own], left[own]), output[own], limit[own]
+            )
+        return left
+
+    def _own(self, rows: IntArray) -> tuple[IntArray, FloatArray]:
+        """Places in `rows` of those with a prediction, and their quantiles."""
+        quantiles = self.table.predicted[rows]
+        own = np.flatnonzero(quantiles[:, 0] > 0.0)  # NaN: none
+        return own, quantiles if len(own) == len(rows) else quantiles[own]
+
+
+def _limited(left: FloatArray, num_output: IntArray, max_tokens: IntArray) -> FloatArray:
+    result: FloatArray = np.maximum(np.minimum(left, max_tokens - num_output), 1.0)
+    return result
 
 
 _NO_ROWS: IntArray = np.empty(0, dtype=np.int64)

@@ -8,6 +8,7 @@ from states import FixedLengths, make_cost
 
 from sola_sched.cost_model import CostModel
 from sola_sched.monitor import StateMonitor
+from sola_sched.prediction import LengthPrediction
 from sola_sched.slo import SloTarget
 from sola_sched.state import DECODE, PARKED, PREFILL, WAITING, RequestTable, StepState
 
@@ -215,3 +216,17 @@ def test_the_table_reuses_rows_and_grows() -> None:
     assert table.capacity == 16
     assert len({table.row_of[name] for name in names}) == 9
     table.check_integrity()
+
+
+def test_a_prediction_counts_for_its_request_and_is_dropped_after_its_end() -> None:
+    monitor, _ = make_monitor()
+    row = add(monitor, "a")
+
+    assert monitor.predicted("a", LengthPrediction.exactly(20))
+    assert state_of(monitor).remaining(rows(row)).tolist() == [20.0]
+    assert monitor.predicted("a", LengthPrediction.exactly(30, "neighbours"))
+    assert state_of(monitor).remaining(rows(row)).tolist() == [30.0]
+    monitor.finished("a")
+    assert not monitor.predicted("a", LengthPrediction.exactly(30))
+    assert (monitor.stats.num_predicted, monitor.stats.num_late_predictions) == (2, 1)
+    monitor.table.check_integrity()
