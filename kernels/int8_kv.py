@@ -88,28 +88,30 @@ def dequantize_kv(
     *,
     group_tokens: int | None,
     first_token: int = 0,
+    tokens: range | None = None,
 ) -> None:
     """Write the tokens of ``packed`` into the blocks of ``cache``, converted to its dtype.
 
     Arguments and errors are those of ``reference.dequantize_kv``. Runs on the current stream and
     does not wait for it.
     """
-    check_arguments(
+    tokens = check_arguments(
         cache,
         block_table,
         packed,
         first_token=first_token,
         num_tokens=packed.num_tokens,
         group_tokens=group_tokens,
+        tokens=tokens,
     )
     _check_device(cache.device)
-    if packed.data.numel() == 0:
+    if not len(tokens) or packed.data.numel() == 0:
         return
     head_dim = cache.shape[3]
     num_channels = cache.shape[2] * head_dim
-    block_t = _tile(packed.num_tokens, _MAX_BLOCK_T)
+    block_t = _tile(len(tokens), _MAX_BLOCK_T)
     block_c = _tile(num_channels, _MAX_BLOCK_C)
-    grid = (triton.cdiv(packed.num_tokens, block_t), triton.cdiv(num_channels, block_c))
+    grid = (triton.cdiv(len(tokens), block_t), triton.cdiv(num_channels, block_c))
     _dequantize_kv_kernel[grid](
         packed.data,
         packed.scale,
@@ -117,7 +119,8 @@ def dequantize_kv(
         cache,
         block_table,
         first_token,
-        packed.num_tokens,
+        tokens.start,
+        len(tokens),
         group_length(packed.num_tokens, group_tokens),
         cache.shape[1],
         head_dim,
@@ -275,6 +278,7 @@ def _dequantize_kv_kernel(
     cache_ptr,
     table_ptr,
     first_token,
+    first_packed,
     num_tokens,
     group_tokens,
     block_size,
@@ -288,15 +292,19 @@ def _dequantize_kv_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """cache[table[t // block_size], t % block_size, c] = s[g, c] data[t, c] + o[g, c]."""
+    """cache[table[t // block_size], t % block_size, c] = s[g, c] data[p, c] + o[g, c].
+
+    p = first_packed, first_packed + 1, ... for t = first_token, first_token + 1, ...
+    """
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     channel = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_token = token < num_tokens
     is_channel = channel < num_channels
     mask = is_token[:, None] & is_channel[None, :]
 
-    meta = (token // group_tokens)[:, None] * num_channels + channel[None, :]
-    data = tl.load(data_ptr + token[:, None] * num_channels + channel[None, :], mask=mask, other=0)
+    packed = first_packed + token
+    meta = (packed // group_tokens)[:, None] * num_channels + channel[None, :]
+    data = tl.load(data_ptr + packed[:, None] * num_channels + channel[None, :], mask=mask, other=0)
     scale = tl.load(scale_ptr + meta, mask=mask, other=0.0).to(tl.float32)
     offset = tl.load(offset_ptr + meta, mask=mask, other=0.0).to(tl.float32)
     values = data.to(tl.float32) * scale + offset  # [BLOCK_T, BLOCK_C]

@@ -75,11 +75,15 @@ def check_arguments(
     first_token: int,
     num_tokens: int,
     group_tokens: int | None,
-) -> None:
+    tokens: range | None = None,
+) -> range:
     """Check everything that a kernel relies on, without waiting for a device.
 
     The ids in ``block_table`` are checked only where they are in host memory: reading them from a
     device would stall it.
+
+    Returns:
+        The packed tokens that move: ``tokens``, or all of them.
 
     Raises:
         TypeError: A dtype is not supported.
@@ -108,11 +112,16 @@ def check_arguments(
         raise ValueError(
             f"'first_token' and 'num_tokens' must be >= 0 (got {first_token} and {num_tokens})."
         )
+    moved = range(num_tokens) if tokens is None else tokens
+    if moved.step != 1 or moved.start < 0 or moved.stop > num_tokens:
+        raise ValueError(
+            f"'tokens' must be consecutive and lie in the {num_tokens} packed ones (got {moved})."
+        )
     num_blocks, block_size, num_kv_heads, head_dim = cache.shape
     num_slots = block_table.shape[0] * block_size
-    if num_tokens and first_token + num_tokens > num_slots:
+    if len(moved) and first_token + len(moved) > num_slots:
         raise ValueError(
-            f"'block_table' must cover tokens {first_token} to {first_token + num_tokens} "
+            f"'block_table' must cover tokens {first_token} to {first_token + len(moved)} "
             f"(got {block_table.shape[0]} blocks of {block_size} tokens, {num_slots} in all)."
         )
     if block_table.device.type == "cpu" and block_table.numel():
@@ -123,11 +132,12 @@ def check_arguments(
             )
     length = group_length(num_tokens, group_tokens)
     if packed is not None:
-        tokens = (num_tokens, num_kv_heads, head_dim)
+        shape = (num_tokens, num_kv_heads, head_dim)
         groups = (-(-num_tokens // length), num_kv_heads, head_dim)
-        _check_buffer("data", packed.data, tokens, torch.uint8, cache.device)
+        _check_buffer("data", packed.data, shape, torch.uint8, cache.device)
         _check_buffer("scale", packed.scale, groups, torch.float16, cache.device)
         _check_buffer("offset", packed.offset, groups, torch.float16, cache.device)
+    return moved
 
 
 def _check_buffer(

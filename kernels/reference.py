@@ -102,6 +102,7 @@ def dequantize_kv(
     *,
     group_tokens: int | None,
     first_token: int = 0,
+    tokens: range | None = None,
 ) -> None:
     """Write the tokens of ``packed`` into the blocks of ``cache``, converted to its dtype.
 
@@ -113,27 +114,30 @@ def dequantize_kv(
         cache: As in ``quantize_kv``; written in place, finite values only.
         block_table: The blocks that receive the request; need not be those it came from.
         group_tokens: As given to ``quantize_kv``.
-        first_token: Position that receives the first token of ``packed``.
+        first_token: Position that receives the first token written.
+        tokens: Which tokens of ``packed`` to write, consecutive; None writes all.
 
     Raises:
         TypeError, ValueError: See ``layout.check_arguments``.
     """
-    check_arguments(
+    tokens = check_arguments(
         cache,
         block_table,
         packed,
         first_token=first_token,
         num_tokens=packed.num_tokens,
         group_tokens=group_tokens,
+        tokens=tokens,
     )
-    if packed.data.numel() == 0:
+    if not len(tokens) or packed.data.numel() == 0:
         return
     length = group_length(packed.num_tokens, group_tokens)
-    group = torch.arange(packed.num_tokens, device=cache.device) // length
-    values = packed.data.float() * packed.scale.float()[group] + packed.offset.float()[group]
+    group = torch.arange(tokens.start, tokens.stop, device=cache.device) // length
+    data = packed.data[tokens.start : tokens.stop].float()
+    values = data * packed.scale.float()[group] + packed.offset.float()[group]
     # The step next to the largest fp16 value may lie beyond it and would become infinite.
     values = values.clamp(-FP16_MAX, FP16_MAX)
-    blocks, rows = _slots(cache, block_table, first_token, packed.num_tokens)
+    blocks, rows = _slots(cache, block_table, first_token, len(tokens))
     cache[blocks, rows] = values.to(cache.dtype)
 
 

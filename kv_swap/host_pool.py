@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -28,8 +29,9 @@ class SlotAllocator:
         if num_slots < 1:
             raise ValueError(f"'num_slots' must be >= 1 (got {num_slots}).")
         self.num_slots = num_slots
-        # A stack: the slot freed last is the one most likely still in a cache.
-        self._free = list(range(num_slots - 1, -1, -1))
+        # A heap: low numbers first keeps the slots of one allocation next to each other, and
+        # neighbours are copied in one piece.
+        self._free = list(range(num_slots))
         self._is_used = bytearray(num_slots)
 
     @property
@@ -38,7 +40,7 @@ class SlotAllocator:
         return len(self._free)
 
     def allocate(self, num_slots: int) -> list[int]:
-        """Take ``num_slots`` slots, all or none, in time proportional to their number.
+        """Take the lowest ``num_slots`` free slots, in order; all or none.
 
         Raises:
             PoolExhaustedError: Fewer are free.
@@ -51,7 +53,7 @@ class SlotAllocator:
                 f"{num_slots} host slots are needed and {len(self._free)} of {self.num_slots} are "
                 "free; free some, or raise the pool's byte limit."
             )
-        slots = [self._free.pop() for _ in range(num_slots)]
+        slots = [heapq.heappop(self._free) for _ in range(num_slots)]
         for slot in slots:
             self._is_used[slot] = True
         return slots
@@ -70,7 +72,7 @@ class SlotAllocator:
             raise ValueError(f"Each slot must be freed once (got {twice} more than once).")
         for slot in returned:
             self._is_used[slot] = False
-        self._free.extend(returned)
+            heapq.heappush(self._free, slot)
 
     def is_allocated(self, slot: int) -> bool:
         """Whether the slot is in use; False for a number that does not exist."""
@@ -150,3 +152,14 @@ class HostPool(SlotAllocator):
         """
         self._check_used(slot)
         return self._memory[slot]
+
+    def runs(self, slots: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Yield the memory of `slots`, in order, with neighbours in one ``[bytes]`` piece.
+
+        For workers, whose slots a scheduler has allocated: whether they are is not checked.
+        """
+        start = 0
+        for index in range(1, len(slots) + 1):
+            if index == len(slots) or slots[index] != slots[index - 1] + 1:
+                yield self._memory[slots[start] : slots[index - 1] + 1].flatten()
+                start = index

@@ -11,6 +11,7 @@ from typing import Any
 
 from sola_sched.errors import ConfigError, SloError
 from sola_sched.slo import SloTarget
+from sola_sched.swap_config import SwapConfig
 
 #: The one key under ``--additional-config`` that belongs to this package.
 CONFIG_KEY = "sola_sched"
@@ -42,6 +43,7 @@ class SolaConfig:
         profile: Cost-model file written by ``python -m sola_sched.profile``; None learns the
             cost model from live steps.
         log_interval_s: Seconds between two summary lines in the log; 0 disables them.
+        swap: What happens to the KV of preempted requests; see `SwapConfig`.
     """
 
     policy: str = "attain"
@@ -56,6 +58,7 @@ class SolaConfig:
     safety: float = 0.05
     profile: str | None = None
     log_interval_s: float = 10.0
+    swap: SwapConfig = field(default_factory=SwapConfig)
 
     def __post_init__(self) -> None:
         _one_of("policy", self.policy, POLICIES)
@@ -108,6 +111,8 @@ class SolaConfig:
         values = dict(options)
         if "classes" in values:
             values["classes"] = _classes(values["classes"])
+        if "swap" in values:
+            values["swap"] = SwapConfig.from_mapping(values["swap"])
         return cls(**values)
 
 

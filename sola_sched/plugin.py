@@ -1,4 +1,4 @@
-"""The `vllm.general_plugins` entry point: bad per-request SLOs become HTTP 400.
+"""The `vllm.general_plugins` entry point: bad per-request SLOs become HTTP 400, KV is swapped.
 
 vLLM loads the plug-in in every process and may call it more than once. It changes nothing for
 other scheduler classes. vLLM offers no hook to check free request arguments at admission (custom
@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 from sola_sched.config import CONFIG_KEY, SolaConfig
 from sola_sched.errors import SloError
+from sola_sched.plugin_swap import register_swap
 from sola_sched.slo import REQUEST_KEYS, request_target
 
 _MARK = "_sola_sched_checks_slo"
@@ -27,7 +28,8 @@ _servers: WeakSet[Any] = WeakSet()
 
 
 def register() -> None:
-    """Extend vLLM's own checks of sampling parameters, once per process."""
+    """Extend vLLM's checks of sampling parameters and its choice of connector, once a process."""
+    register_swap(is_ours)
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor

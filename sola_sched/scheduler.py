@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import vllm
@@ -30,6 +30,7 @@ from sola_sched.planner import make_planner
 from sola_sched.queues import PlannedQueue
 from sola_sched.slo import SloTarget, request_target
 from sola_sched.state import DECODE, PARKED, WAITING, IntArray, StepPlan
+from sola_sched.swapping import SwapMixin
 from sola_sched.vllm_compat import Seams, check_version
 
 # A child of vLLM's logger: its level and handlers are the ones an operator has set up.
@@ -38,11 +39,7 @@ logger = init_logger("vllm.sola_sched")
 _NEUTRAL = StepPlan()
 
 
-# To a type checker the mixin is what it is mixed into.
-_Host: type[Any] = AsyncScheduler if TYPE_CHECKING else object
-
-
-class SolaSchedulerMixin(_Host):
+class SolaSchedulerMixin(SwapMixin):
     """SOLA's observe - plan - apply loop around the `schedule()` of a vLLM scheduler.
 
     Mix it in before any class derived from vLLM's `AsyncScheduler` (or `Scheduler`, which loses
@@ -64,6 +61,7 @@ class SolaSchedulerMixin(_Host):
         check_version(vllm.__version__)
         super().__init__(*args, **kwargs)
         self._seams = Seams(self)
+        self._start_swapping()
         self.sola_config = SolaConfig.from_mapping(
             (self.vllm_config.additional_config or {}).get(CONFIG_KEY)
         )
@@ -389,6 +387,7 @@ class SolaSchedulerMixin(_Host):
             "cost_model_ready": monitor.cost.is_ready,
             "problems": dict(self._problems),
             **self._counts,
+            **self._swap_stats(),
         }
 
     def _log(self) -> None:

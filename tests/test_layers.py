@@ -22,9 +22,11 @@ LEAVES = ("kernels", "kv_swap", "length_predictor")
 EDGES = (
     "sola_sched.kv_swap.connector",
     "sola_sched.plugin",
+    "sola_sched.plugin_swap",
     "sola_sched.profile",
     "sola_sched.router",
     "sola_sched.scheduler",
+    "sola_sched.swapping",
     "sola_sched.vllm_compat",
 )
 #: Programs built from everything below them; nothing below may import them.
@@ -43,10 +45,12 @@ DOORS = {
         "sola_sched.bench.engine_backend*",
         "sola_sched.kv_swap.connector",
         "sola_sched.plugin",
+        "sola_sched.plugin_swap",
         "sola_sched.profile",
         "sola_sched.scheduler",
         "sola_sched.simulator",
         "sola_sched.simulator.*",
+        "sola_sched.swapping",
         "sola_sched.vllm_compat",
     ),
     "ray": ("sola_sched.router",),

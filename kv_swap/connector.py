@@ -1,0 +1,303 @@
+"""vLLM's door: a KV connector that swaps preempted requests to host memory and back.
+
+`sola_sched.Scheduler` drives the scheduler half: it orders copies when it preempts, or ahead of
+need. vLLM asks the connector when a request resumes, allocates blocks for what is on the host,
+and lets the request run once all workers have loaded it. Both halves decide for themselves, from
+the same configuration, whether the model can be swapped; where not, they do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+
+from sola_sched.config import CONFIG_KEY, SolaConfig
+from sola_sched.kv_swap.geometry import Geometry
+from sola_sched.kv_swap.jobs import Job, Report
+from sola_sched.kv_swap.manager import SwapManager
+from sola_sched.kv_swap.packing import Packer
+from sola_sched.kv_swap.support import reason_against, without_int8
+from sola_sched.kv_swap.tiles import TokenOrder
+from sola_sched.kv_swap.worker import SwapWorker
+from sola_sched.swap_config import SwapConfig
+
+logger = init_logger("vllm.sola_sched")
+
+_GIB = 1 << 30
+
+
+@dataclass
+class SwapMetadata(KVConnectorMetadata):
+    """Jobs of one step, for the workers."""
+
+    jobs: list[Job] = field(default_factory=list)
+
+
+@dataclass
+class SwapWorkerMetadata(KVConnectorWorkerMetadata):
+    """What the workers ended in one step, for the scheduler."""
+
+    report: Report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Add the report of another worker."""
+        assert isinstance(other, SwapWorkerMetadata)
+        self.report.merge(other.report)
+        return self
+
+
+class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
+    """Host copies of requests' KV. See the module docstring and `SwapManager`.
+
+    Options come from ``kv_connector_extra_config``, or else from ``swap`` in this package's part
+    of ``--additional-config``.
+
+    Attributes:
+        manager: Scheduler half; None where nothing is swapped.
+        worker: Worker half, built with the KV cache; None where nothing is swapped.
+        options: The options in force, with ``int8`` turned to ``raw`` where it does not fit.
+        accept: Asked before each load with request id, tokens on the accelerator and tokens that
+            a load would restore; False has them computed again.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.options = swap_options(vllm_config)
+        self.manager: SwapManager | None = None
+        self.worker: SwapWorker | None = None
+        self.accept: Callable[[str, int, int], bool] = lambda *_: True
+        self._planned: dict[str, int] = {}  # tokens already on the accelerator, by request
+        self._seen: Report | None = None
+        self._block_pool: Any = None
+        self.reason = reason_against(vllm_config, kv_cache_config, self.options)
+        is_scheduler = role == KVConnectorRole.SCHEDULER
+        if self.reason:
+            if is_scheduler:
+                logger.info(
+                    "sola_sched: KV is not swapped, preempted requests are computed again: %s",
+                    self.reason,
+                )
+            return
+        problem = without_int8(kv_cache_config) if self.options.mode == "int8" else None
+        if problem and is_scheduler:
+            logger.info("sola_sched: KV is swapped as raw bytes, not INT8: %s", problem)
+        self.is_int8 = self.options.mode == "int8" and not problem
+        self.geometry = Geometry.of(
+            [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups],
+            is_int8=self.is_int8,
+            group_tokens=self.options.group_length,
+            segment_tokens=self.options.segment_tokens,
+        )
+        if is_scheduler:
+            self.manager = SwapManager(
+                self.geometry,
+                vllm_config.parallel_config.world_size,
+                lambda blocks: self._block_pool.touch(blocks),
+                lambda blocks: self._block_pool.free_blocks(reversed(blocks)),
+            )
+            logger.info(
+                "sola_sched: preempted requests are swapped to the host (%s, %g GiB per worker)",
+                f"INT8, {self.options.group_tokens} tokens a group" if self.is_int8 else "raw",
+                self.options.host_gib,
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A swap out is never owed to anybody: True would drop tokens at each preemption."""
+        return False
+
+    # Scheduler side -------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Remember the pool whose blocks are pinned."""
+        self._block_pool = gpu_block_pool
+
+    def save(self, request: Any, end_token: int, *, frees_blocks: bool) -> int:
+        """Order the copy of a request's tokens up to `end_token`; returns the tokens ordered.
+
+        With `frees_blocks` the request is about to be preempted; its blocks are still its own.
+        """
+        assert self.manager is not None
+        assert self._kv_cache_manager is not None
+        return self.manager.save(
+            request.request_id,
+            self._kv_cache_manager.get_blocks(request.request_id).blocks,
+            end_token,
+            num_processed=max(0, request.num_computed_tokens - request.num_in_flight_tokens),
+            frees_blocks=frees_blocks,
+        )
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens on the host beyond those on the accelerator; None while they are under way."""
+        manager, req_id = self.manager, request.request_id
+        if manager is None or not manager.covered_tokens(req_id):
+            return 0, False
+        if manager.is_saving(req_id):
+            return None, False
+        num_tokens = manager.loadable(req_id, request.num_tokens - 1) - num_computed_tokens
+        if num_tokens <= 0 or not self.accept(req_id, num_computed_tokens, num_tokens):
+            return 0, False
+        self._planned[req_id] = num_computed_tokens
+        return num_tokens, True
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Order the load into the blocks that vLLM has allocated."""
+        if self.manager is None or not num_external_tokens:
+            return
+        first = self._planned.pop(request.request_id)
+        self.manager.load(
+            request.request_id,
+            first,
+            first + num_external_tokens,
+            blocks.get_block_ids(),
+        )
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """Groups whose blocks are loaded whole; INT8 leaves the slots behind the last token."""
+        if self.manager is None or self.is_int8:
+            return ()
+        return tuple(range(len(self.geometry.block_sizes)))
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """The jobs ordered since the last step."""
+        return SwapMetadata(self.manager.take_jobs() if self.manager else [])
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Book the copies that ended."""
+        metadata = connector_output.kv_connector_worker_meta
+        if self.manager is not None and metadata is not None:
+            self.manager.report(metadata.report)
+            self._seen = metadata.report
+
+    def take_report(self) -> Report | None:
+        """The newest report of the workers, once."""
+        report, self._seen = self._seen, None
+        return report
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request's copy is of no more use."""
+        if self.manager is not None:
+            self.manager.drop(request.request_id)
+            self._planned.pop(request.request_id, None)
+        return False, None
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether waiting, instead of preempting one more, will give blocks."""
+        return self.manager is not None and self.manager.frees_blocks
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must go on stepping until copies have ended."""
+        return self.manager is not None and not self.manager.is_idle
+
+    def reset_cache(self) -> bool | None:
+        """Forget all copies."""
+        if self.manager is not None:
+            self.manager.drop_all()
+        return True
+
+    # Worker side ----------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the host memory, now that the layout of the cache is known."""
+        if self.reason:
+            return
+        config = self._kv_cache_config
+        packers = []
+        for group in config.kv_cache_groups:
+            caches = [kv_caches[name] for name in group.layer_names if name in kv_caches]
+            packers.append(
+                Packer(
+                    caches,
+                    config.num_blocks,
+                    group.kv_cache_spec.block_size,
+                    is_int8=self.is_int8,
+                    group_tokens=self.geometry.group_tokens,
+                    order=_token_order(caches) if self.is_int8 else None,
+                )
+            )
+        device = next(iter(kv_caches.values())).device
+        self.worker = SwapWorker(self.geometry, packers, device, int(self.options.host_gib * _GIB))
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start this step's copies to the accelerator, behind the step itself."""
+        self._submit(is_load=True)
+
+    def wait_for_save(self) -> None:
+        """Start this step's copies to the host, behind the step itself; waits for nothing."""
+        self._submit(is_load=False)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """The loads that ended, failed ones included."""
+        if self.worker is None:
+            return KVConnectorTransferResults()
+        self._seen, loaded, failed = self.worker.poll()
+        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What ended, as found by `get_transfer_results` in this step."""
+        report = self.take_report()
+        return None if report is None or report.is_empty else SwapWorkerMetadata(report)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: no step runs on blocks that are being loaded."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: copies are of whole requests."""
+
+    def shutdown(self) -> None:
+        """Wait for copies under way."""
+        if self.worker is not None:
+            self.worker.close()
+
+    def _submit(self, is_load: bool) -> None:
+        if self.worker is None or not self.has_connector_metadata():
+            return
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, SwapMetadata)
+        self.worker.submit(job for job in metadata.jobs if job.is_load == is_load)
+
+
+def swap_options(vllm_config: Any) -> SwapConfig:
+    """The options in force: the connector's own, or those of the scheduler."""
+    transfer = vllm_config.kv_transfer_config
+    own = dict(transfer.kv_connector_extra_config or {}) if transfer is not None else {}
+    if own:
+        return SwapConfig.from_mapping(own)
+    additional = vllm_config.additional_config or {}
+    return SolaConfig.from_mapping(additional.get(CONFIG_KEY)).swap
+
+
+def _token_order(caches: Sequence[torch.Tensor]) -> TokenOrder | None:
+    """How vLLM's CPU attention orders a block; None where the order is the plain one."""
+    cache = caches[0]
+    if cache.device.type != "cpu" or cache.dim() == 3:
+        return None
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    _, num_heads, num_tokens, channels = cache.shape
+    isa = _get_attn_isa(cache.dtype, num_tokens, channels // 2)
+
+    def write(key: torch.Tensor, value: torch.Tensor, page: torch.Tensor) -> None:
+        halves = page.view(1, num_heads, 2 * num_tokens, channels // 2).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(key, value, *halves, torch.arange(num_tokens), isa)
+
+    return TokenOrder(torch.empty_like(cache[:1]), write)

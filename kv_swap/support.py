@@ -1,0 +1,59 @@
+"""Which engines can swap KV; everything else is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sola_sched.swap_config import SwapConfig
+
+#: Kinds of KV cache, by the name of vLLM's class: blocks that hold consecutive tokens.
+SUPPORTED = (
+    "FullAttentionSpec",
+    "MLAAttentionSpec",
+    "SlidingWindowSpec",
+    "ChunkedLocalAttentionSpec",
+)
+_FLOATS = ("torch.float16", "torch.bfloat16", "torch.float32")
+
+
+def layer_specs(group: Any) -> list[Any]:
+    """The layers' kinds of cache in one KV cache group."""
+    spec = group.kv_cache_spec
+    nested = getattr(spec, "kv_cache_specs", None)
+    return list(nested.values()) if nested else [spec]
+
+
+def reason_against(vllm_config: Any, kv_cache_config: Any, options: SwapConfig) -> str | None:
+    """Why this engine does not swap, or None if it does."""
+    if options.mode == "off":
+        return "'swap.mode' is 'off'"
+    scheduler_cls = vllm_config.scheduler_config.scheduler_cls
+    if scheduler_cls is None:
+        return "the scheduler is vLLM's own; add --scheduler-cls sola_sched.Scheduler"
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            return f"{name} is {getattr(parallel, name)}, which spreads blocks over workers"
+    if not kv_cache_config.kv_cache_groups:
+        return "the model has no KV cache"
+    for group in kv_cache_config.kv_cache_groups:
+        if getattr(group, "host_resident", False):
+            return "a part of the KV cache lives on the host already"
+        for spec in layer_specs(group):
+            kind = type(spec).__name__
+            if kind not in SUPPORTED:
+                return f"layers with {kind} cannot be swapped"
+            if getattr(spec, "tokens_per_state", 1) != 1:
+                return "layers that keep one state for several tokens cannot be swapped"
+    return None
+
+
+def without_int8(kv_cache_config: Any) -> str | None:
+    """Why KV cannot be quantized and is swapped as raw bytes instead, or None if it can."""
+    for group in kv_cache_config.kv_cache_groups:
+        for spec in layer_specs(group):
+            if str(spec.dtype) not in _FLOATS:
+                return f"the cache holds {spec.dtype}; INT8 needs one of {', '.join(_FLOATS)}"
+            if getattr(spec, "page_size_padded", None) is not None:
+                return "the cache's pages are padded"
+    return None

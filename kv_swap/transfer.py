@@ -1,0 +1,148 @@
+"""Carries copies out beside the model: threads on a CPU, side streams on a CUDA device.
+
+Both take a function per copy and report its end later, in any order. The order against the model
+is the same: a copy sees what the steps submitted before it have written, and nobody reuses its
+blocks before its end was reported.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from sola_sched.kv_swap.jobs import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A copy that ended: `error` is None if it succeeded; `elapsed_s` since its submission."""
+
+    job: Job
+    error: BaseException | None
+    elapsed_s: float
+
+
+class Transfers(Protocol):
+    """Copies under way on one worker."""
+
+    def submit(self, job: Job, copy: Callable[[Job], None]) -> None:
+        """Start a copy, ordered after all steps submitted so far."""
+
+    def poll(self) -> list[Ended]:
+        """The copies that ended since the last call; does not wait."""
+
+    def close(self) -> None:
+        """Wait for copies under way and release everything."""
+
+
+class ThreadTransfers:
+    """Copies in threads; on a CPU a step is over when the next one is submitted.
+
+    Attributes:
+        delay_polls: Polls for which a copy is held back before it starts, by job; for tests of
+            late copies.
+        before_copy: Called in the thread before each copy; may wait or raise, for tests.
+    """
+
+    def __init__(self, num_threads: int = 2) -> None:
+        self.delay_polls: Callable[[Job], int] | None = None
+        self.before_copy: Callable[[Job], None] | None = None
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-swap")
+        self._held: list[tuple[int, Job, Callable[[Job], None], float]] = []
+        self._running: list[tuple[Job, Future[None], float]] = []
+
+    def submit(self, job: Job, copy: Callable[[Job], None]) -> None:
+        """See `Transfers.submit`."""
+        polls = self.delay_polls(job) if self.delay_polls else 0
+        if polls:
+            self._held.append((polls, job, copy, time.perf_counter()))
+        else:
+            self._start(job, copy, time.perf_counter())
+
+    def poll(self) -> list[Ended]:
+        """See `Transfers.poll`."""
+        held, self._held = self._held, []
+        for polls, job, copy, submitted_s in held:
+            if polls > 1:
+                self._held.append((polls - 1, job, copy, submitted_s))
+            else:
+                self._start(job, copy, submitted_s)
+        ended, running = [], []
+        now = time.perf_counter()
+        for job, future, submitted_s in self._running:
+            if future.done():
+                ended.append(Ended(job, future.exception(), now - submitted_s))
+            else:
+                running.append((job, future, submitted_s))
+        self._running = running
+        return ended
+
+    def close(self) -> None:
+        """See `Transfers.close`."""
+        self._held.clear()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _start(self, job: Job, copy: Callable[[Job], None], submitted_s: float) -> None:
+        def run() -> None:
+            if self.before_copy:
+                self.before_copy(job)
+            copy(job)
+
+        self._running.append((job, self._pool.submit(run), submitted_s))
+
+
+class StreamTransfers:
+    """Copies on one side stream per direction; each direction is in order.
+
+    A copy waits for the compute stream as it is at submission. What the compute stream does
+    later does not wait for the copy: its end is polled, and only then are its blocks used.
+
+    Args:
+        device: The CUDA device.
+        cuda: Module with `Stream`, `Event`, `stream` and `current_stream`; for tests.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._cuda = cuda
+        self._device = device
+        self._streams = {is_load: cuda.Stream(device=device) for is_load in (False, True)}
+        self._under_way: dict[bool, deque[tuple[Job, Any, Any]]] = {False: deque(), True: deque()}
+
+    def submit(self, job: Job, copy: Callable[[Job], None]) -> None:
+        """See `Transfers.submit`."""
+        stream = self._streams[job.is_load]
+        stream.wait_stream(self._cuda.current_stream(self._device))
+        start, end = self._cuda.Event(enable_timing=True), self._cuda.Event(enable_timing=True)
+        with self._cuda.stream(stream):
+            start.record(stream)
+            try:
+                copy(job)
+            except Exception as error:
+                # What was queued before the error still runs, so the end is reported after it.
+                end.record(stream)
+                self._under_way[job.is_load].append((job, error, (start, end)))
+                return
+            end.record(stream)
+        self._under_way[job.is_load].append((job, None, (start, end)))
+
+    def poll(self) -> list[Ended]:
+        """See `Transfers.poll`."""
+        ended = []
+        for under_way in self._under_way.values():
+            while under_way and under_way[0][2][1].query():
+                job, error, (start, end) = under_way.popleft()
+                ended.append(Ended(job, error, start.elapsed_time(end) / 1e3))
+        return ended
+
+    def close(self) -> None:
+        """See `Transfers.close`."""
+        for stream in self._streams.values():
+            stream.synchronize()
+        for under_way in self._under_way.values():
+            under_way.clear()

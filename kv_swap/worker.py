@@ -1,0 +1,171 @@
+"""Worker half of KV swapping: the host pool, and the copies between it and the blocks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from sola_sched.kv_swap.geometry import Geometry
+from sola_sched.kv_swap.host_pool import HostPool
+from sola_sched.kv_swap.jobs import Job, Piece, Report
+from sola_sched.kv_swap.packing import Packer
+from sola_sched.kv_swap.transfer import Ended, StreamTransfers, ThreadTransfers, Transfers
+
+logger = logging.getLogger("vllm.sola_sched")
+
+
+class SwapWorker:
+    """Carries out the jobs of a scheduler on one worker.
+
+    Args:
+        geometry: As the scheduler's.
+        packers: One per KV cache group.
+        device: Where the blocks are.
+        limit_bytes: Host memory to take.
+        transfers: How copies run; None picks threads or streams by the device.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        packers: Sequence[Packer],
+        device: torch.device,
+        limit_bytes: int,
+        transfers: Transfers | None = None,
+    ) -> None:
+        self.geometry = geometry
+        self._packers = packers
+        self._device = device
+        slot_bytes = max(packer.image_bytes(geometry.slot_tokens) for packer in packers)
+        self.pool = _pool(slot_bytes, limit_bytes)
+        self._staging: dict[bool, torch.Tensor] = {}
+        if transfers is None:
+            on_cuda = device.type == "cuda"
+            transfers = StreamTransfers(device) if on_cuda else ThreadTransfers()
+        self.transfers = transfers
+        if device.type == "cuda" and self.pool is not None:
+            num_bytes = geometry.num_slots(geometry.segment_tokens) * self.pool.slot_bytes
+            for is_load in (False, True):
+                self._staging[is_load] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._has_reported = False
+        self._num_failed = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Host slots of this worker."""
+        return self.pool.num_slots if self.pool else 0
+
+    def submit(self, jobs: Iterable[Job]) -> None:
+        """Start copies, ordered after all steps submitted so far."""
+        for job in jobs:
+            self.transfers.submit(job, self._copy)
+
+    def poll(self) -> tuple[Report, set[str], set[str]]:
+        """What ended since the last call, without waiting.
+
+        Returns:
+            The report for the scheduler, the requests whose loads ended, and those of them whose
+            loads failed.
+        """
+        report = Report()
+        if not self._has_reported:
+            report.num_slots = self.num_slots
+            self._has_reported = True
+        loaded, failed = set(), set()
+        for ended in self.transfers.poll():
+            job = ended.job
+            report.num_ended[job.job_id] = 1
+            if job.is_load:
+                loaded.add(job.req_id)
+            if ended.error is not None:
+                self._log_failure(ended)
+                report.failed.add(job.job_id)
+                if job.is_load:
+                    failed.add(job.req_id)
+            elif job.is_load:
+                report.load_s += ended.elapsed_s
+                report.load_bytes += self._num_bytes(job)
+            else:
+                report.save_s += ended.elapsed_s
+                report.save_bytes += self._num_bytes(job)
+        return report, loaded, failed
+
+    def close(self) -> None:
+        """Wait for copies under way."""
+        self.transfers.close()
+
+    def _copy(self, job: Job) -> None:
+        for piece in job.pieces:
+            if job.is_load:
+                self._load(piece)
+            else:
+                self._save(piece)
+
+    def _save(self, piece: Piece) -> None:
+        assert self.pool is not None
+        packer = self._packers[piece.group]
+        num_bytes = packer.image_bytes(piece.image_tokens)
+        runs = list(self.pool.runs(piece.slots))
+        if not self._staging and len(runs) == 1:
+            packer.pack(piece, runs[0][:num_bytes])
+            return
+        image = self._image(False, num_bytes)
+        packer.pack(piece, image)
+        start = 0
+        for run in runs:
+            end = min(start + len(run), num_bytes)
+            run[: end - start].copy_(image[start:end], non_blocking=True)
+            start = end
+
+    def _load(self, piece: Piece) -> None:
+        assert self.pool is not None
+        packer = self._packers[piece.group]
+        num_bytes = packer.image_bytes(piece.image_tokens)
+        runs = list(self.pool.runs(piece.slots))
+        if not self._staging and len(runs) == 1:
+            packer.unpack(piece, runs[0][:num_bytes])
+            return
+        image = self._image(True, num_bytes)
+        start = 0
+        for run in runs:
+            end = min(start + len(run), num_bytes)
+            image[start:end].copy_(run[: end - start], non_blocking=True)
+            start = end
+        packer.unpack(piece, image)
+
+    def _image(self, is_load: bool, num_bytes: int) -> torch.Tensor:
+        """Contiguous memory beside the blocks; on a device each direction reuses its own."""
+        if self._staging:
+            return self._staging[is_load][:num_bytes]
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def _num_bytes(self, job: Job) -> int:
+        return sum(self._packers[p.group].image_bytes(p.image_tokens) for p in job.pieces)
+
+    def _log_failure(self, ended: Ended) -> None:
+        self._num_failed += 1
+        if self._num_failed == 1:
+            logger.warning(
+                "sola_sched: a KV copy %s the host failed, its tokens are computed again (later "
+                "failures are counted, not logged): %r",
+                "from" if ended.job.is_load else "to",
+                ended.error,
+            )
+
+
+def _pool(slot_bytes: int, limit_bytes: int) -> HostPool | None:
+    """The pool, None where not a single slot fits or the machine refuses the memory."""
+    if limit_bytes < slot_bytes:
+        return None
+    try:
+        return HostPool(slot_bytes, limit_bytes)
+    except (ValueError, RuntimeError) as error:  # page-locking fails with RuntimeError
+        logger.warning(
+            "sola_sched: no host memory for swapped KV (%d bytes asked for), preempted requests "
+            "are computed again: %s",
+            limit_bytes,
+            error,
+        )
+        return None
