@@ -12,13 +12,14 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from swap_faults import install, leftovers
 from tiny_llama import MAX_MODEL_LEN, VOCAB_SIZE
 
 #: Blocks of 32 tokens: the largest tile of the CPU attention kernel.
@@ -52,6 +53,8 @@ class RunResult:
         num_preemptions: Over all requests.
         num_steps: Engine steps that executed the model.
         num_leaked_blocks: Blocks not free at the end.
+        num_recomputed: Tokens whose KV was computed more than once for one request.
+        swap_problems: What was left behind by swapping, e.g. host slots still in use.
         stats: The scheduler's `sola_stats()`, empty without one.
     """
 
@@ -60,6 +63,8 @@ class RunResult:
     num_preemptions: int = 0
     num_steps: int = 0
     num_leaked_blocks: int = 0
+    num_recomputed: int = 0
+    swap_problems: list[str] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
 
 
@@ -78,6 +83,27 @@ class StepClock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def count_recomputed(core: Any) -> Callable[[], int]:
+    """Count tokens computed at positions that the same request had computed before."""
+    schedule, reached, total = core.scheduler.schedule, {}, 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal total
+        output = schedule(*args, **kwargs)
+        cached = output.scheduled_cached_reqs
+        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        for req_id, start in starts.items():
+            end = start + output.num_scheduled_tokens[req_id]
+            before = reached.get(req_id, 0)
+            total += max(0, min(before, end) - start)
+            reached[req_id] = max(before, end)
+        return output
+
+    core.scheduler.schedule = counted
+    return lambda: total
 
 
 def make_workload(
@@ -123,12 +149,19 @@ def run(
     max_num_batched_tokens: int = 256,
     additional_config: Mapping[str, Any] | None = None,
     zero_kv_at_step: int | None = None,
+    swap_faults: Mapping[str, Any] | None = None,
+    follow_up: Callable[[RunResult], Sequence[EngineRequest]] | None = None,
+    **engine_options: Any,
 ) -> RunResult:
     """Serve `requests` on a fresh engine core and shut it down.
 
     Args:
         scheduler_cls: Class or dotted name, as for ``--scheduler-cls``.
         zero_kv_at_step: Clear the whole KV cache before this step: the negative control.
+        swap_faults: Arguments of `swap_faults.install`, which disturbs KV swapping.
+        follow_up: Called when all requests have ended; what it returns is served by the same
+            engine, and added to the result.
+        engine_options: More of vLLM's `EngineArgs`.
     """
     with _asynchronous_on_cpu() if async_scheduling else nullcontext():
         core = _make_core(
@@ -140,9 +173,12 @@ def run(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             additional_config=dict(additional_config or {}),
+            **engine_options,
         )
+        if swap_faults is not None:
+            install(core, **swap_faults)
         try:
-            return _serve(core, requests, zero_kv_at_step)
+            return _serve(core, requests, zero_kv_at_step, follow_up)
         finally:
             core.shutdown()
 
@@ -180,26 +216,35 @@ def run_on_v2(cases: Sequence[Mapping[str, Any]], model_dir: Path) -> list[RunRe
 def _make_core(scheduler_cls: str | type[Any], model_dir: Path, **options: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+    from vllm.v1.executor import Executor
 
+    options = {
+        "block_size": BLOCK_SIZE,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 64 << 20,
+        "max_model_len": MAX_MODEL_LEN,
+        **options,
+    }
     config = EngineArgs(
         model=str(model_dir),
         scheduler_cls=scheduler_cls,
         skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="float32",
-        block_size=BLOCK_SIZE,
-        max_model_len=MAX_MODEL_LEN,
-        kv_cache_memory_bytes=64 << 20,
         disable_log_stats=True,
         **options,
     ).create_engine_config()
     assert config.scheduler_config.async_scheduling == options["async_scheduling"]
-    return EngineCore(config, UniProcExecutor, log_stats=False)
+    return EngineCore(config, Executor.get_class(config), log_stats=False)
 
 
-def _serve(core: Any, requests: Sequence[EngineRequest], zero_kv_at_step: int | None) -> RunResult:
+def _serve(
+    core: Any,
+    requests: Sequence[EngineRequest],
+    zero_kv_at_step: int | None,
+    follow_up: Callable[[RunResult], Sequence[EngineRequest]] | None,
+) -> RunResult:
     clock = StepClock(core)
+    recomputed = count_recomputed(core)
     for name in ("sola_clock", "sola_wall_clock"):
         if hasattr(core.scheduler, name):
             setattr(core.scheduler, name, clock)
@@ -208,6 +253,7 @@ def _serve(core: Any, requests: Sequence[EngineRequest], zero_kv_at_step: int | 
     result = RunResult({r.req_id: [] for r in requests}, {})
     added: dict[str, Any] = {}
     arrivals = sorted(requests, key=lambda r: r.arrival_step)
+    requests = list(requests)
     for step in range(_MAX_STEPS):
         while arrivals and arrivals[0].arrival_step <= step:
             request = _engine_core_request(arrivals.pop(0), clock())
@@ -224,6 +270,10 @@ def _serve(core: Any, requests: Sequence[EngineRequest], zero_kv_at_step: int | 
             core.post_step(executed)
             result.num_steps += bool(executed)
             _collect(result, outputs)
+        elif follow_up is not None:
+            arrivals, follow_up = list(follow_up(result)), None
+            requests += arrivals
+            result.tokens |= {r.req_id: [] for r in arrivals}
         elif not arrivals:
             break
     else:
@@ -233,6 +283,8 @@ def _serve(core: Any, requests: Sequence[EngineRequest], zero_kv_at_step: int | 
         )
     result.num_preemptions = sum(r.num_preemptions for r in added.values())
     result.num_leaked_blocks = num_blocks - num_free_blocks()
+    result.num_recomputed = recomputed()
+    result.swap_problems = leftovers(core)
     if hasattr(core.scheduler, "sola_stats"):
         result.stats = core.scheduler.sola_stats()
     return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 VOCAB_SIZE = 512
 MAX_MODEL_LEN = 512
@@ -30,8 +31,12 @@ CONFIG = {
 _GAIN = 2.5
 
 
-def write_tiny_llama(folder: Path, seed: int = 0) -> Path:
-    """Write `config.json` and fp32 weights of the model; returns `folder`."""
+def write_tiny_llama(folder: Path, seed: int = 0, **overrides: Any) -> Path:
+    """Write `config.json` and fp32 weights of the model; returns `folder`.
+
+    Args:
+        overrides: Entries of `config.json` that change no weight's shape.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -63,7 +68,7 @@ def write_tiny_llama(folder: Path, seed: int = 0) -> Path:
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{prefix}.{name}.weight"] = torch.ones(hidden)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=1))
+    (folder / "config.json").write_text(json.dumps(CONFIG | overrides, indent=1))
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
     return folder
 

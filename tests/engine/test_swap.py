@@ -1,0 +1,226 @@
+"""Swapped requests continue as if they had never lost their place (fp32, real engine).
+
+Scarce memory forces preemptions; the output is compared, token by token, with stock vLLM that
+never preempts. Restored KV that is wrong in one block shows as a different continuation, which
+the negative controls prove.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from engine_harness import EngineRequest, RunResult, make_workload, run
+from tiny_llama import write_tiny_llama
+
+pytestmark = pytest.mark.vllm
+
+STOCK = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
+#: Blocks that make vLLM preempt at least 20 times.
+SCARCE = 23
+NO_SLO = {"ttft_s": None, "tpot_s": None, "log_interval_s": 0}
+
+
+def swap(**options: Any) -> dict[str, Any]:
+    """Keyword arguments of `run` for an engine that swaps, without targets: stock order."""
+    return {
+        "scheduler_cls": "sola_sched.Scheduler",
+        "num_blocks": SCARCE,
+        "additional_config": {"sola_sched": {**NO_SLO, "swap": options}},
+    }
+
+
+def num_different(result: RunResult, reference: RunResult) -> int:
+    return sum(
+        a != b
+        for name, expected in reference.tokens.items()
+        for a, b in zip(expected, result.tokens[name], strict=True)
+    )
+
+
+def assert_same_where_not_aborted(result: RunResult, reference: RunResult) -> None:
+    for name, expected in reference.tokens.items():
+        tokens = result.tokens[name]
+        is_aborted = result.finish_reasons[name] == "abort"
+        assert tokens == (expected[: len(tokens)] if is_aborted else expected), name
+
+
+def assert_nothing_left_behind(result: RunResult) -> None:
+    assert (result.num_leaked_blocks, result.swap_problems) == (0, [])
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny_llama"))
+
+
+@pytest.fixture(scope="session")
+def windowed_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hybrid model: sliding-window attention below, full attention above."""
+    return write_tiny_llama(
+        tmp_path_factory.mktemp("windowed_llama"),
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=48,
+    )
+
+
+@pytest.fixture(scope="session")
+def reference(model_dir: Path) -> RunResult:
+    result = run(STOCK, make_workload(), model_dir)
+    assert result.num_preemptions == 0
+    return result
+
+
+@pytest.fixture(scope="session")
+def windowed_reference(windowed_dir: Path) -> RunResult:
+    result = run(STOCK, make_workload(), windowed_dir)
+    assert result.num_preemptions == 0
+    return result
+
+
+@pytest.mark.parametrize(("is_async", "caching"), list(product((False, True), (False, True))))
+def test_preempted_requests_recompute_nothing_and_keep_their_tokens(
+    is_async, caching, model_dir, reference
+):
+    result = run(
+        requests=make_workload(),
+        model_dir=model_dir,
+        async_scheduling=is_async,
+        prefix_caching=caching,
+        **swap(),
+    )
+
+    assert result.num_preemptions >= 20
+    assert result.num_recomputed == 0
+    assert num_different(result, reference) == 0
+    assert_nothing_left_behind(result)
+
+
+def test_without_swapping_the_same_run_recomputes(model_dir, reference):
+    """Control: the figure above is not zero by itself."""
+    result = run(requests=make_workload(), model_dir=model_dir, **swap(mode="off"))
+
+    assert result.num_preemptions >= 15
+    assert result.num_recomputed > 1000
+    assert num_different(result, reference) == 0
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [{"zeroed": True}, {"without_pins": True, "max_delay_polls": 4}],
+    ids=["zeroed", "without_pins"],
+)
+def test_tokens_depend_on_what_comes_back(faults, model_dir, reference):
+    """Negative controls: the comparison finds wrong KV, and pins are needed."""
+    result = run(requests=make_workload(), model_dir=model_dir, swap_faults=faults, **swap())
+
+    assert num_different(result, reference) > 200
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_late_and_failing_copies_and_aborts_spare_the_others(is_async, model_dir, reference):
+    result = run(
+        requests=make_workload(num_aborts=8),
+        model_dir=model_dir,
+        async_scheduling=is_async,
+        prefix_caching=is_async,
+        swap_faults={"max_delay_polls": 4, "fail_ratio": 0.2, "seed": 1},
+        **swap(),
+    )
+
+    assert result.stats["swap"]["num_failed_jobs"] > 0
+    assert_same_where_not_aborted(result, reference)
+    assert_nothing_left_behind(result)
+
+
+@pytest.mark.parametrize("caching", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_windows_beside_full_attention(caching, windowed_dir, windowed_reference):
+    result = run(
+        requests=make_workload(),
+        model_dir=windowed_dir,
+        prefix_caching=caching,
+        swap_faults={"max_delay_polls": 2},
+        **swap() | {"num_blocks": 30},
+    )
+
+    assert result.num_preemptions >= 20
+    assert result.num_recomputed == 0
+    assert num_different(result, windowed_reference) == 0
+    assert_nothing_left_behind(result)
+
+
+def test_windowed_model_depends_on_what_comes_back(windowed_dir, windowed_reference):
+    """Negative control for the hybrid model."""
+    result = run(
+        requests=make_workload(),
+        model_dir=windowed_dir,
+        swap_faults={"zeroed": True},
+        **swap() | {"num_blocks": 30},
+    )
+
+    assert num_different(result, windowed_reference) > 200
+
+
+@pytest.mark.parametrize(
+    ("options", "faults"),
+    [
+        ({"host_gib": 0}, None),
+        pytest.param({}, {"num_host_slots": 1}, marks=pytest.mark.slow),
+        ({}, {"num_host_slots": 6}),
+    ],
+    ids=["no host memory", "one slot", "six slots"],
+)
+def test_without_room_on_the_host_requests_are_computed_again(
+    options, faults, model_dir, reference
+):
+    result = run(
+        requests=make_workload(), model_dir=model_dir, swap_faults=faults, **swap(**options)
+    )
+
+    assert result.stats["swap"]["num_refused"] > 0
+    assert num_different(result, reference) == 0
+    assert_nothing_left_behind(result)
+
+
+def continued(result: RunResult) -> list[EngineRequest]:
+    """The next turn of each conversation: prompt and answer, and something new."""
+    return [
+        EngineRequest(f"next {r.req_id}", (*r.prompt, *result.tokens[r.req_id], 7, 8, 9), 20)
+        for r in make_workload()
+    ]
+
+
+def test_follow_ups_of_quantized_requests_are_exact(model_dir):
+    """What was restored from INT8, or computed from it, is not in the prefix cache."""
+    result = run(
+        requests=make_workload(),
+        model_dir=model_dir,
+        prefix_caching=True,
+        follow_up=continued,
+        **swap(mode="int8"),
+    )
+    exact = run(STOCK, continued(result), model_dir)
+
+    assert result.stats["swap"]["mode"] == "int8"
+    assert result.stats["swap"]["num_swapped_in"] > 500
+    assert num_different(result, exact) == 0
+    assert_nothing_left_behind(result)
+
+
+def test_follow_ups_see_quantized_blocks_that_are_published(model_dir):
+    """Negative control: without the guard the test above fails."""
+    result = run(
+        requests=make_workload(),
+        model_dir=model_dir,
+        prefix_caching=True,
+        follow_up=continued,
+        swap_faults={"publishes_inexact": True},
+        **swap(mode="int8"),
+    )
+
+    assert num_different(result, run(STOCK, continued(result), model_dir)) > 0
