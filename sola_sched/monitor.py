@@ -88,6 +88,8 @@ class StateMonitor:
         self._front_pos = -1
         self._num_limited = 0
         self._num_ended = 0
+        self._last_end_s = math.nan
+        self.end_interval_s = math.nan
         self._parked: set[int] = set()
 
     # Events ---------------------------------------------------------------------------------
@@ -278,7 +280,18 @@ class StateMonitor:
                 stats.num_attained += bool(ttft_met and tpot_met)
                 stats.max_wait_s = max(stats.max_wait_s, ttft)
         self._num_ended += 1
+        self._book_end()
         table.remove(req_id)
+
+    def _book_end(self) -> None:
+        """Average the time between the ends of requests, which is that between free slots."""
+        now, last = self.clock(), self._last_end_s
+        self._last_end_s = now
+        if math.isnan(last):
+            return
+        if math.isnan(self.end_interval_s):
+            self.end_interval_s = now - last
+        self.end_interval_s += _AVERAGING * (now - last - self.end_interval_s)
 
     def set_busy(self, is_busy: bool) -> None:
         """Tell after each step whether requests are left: idle time is not step time."""
@@ -336,5 +349,6 @@ class StateMonitor:
             accepted_per_decode=self.accepted_per_decode,
             elapsed_s=elapsed,
             prefill_share=self.prefill_share,
+            end_interval_s=self.end_interval_s,
             has_slo=self._num_limited > 0,
         )

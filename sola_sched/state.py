@@ -29,6 +29,7 @@ FREE, WAITING, PREFILL, DECODE, PARKED = 0, 1, 2, 3, 4
 #: Name to type and default; a column of several numbers a row is 2-D.
 _COLUMNS: dict[str, tuple[type, Any]] = {
     "phase": (np.int8, FREE),
+    "serial": (np.int64, -1),
     "arrival_s": (np.float64, 0.0),
     "ttft_s": (np.float64, np.inf),
     "tpot_s": (np.float64, np.inf),
@@ -54,6 +55,7 @@ class RequestTable:
     Columns (all of length `capacity`; `predicted` is [capacity, 10]):
         phase: FREE, WAITING (no KV on the accelerator), PREFILL, DECODE, or PARKED (out of the
             planner's hands, e.g. while a connector loads its KV).
+        serial: Number of the request, counted from 0: tells two requests in one row apart.
         arrival_s: Arrival on the monitor's clock, seconds.
         ttft_s, tpot_s: Targets, seconds; ``inf`` means none.
         priority: Smaller is more urgent, as in vLLM.
@@ -72,9 +74,11 @@ class RequestTable:
 
     Attributes:
         num_predicted: Live rows with a prediction.
+        num_predictions: Calls of `predict` so far; moves whenever a prediction changes.
     """
 
     phase: NDArray[np.int8]
+    serial: IntArray
     arrival_s: FloatArray
     ttft_s: FloatArray
     tpot_s: FloatArray
@@ -96,7 +100,8 @@ class RequestTable:
         self.capacity = capacity
         self.row_of: dict[str, int] = {}
         self.req_id: list[str | None] = [None] * capacity
-        self.num_predicted = 0
+        self.num_predicted = self.num_predictions = 0
+        self._num_added = 0
         self._free = list(range(capacity - 1, -1, -1))
         for name in _COLUMNS:
             setattr(self, name, _column(name, capacity))
@@ -119,6 +124,8 @@ class RequestTable:
         self.req_id[row] = req_id
         for name, (_, default) in _COLUMNS.items():
             getattr(self, name)[row] = default
+        self.serial[row] = self._num_added
+        self._num_added += 1
         return row
 
     def remove(self, req_id: str) -> None:
@@ -133,6 +140,7 @@ class RequestTable:
         """Note what is predicted of a live row, in place of what was."""
         self.num_predicted += math.isnan(self.predicted[row, 0])
         self.predicted[row] = prediction.quantiles
+        self.num_predictions += 1
 
     def check_integrity(self) -> None:
         """Assert that rows, names and free list agree (for tests and debug runs)."""
@@ -202,6 +210,7 @@ class StepState:
         accepted_per_decode: Mean output tokens per decode step, >= 1.
         elapsed_s: Measured engine time since the previous plan, seconds.
         prefill_share: Recent share of engine time spent on prefill, in [0, 1).
+        end_interval_s: Recent mean time between two ends of requests, seconds; NaN at first.
         has_slo: Whether any live request has a target.
     """
 
@@ -221,6 +230,7 @@ class StepState:
     accepted_per_decode: float = 1.0
     elapsed_s: float = 0.0
     prefill_share: float = 0.0
+    end_interval_s: float = math.nan
     has_slo: bool = True
 
     def remaining(self, rows: IntArray, num_ahead: IntArray | int = 0) -> FloatArray:
@@ -278,6 +288,9 @@ class StepPlan:
         token_budget: Tokens of the step, >= 1; None means the engine's maximum.
         preempt: Rows of running requests that give up slot and KV before the step.
         reject: Rows of waiting requests to end with an error.
+        order: All running and waiting rows in the order in which they are to be served, for the
+            estimated waits; None where the planner has no such order (see `ewt.queue_order`).
+        promote_s: With `order`, seconds until aging lets each row be served next (ALISE Eq. 7).
         problem: Which problem was solved; for metrics and logs.
     """
 
@@ -286,4 +299,6 @@ class StepPlan:
     token_budget: int | None = None
     preempt: IntArray = field(default_factory=lambda: _NO_ROWS)
     reject: IntArray = field(default_factory=lambda: _NO_ROWS)
+    order: IntArray | None = None
+    promote_s: FloatArray | None = None
     problem: str = "neutral"

@@ -103,6 +103,20 @@ def test_attainment_needs_both_targets(
     assert (stats.num_ttft_met, stats.num_tpot_met, stats.num_attained) == met
 
 
+def test_the_time_between_ends_is_averaged() -> None:
+    monitor, clock = make_monitor()
+    assert np.isnan(state_of(monitor).end_interval_s)
+    for name in "abc":
+        add(monitor, name)
+        clock.now += 2.0
+        monitor.finished(name)
+    assert state_of(monitor).end_interval_s == pytest.approx(2.0)
+    add(monitor, "d")
+    clock.now += 4.0
+    monitor.finished("d")
+    assert 2.0 < state_of(monitor).end_interval_s < 4.0
+
+
 def test_aborts_teach_nothing_and_attain_nothing() -> None:
     monitor, _ = make_monitor()
     add(monitor, "a")

@@ -56,6 +56,10 @@ class BestEffort:
         """Book the share of the engine time that has passed while a lost request was there."""
         self.credit_s = min(_MAX_CREDIT_S, self.credit_s + self.share * elapsed_s)
 
+    def received(self, seconds: float) -> None:
+        """Book service from what others left over: the share is a minimum, not an extra."""
+        self.credit_s = max(self.credit_s - seconds, -_MAX_CREDIT_S)
+
     @property
     def is_full(self) -> bool:
         """Whether no more credit can be earned: it has been waiting to be spent."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from sola_sched.planner.attain_state import BestEffort, Decodes
 from sola_sched.planner.base import neutral, num_that_fit
-from sola_sched.planner.deadlines import on_time_first
+from sola_sched.planner.deadlines import Slots, on_time_first
 from sola_sched.state import BoolArray, FloatArray, IntArray, StepPlan, StepState
 
 #: A prefill counts as lost only if it misses its deadline by more than this share of its time.
@@ -154,7 +154,8 @@ class AttainStep:
         rank = table.priority[self.pending[candidates]]
         ranks = rank if rank.any() else None
         overhead_s = self.state.cost.chunk_overhead_s if self.num_alive else 0.0
-        weigh = functools.cache(lambda: self._total_cost(candidates))
+        slots = self._slots(candidates)
+        weigh = functools.cache(lambda: self._total_cost(candidates, slots is not None))
 
         def on_time(limit: float) -> tuple[IntArray, int]:
             share = 1.0
@@ -165,6 +166,7 @@ class AttainStep:
                 self.deadline_s[candidates] - self.decode_s,
                 weigh,
                 ranks,
+                slots,
             )
 
         order, count = on_time(limit_s)
@@ -188,26 +190,45 @@ class AttainStep:
                     order, count, limit_s = other, other_count, float(allowed[num_given_up])
         return candidates[order], count, limit_s
 
+    def _slots(self, candidates: IntArray) -> Slots | None:
+        """Slots as a resource, where there are fewer than requests that wait for one."""
+        state = self.state
+        is_needed = candidates >= self.num_prefills
+        num_free = state.max_num_running - len(self.rows) + int(self.decodes.lost.sum())
+        if np.isnan(state.end_interval_s) or int(is_needed.sum()) <= num_free:
+            return None
+        return Slots(is_needed, num_free, state.end_interval_s)
+
+    def _usual_s(self) -> float:
+        """Time between two tokens of a decode, with the prefills that come in between."""
+        share = max(0.1, 1.0 - self.state.prefill_share)
+        return self.decode_s / share / self.state.accepted_per_decode
+
     def _on_loan_s(self) -> float:
         """Longest step after which faster ones will most likely bring all back on course."""
         state, decodes = self.state, self.decodes
         alive = ~decodes.lost
         tpot = self.keep * state.table.tpot_s[self.alive]
-        usual_s = self.decode_s / max(0.1, 1.0 - state.prefill_share) / state.accepted_per_decode
+        usual_s = self._usual_s()
         num_steps = state.surely_remaining(self.alive, decodes.ahead[alive]) - 1.0
         with np.errstate(invalid="ignore"):  # 0 steps x no target
             payback = np.fmax(num_steps * (tpot - usual_s), 0.0)
         longest = np.maximum(decodes.allowed_s[alive], decodes.bank_s[alive] + payback)
         return float(longest.min())
 
-    def _total_cost(self, index: IntArray) -> FloatArray:
-        """Accelerator time of each request: its prefill and what its decode adds to steps."""
+    def _total_cost(self, index: IntArray, has_slot_cost: bool) -> FloatArray:
+        """Accelerator time of each request: its prefill and what its decode adds to steps.
+
+        Where slots are what is short, also its share of the time of all slots.
+        """
         cost = self.state.cost
         outputs = self.state.remaining(self.pending[index])
         one = float(cost.decode_s(2.0, 0.0)) - float(cost.decode_s(1.0, 0.0))
         per_ctx = float(cost.decode_s(1.0, 1000.0)) - float(cost.decode_s(1.0, 0.0))
         ctx = self.new[index] + self.has[index] + outputs / 2
         total: FloatArray = self.prefill_s[index] + outputs * (one + per_ctx * ctx / 1000)
+        if has_slot_cost:
+            total += outputs * (self._usual_s() / self.state.max_num_running)
         return total
 
     # 3. Prefills of this step ---------------------------------------------------------------
@@ -344,6 +365,7 @@ class AttainStep:
         for added in added_s[order].tolist():
             if added <= spare_s:
                 spare_s -= added
+                credit.received(added)
             elif credit.credit_s > 0:
                 credit.credit_s -= added
             else:
@@ -377,6 +399,7 @@ class AttainStep:
             # chunk of those admitted beside it.
             overtakes = index < self.num_prefills and bool((served >= self.num_prefills).any())
             if tokens and (tokens == need or not overtakes):
+                credit.received(float(self.state.cost.prefill_marginal_s(float(tokens), has)))
                 return index, tokens, False
         tokens = min(need, self._tokens_in(limit_s, room, has))
         if not tokens and credit.is_full:

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-from sola_sched.state import FloatArray, IntArray
+from sola_sched.state import BoolArray, FloatArray, IntArray
 
 #: Requests looked at one by one when not all deadlines can be met; the later ones follow by cost.
 _MAX_EXAMINED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """A second resource of which a job takes a unit before it can start.
+
+    Attributes:
+        is_needed: Jobs that have none yet, shape [n].
+        num_free: Units at hand, >= 0.
+        interval_s: Mean time until another one is free, seconds.
+    """
+
+    is_needed: BoolArray
+    num_free: int
+    interval_s: float
 
 
 def on_time_first(
@@ -18,6 +34,7 @@ def on_time_first(
     deadline_s: FloatArray,
     weigh: Callable[[], FloatArray],
     rank: IntArray | None,
+    slots: Slots | None = None,
 ) -> tuple[IntArray, int]:
     """Order jobs so that as many as possible end before their deadlines.
 
@@ -32,6 +49,7 @@ def on_time_first(
         weigh: Returns the costs that decide which job is given up, shape [n]; called only when
             some job is late.
         rank: Priority class of each job, smaller first and strictly before; None for one class.
+        slots: What else a job must wait for; None if there is enough of it.
 
     Returns:
         (order, num_on_time): indices of all jobs; the first `num_on_time` are expected on time,
@@ -43,61 +61,82 @@ def on_time_first(
         order = np.lexsort((deadline_s, rank))
     if not len(order):
         return order, 0
-    ends = np.cumsum(service_s[order])
-    if (ends <= deadline_s[order]).all():
+    machine = _Machine(service_s, deadline_s, slots)
+    if machine.all_on_time(order):
         return order, len(order)
     weight_s = weigh()
     if rank is not None and rank.any() and rank.min() != rank.max():
-        return _by_class(order, service_s, deadline_s, weight_s, rank)
-    kept, dropped = _moore_hodgson(order, 0.0, service_s, deadline_s, weight_s)
+        return _by_class(order, machine, weight_s, rank)
+    kept, dropped = machine.choose(order, weight_s)
     return np.asarray(kept + dropped, dtype=np.int64), len(kept)
 
 
 def _by_class(
-    order: IntArray,
-    service_s: FloatArray,
-    deadline_s: FloatArray,
-    weight_s: FloatArray,
-    rank: IntArray,
+    order: IntArray, machine: _Machine, weight_s: FloatArray, rank: IntArray
 ) -> tuple[IntArray, int]:
     """Higher classes choose first; what they keep delays the lower ones."""
     kept: list[int] = []
     dropped: list[int] = []
-    busy_s = 0.0
     for value in np.unique(rank):
-        members = order[rank[order] == value]
-        keep, drop = _moore_hodgson(members, busy_s, service_s, deadline_s, weight_s)
-        busy_s += float(service_s[keep].sum())
+        keep, drop = machine.choose(order[rank[order] == value], weight_s)
         kept += keep
         dropped += drop
     return np.asarray(kept + dropped, dtype=np.int64), len(kept)
 
 
-def _moore_hodgson(
-    order: IntArray,
-    busy_s: float,
-    service_s: FloatArray,
-    deadline_s: FloatArray,
-    weight_s: FloatArray,
-) -> tuple[list[int], list[int]]:
-    head, tail = order[:_MAX_EXAMINED], order[_MAX_EXAMINED:]
-    costliest: list[tuple[float, int, float]] = []
-    given_up: set[int] = set()
-    jobs = zip(
-        head.tolist(),
-        service_s[head].tolist(),
-        deadline_s[head].tolist(),
-        weight_s[head].tolist(),
-        strict=True,
-    )
-    for job, service, deadline, weight in jobs:
-        heapq.heappush(costliest, (-weight, job, service))
-        busy_s += service
-        while busy_s > deadline and costliest:
-            _, worst, freed = heapq.heappop(costliest)
-            given_up.add(worst)
-            busy_s -= freed
-    kept = [job for job in head.tolist() if job not in given_up]
-    late = np.concatenate([np.fromiter(given_up, dtype=np.int64), tail])
-    dropped = late[np.argsort(weight_s[late], kind="stable")]
-    return kept, dropped.tolist()
+class _Machine:
+    """Jobs one after the other; those that need a slot also in the order in which slots come."""
+
+    def __init__(self, service_s: FloatArray, deadline_s: FloatArray, slots: Slots | None) -> None:
+        self.service_s, self.deadline_s = service_s, deadline_s
+        # Slots are a machine of their own that is ahead by the free ones.
+        self.slot_s = np.zeros(len(service_s))
+        self.busy_s = self.slots_busy_s = 0.0
+        if slots is not None:
+            self.slot_s[slots.is_needed] = slots.interval_s
+            self.slots_busy_s = -slots.num_free * slots.interval_s
+
+    def all_on_time(self, order: IntArray) -> bool:
+        """Whether every job ends before its deadline."""
+        deadline_s = self.deadline_s[order]
+        if (np.cumsum(self.service_s[order]) > deadline_s).any():
+            return False
+        slot_s = self.slot_s[order]
+        waits_s = self.slots_busy_s + np.cumsum(slot_s)
+        return not ((waits_s > deadline_s) & (slot_s > 0)).any()
+
+    def choose(self, order: IntArray, weight_s: FloatArray) -> tuple[list[int], list[int]]:
+        """Jobs kept, by deadline, and given up, by weight; the former occupy the machine."""
+        head, tail = order[:_MAX_EXAMINED], order[_MAX_EXAMINED:]
+        costliest: list[tuple[float, int]] = []
+        costliest_waiting: list[tuple[float, int]] = []  # for a slot
+        given_up: set[int] = set()
+        service_s, slot_s = self.service_s.tolist(), self.slot_s.tolist()
+        jobs = zip(
+            head.tolist(), self.deadline_s[head].tolist(), weight_s[head].tolist(), strict=True
+        )
+        for job, deadline, weight in jobs:
+            self.busy_s += service_s[job]
+            self.slots_busy_s += slot_s[job]
+            heapq.heappush(costliest, (-weight, job))
+            if slot_s[job]:
+                heapq.heappush(costliest_waiting, (-weight, job))
+            while True:
+                if slot_s[job] and self.slots_busy_s > deadline:
+                    heap = costliest_waiting
+                elif self.busy_s > deadline:
+                    heap = costliest
+                else:
+                    break
+                while heap and heap[0][1] in given_up:
+                    heapq.heappop(heap)
+                if not heap:  # what a higher class has kept is too much by itself
+                    break
+                worst = heapq.heappop(heap)[1]
+                given_up.add(worst)
+                self.busy_s -= service_s[worst]
+                self.slots_busy_s -= slot_s[worst]
+        kept = [job for job in head.tolist() if job not in given_up]
+        late = np.concatenate([np.fromiter(given_up, dtype=np.int64), tail])
+        dropped = late[np.argsort(weight_s[late], kind="stable")]
+        return kept, dropped.tolist()

@@ -204,6 +204,39 @@ def test_best_effort_credit_serves_the_oldest_lost_request_first() -> None:
     assert set(served) == {"oldest lost"}
 
 
+def test_service_from_slack_counts_towards_the_share() -> None:
+    planner = make_attain(best_effort_share=0.1)
+
+    def served(num_others: int) -> bool:
+        b = StateBuilder(max_num_tokens=512, elapsed_s=0.05)
+        b.decode("fine", first_ago_s=0.0, out=1)
+        b.waiting("lost", waited_s=9.0, prompt=300)
+        for i in range(num_others):
+            b.waiting(f"w{i}", waited_s=0.3, prompt=2000)
+        return "lost" in b.names(planner.plan(b.build()).admit)
+
+    # 5 ms are earned a step and 30 ms needed; the first service was free.
+    assert served(num_others=0)
+    assert [served(num_others=10) for _ in range(20)].index(True) in (10, 11)
+
+
+def test_where_slots_are_short_the_longest_output_is_given_up() -> None:
+    b = StateBuilder(max_num_running=3)
+    b.decode("a", first_ago_s=0.1, out=2)
+    b.decode("b", first_ago_s=0.1, out=2)
+    slo = SloTarget(1.0, 0.1)
+    for name, waited_s, outputs in (("long", 0.3, 900.0), ("short", 0.2, 50.0), ("s2", 0.1, 60.0)):
+        row = b.waiting(name, waited_s=waited_s, slo=slo)
+        b.table.predicted[row] = outputs
+        b.table.num_predicted += 1
+    enough = make_attain().plan(b.build(end_interval_s=0.3))
+    assert b.names(enough.admit) == ["long"]
+    # Slots at 0, 0.6 and 1.2 s for deadlines at 0.7, 0.8 and 0.9 s.
+    short = make_attain().plan(b.build(end_interval_s=0.6))
+    assert b.names(short.admit) == ["short"]
+    assert short.problem == "overload"
+
+
 def test_without_a_share_the_lost_wait_for_slack() -> None:
     planner = make_attain(best_effort_share=0.0)
     for _ in range(30):

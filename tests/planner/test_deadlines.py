@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sola_sched.planner.deadlines import on_time_first
+from sola_sched.planner.deadlines import Slots, on_time_first
 
 JOBS = st.lists(
     st.tuples(st.integers(1, 20), st.integers(1, 60)),
@@ -62,6 +62,38 @@ def test_the_job_given_up_is_the_one_with_the_largest_weight() -> None:
     order, count = on_time_first(service, deadline, lambda: np.array([1.0, 9.0, 2.0]), None)
     assert count == 2
     assert order.tolist() == [0, 2, 1]
+
+
+def test_a_job_that_gets_no_slot_in_time_makes_the_costliest_go() -> None:
+    # One slot now and one every 4: the third comes at 8, after the last deadline.
+    service = np.array([0.1, 0.1, 0.1])
+    deadline = np.array([3.0, 5.0, 7.0])
+    slots = Slots(np.ones(3, dtype=bool), num_free=1, interval_s=4.0)
+    weight = np.array([1.0, 9.0, 2.0])
+    order, count = on_time_first(service, deadline, lambda: weight, None, slots)
+    assert order[:count].tolist() == [0, 2]
+
+
+def test_a_job_with_a_slot_of_its_own_is_not_late_for_want_of_others() -> None:
+    service = np.array([0.1, 0.1])
+    slots = Slots(np.array([False, True]), num_free=0, interval_s=4.0)
+    order, count = on_time_first(service, np.array([1.0, 5.0]), lambda: service, None, slots)
+    assert order.tolist() == [0, 1]
+    assert count == 2
+    _, count = on_time_first(service, np.array([1.0, 3.0]), lambda: service, None, slots)
+    assert count == 1
+
+
+@given(JOBS, st.integers(0, 3))
+def test_slots_alone_are_shared_out_as_time_is(jobs: list[tuple[int, int]], free: int) -> None:
+    deadline = np.array([d for _, d in jobs], dtype=float)
+    nothing, weight = np.zeros(len(jobs)), np.arange(len(jobs), dtype=float)
+    slots = Slots(np.ones(len(jobs), dtype=bool), num_free=free, interval_s=7.0)
+    order, count = on_time_first(nothing, deadline, lambda: weight, None, slots)
+    for place, job in enumerate(order[:count]):
+        assert (place + 1 - free) * 7.0 <= deadline[job]
+    as_time = [(7, d + free * 7) for _, d in jobs]
+    assert count == most_on_time(as_time)
 
 
 def test_no_jobs() -> None:
