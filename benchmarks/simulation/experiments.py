@@ -37,7 +37,7 @@ from sola_sched.bench.sweep import Row
 PROFILE = "llama-3-8b-a100"
 LENGTHS = ("sharegpt", "azure-conv", "azure-code", "arxiv", "mooncake")
 LOADS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
-COMPARED = (*STOCK, "reject", "spf", PAPER, "sola")
+OTHERS = ("reject", "spf", PAPER)
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def load(setup: Setup) -> Outcome:
 
 
 def load15(setup: Setup) -> Outcome:
-    """`load` with targets of 15 times the single-request latency."""
-    return _load(setup, ("azure-conv", "azure-code"), 15.0)
+    """`load` with targets of 15 times the single-request latency, stock and `sola` alone."""
+    return _load(setup, LENGTHS, 15.0, others=())
 
 
 def recorded(setup: Setup) -> Outcome:
@@ -83,24 +83,32 @@ def seeds(setup: Setup) -> Outcome:
     return Outcome(rows, markdown(["data", "load", "req/s", "best stock", "sola", BOUND], lines))
 
 
-def _load(setup: Setup, names: Sequence[str], factor: float, arrivals: str = "poisson") -> Outcome:
+def _load(
+    setup: Setup,
+    names: Sequence[str],
+    factor: float,
+    arrivals: str = "poisson",
+    others: Sequence[str] = OTHERS,
+) -> Outcome:
+    """Stock and `sola` with every seed, the others with the first one."""
+    compared = (*STOCK, *others, "sola")
     shares = (0.75, 1.5) if setup.is_quick else LOADS
     rows: list[Row] = []
     tables: list[list[list[str]]] = [[], [], []]
     for file in setup.datasets(names):
         base = _base(setup, PROFILE, file, factor)
         rates = multiples(base.rate_per_s, shares)
-        points = grid(
-            base, rate_per_s=rates, arrivals=[arrivals], seed=setup.seeds, scheduler=COMPARED
-        )
+        base = replace(base, arrivals=arrivals)
+        points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=(*STOCK, "sola"))
+        points += grid(base, rate_per_s=rates, seed=setup.seeds[:1], scheduler=others)
         found = setup.rows(with_bound(points), f"load, {NAMES[file]}")
         rows += found
         name = f"{NAMES[file]} ({base.ttft_s:g} s, {1e3 * base.tpot_s:g} ms)"
-        tables[0] += load_lines(found, name, base.rate_per_s, COMPARED)
-        tables[1] += goodput_lines(found, NAMES[file], COMPARED)
+        tables[0] += load_lines(found, name, base.rate_per_s, compared)
+        tables[1] += goodput_lines(found, NAMES[file], compared)
         tables[2] += effect_lines(found, NAMES[file])
     heads = (
-        head("data (TTFT, TPOT)", COMPARED[3:]), goodput_head("data", COMPARED[3:]), EFFECTS,
+        head("data (TTFT, TPOT)", compared[3:]), goodput_head("data", compared[3:]), EFFECTS,
     )  # fmt: skip
     return Outcome(rows, "\n\n".join(map(markdown, heads, tables)))
 
