@@ -15,7 +15,7 @@ from sola_sched.swap_config import SwapConfig
 
 #: The one key under ``--additional-config`` that belongs to this package.
 CONFIG_KEY = "sola_sched"
-POLICIES = ("attain", "paper")
+POLICIES = ("attain", "paper", "alise")
 OVERLOAD_MODES = ("defer", "reject")
 
 
@@ -25,7 +25,7 @@ class SolaConfig:
 
     Attributes:
         policy: ``attain`` maximizes the number of requests that meet both SLOs; ``paper`` is
-            SOLA as published.
+            SOLA as published; ``alise`` serves the shortest remaining time first, SLOs aside.
         ttft_s: Default TTFT target, seconds; None disables it. The default of 2 s (and of 0.1 s
             for TPOT) is the server target of MLPerf Inference for an 8B chat model.
         tpot_s: Default TPOT target, seconds; None disables it.
@@ -39,6 +39,11 @@ class SolaConfig:
         alpha: Confidence of one measured step in the online correction, in (0, 1] (SOLA Eq. 5).
         window: Steps of the sliding window that damps switching between the two problems of
             SOLA Table 2, >= 1.
+        levels: Priority levels of ``alise``, >= 1; each holds requests of up to twice the
+            remaining time of the one before.
+        aging_s: Seconds without service that lift a request by one level of ``alise``, > 0; None
+            for no aging. A request of the last level waits for at most ``levels - 1`` times as
+            long before none that comes later can pass it.
         safety: Share of each latency target kept as a margin for mispredicted steps, in [0, 1).
         profile: Cost-model file written by ``python -m sola_sched.profile``; None learns the
             cost model from live steps.
@@ -55,6 +60,8 @@ class SolaConfig:
     tile: int = 128
     alpha: float = 0.1
     window: int = 8
+    levels: int = 8
+    aging_s: float | None = 300.0
     safety: float = 0.05
     profile: str | None = None
     log_interval_s: float = 10.0
@@ -71,7 +78,9 @@ class SolaConfig:
         _number("alpha", self.alpha, low=0.0, low_open=True, high=1.0)
         _number("safety", self.safety, low=0.0, high=1.0, high_open=True)
         _number("log_interval_s", self.log_interval_s, low=0.0)
-        for name in ("tile", "window"):
+        if self.aging_s is not None:
+            _number("aging_s", self.aging_s, low=0.0, low_open=True, hint="use null to disable it")
+        for name in ("tile", "window", "levels"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"'{name}' must be an integer >= 1 (got {value!r}).")
@@ -85,6 +94,11 @@ class SolaConfig:
             ttft_s=math.inf if self.ttft_s is None else float(self.ttft_s),
             tpot_s=math.inf if self.tpot_s is None else float(self.tpot_s),
         )
+
+    @property
+    def aging_seconds(self) -> float:
+        """`aging_s` with ``inf`` for None."""
+        return math.inf if self.aging_s is None else float(self.aging_s)
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any] | None) -> SolaConfig:

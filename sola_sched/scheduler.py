@@ -24,6 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 from sola_sched.config import CONFIG_KEY, SolaConfig
 from sola_sched.cost_model import CostModel
 from sola_sched.errors import SloError
+from sola_sched.ewt import mean_and_longest, update_waits
 from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.monitor import StateMonitor
 from sola_sched.planner import make_planner
@@ -37,6 +38,8 @@ from sola_sched.vllm_compat import Seams, check_version
 logger = init_logger("vllm.sola_sched")
 
 _NEUTRAL = StepPlan()
+#: Plans between two estimates of the waits.
+_EWT_PLANS = 16
 
 
 class SolaSchedulerMixin(SwapMixin):
@@ -106,6 +109,7 @@ class SolaSchedulerMixin(SwapMixin):
         )
         self._problems: dict[str, int] = {}
         self._next_log_s = 0.0
+        self._num_plans = 0
         logger.info(
             "sola_sched: policy %s, default SLO TTFT %g s, TPOT %g s, %d classes, cost model %s",
             config.policy,
@@ -205,6 +209,9 @@ class SolaSchedulerMixin(SwapMixin):
             tokens_per_decode=self._tokens_per_decode,
         )
         plan = self.sola_planner.plan(state)
+        self._num_plans += 1
+        if self._num_plans % _EWT_PLANS == 1 and state.cost.is_ready:
+            update_waits(state, plan)
         self._problems[plan.problem] = self._problems.get(plan.problem, 0) + 1
         return plan
 
@@ -374,6 +381,7 @@ class SolaSchedulerMixin(SwapMixin):
         """Counters since start: requests, attainment, interventions, cost-model error."""
         stats, monitor = self.sola_monitor.stats, self.sola_monitor
         done = max(1, stats.num_finished)
+        mean_ewt_s, longest_ewt_s = mean_and_longest(monitor.table)
         return {
             "policy": self.sola_config.policy,
             "num_steps": stats.num_steps,
@@ -383,6 +391,10 @@ class SolaSchedulerMixin(SwapMixin):
             "ttft_attainment": stats.num_ttft_met / done,
             "tpot_attainment": stats.num_tpot_met / done,
             "max_wait_s": stats.max_wait_s,
+            "mean_ewt_s": mean_ewt_s,
+            "longest_ewt_s": longest_ewt_s,
+            "num_predicted": stats.num_predicted,
+            "num_late_predictions": stats.num_late_predictions,
             "cost_model_error": monitor.cost.mean_abs_error,
             "cost_model_ready": monitor.cost.is_ready,
             "problems": dict(self._problems),
@@ -398,13 +410,15 @@ class SolaSchedulerMixin(SwapMixin):
         stats = self.sola_stats()
         logger.info(
             "sola_sched: %d finished, attained %.1f %% (TTFT %.1f %%, TPOT %.1f %%), %d running, "
-            "%d waiting, %d holds, %d preemptions by policy, %d rejected, step model error %.1f %%",
+            "%d waiting (longest estimate %.1f s), %d holds, %d preemptions by policy, "
+            "%d rejected, step model error %.1f %%",
             stats["num_finished"],
             100 * stats["attainment"],
             100 * stats["ttft_attainment"],
             100 * stats["tpot_attainment"],
             len(self.running),
             len(self.waiting),
+            stats["longest_ewt_s"],
             stats["num_held"],
             stats["num_preempted_by_policy"],
             stats["num_rejected"],

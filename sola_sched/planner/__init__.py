@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from sola_sched.config import SolaConfig
+from sola_sched.planner.alise import AlisePlanner
 from sola_sched.planner.attain import AttainPlanner
 from sola_sched.planner.base import Planner
 from sola_sched.planner.paper import PaperPlanner
 
-__all__ = ["AttainPlanner", "PaperPlanner", "Planner", "make_planner"]
+__all__ = ["AlisePlanner", "AttainPlanner", "PaperPlanner", "Planner", "make_planner"]
+
+
+_PLANNERS: dict[str, Callable[[SolaConfig], Planner]] = {
+    "alise": AlisePlanner,
+    "attain": AttainPlanner,
+    "paper": PaperPlanner,
+}
 
 
 def make_planner(config: SolaConfig) -> Planner:
     """The planner of `config.policy`; it keeps the little state that spans steps."""
-    return PaperPlanner(config) if config.policy == "paper" else AttainPlanner(config)
+    return _PLANNERS[config.policy](config)

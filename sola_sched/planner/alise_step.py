@@ -1,0 +1,210 @@
+"""One step of `policy="alise"`: who holds KV, who is displaced, whose prompt is computed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sola_sched.execution import ExecutionTime
+from sola_sched.planner.base import neutral
+from sola_sched.planner.levels import PriorityLevels
+from sola_sched.state import DECODE, BoolArray, FloatArray, IntArray, StepPlan, StepState
+
+#: Output tokens of the quantum of level 0.
+_QUANTUM_TOKENS = 16.0
+#: Tokens that running requests are given room for before another is admitted, unless one of them
+#: ends sooner. Planning for their peak leaves memory idle that a displaced request can give back.
+_HORIZON_TOKENS = 64.0
+#: Requests displaced in one step, at most.
+_MAX_VICTIMS = 8
+#: Displacing one must save so many times what it costs to compute its KV again.
+_MIN_GAIN = 2.0
+#: A chunk has so many tokens, or what stretches the step of the decodes by so much if that is
+#: more: what runs has less to do than what starts, and most of all the delay of its decodes counts.
+_MIN_CHUNK = 512
+_MAX_STRETCH = 1.25
+_TILE = 16
+
+
+class AliseStep:
+    """One step's decision; arrays are aligned with `rows` unless they say otherwise.
+
+    Args:
+        state: What is to be planned.
+        rows: All running rows, then all waiting ones.
+        levels: Levels with the ages of all requests; called once.
+        took_part: Which rows took part in the step before.
+        batch: Mean number of decodes in a step, >= 1.
+    """
+
+    def __init__(
+        self,
+        state: StepState,
+        rows: IntArray,
+        levels: PriorityLevels,
+        took_part: BoolArray,
+        batch: float,
+    ) -> None:
+        self.state, self.rows, table = state, rows, state.table
+        num_running = len(state.running)
+        self.holds: BoolArray = np.arange(len(rows)) < num_running
+        self.is_decode = self.holds & (table.phase[rows] == DECODE)
+        ahead = np.zeros(len(rows), dtype=np.int64)
+        ahead[:num_running] = state.num_ahead
+        self.left = state.remaining(rows, ahead)
+        new = np.where(self.is_decode, 0, table.prefill_target[rows] - table.num_computed[rows])
+        self.new = np.maximum(new, 0).astype(np.float64)
+        self.ctx = np.maximum(table.num_prompt[rows] + table.num_output[rows] + ahead, 1)
+        time = ExecutionTime.of(state.cost, batch)
+        prefill_s = time.prefill_s(self.new, table.num_computed[rows].astype(np.float64))
+        self.work_s = prefill_s + time.decode_s(self.ctx, self.left)
+        quantum_s = _QUANTUM_TOKENS * time.beta_s
+        natural = levels.natural(self.work_s, quantum_s)
+        quanta_s = quantum_s * np.exp2(natural)
+        age_s = levels.age(table, rows, took_part, quanta_s, state.now_s)
+        self.level, self.lifted = levels.lifted(natural, age_s)
+        self.promote_s = levels.promote_s(natural, age_s)
+        self.order = self._order(age_s)
+        self.is_settled = False
+
+    def _order(self, age_s: FloatArray) -> IntArray:
+        """Places in `rows` by class and level; lifted first, then what runs, then the shortest."""
+        group = np.where(self.lifted, 0, np.where(self.holds, 1, 2))
+        key = np.where(self.lifted, -age_s, self.work_s)
+        priority = self.state.table.priority[self.rows]
+        order: IntArray = np.lexsort((key, group, self.level, priority))
+        return order
+
+    def plan(self) -> StepPlan:
+        """Decide the step."""
+        state, rows, order = self.state, self.rows, self.order
+        kept = order[self.holds[order]]
+        pending = self._chunk(order)
+        wanted = pending[~self.holds[pending]]
+        count, victims = self._admitted(kept, wanted)
+        admit = wanted[:count]
+        kept = kept[~np.isin(kept, victims)] if len(victims) else kept
+        started = pending[self.holds[pending]]
+        # vLLM serves running requests first: the last prefill, cut short, must not be one of them.
+        if len(admit) and len(started) and pending[-1] == started[-1]:
+            started = started[:-1]
+        is_in = self.is_decode.copy()
+        is_in[started] = True
+        run = kept[is_in[kept]]
+        run, victims = self._with_room(run, kept, admit, victims)
+        if not len(run) and not len(admit):
+            return neutral(state, "stalled")
+        num_tokens = float(self.new[started].sum() + self.new[admit].sum())
+        self.is_settled = not (
+            len(admit) or len(victims) or len(started) or len(run) < len(state.running)
+        )
+        return StepPlan(
+            run=rows[run],
+            admit=rows[admit],
+            token_budget=self._budget(num_tokens),
+            preempt=rows[victims],
+            order=rows[order],
+            promote_s=self.promote_s[order],
+            problem="alise",
+        )
+
+    # Prefills -------------------------------------------------------------------------------
+
+    def _chunk(self, order: IntArray) -> IntArray:
+        """Prefills that the step has tokens for, in order; the last one may not fit whole."""
+        pending = order[~self.is_decode[order]]
+        self.room = self._room()
+        if not len(pending) or self.room <= 0:
+            none: IntArray = pending[:0]
+            return none
+        ends = np.cumsum(self.new[pending])
+        chosen: IntArray = pending[: int(np.searchsorted(ends, self.room, side="left")) + 1]
+        return chosen
+
+    def _room(self) -> int:
+        """Prefill tokens of the step."""
+        state = self.state
+        num_decodes = int(self.is_decode.sum())
+        room = state.max_num_tokens - num_decodes * state.tokens_per_decode
+        if not num_decodes:
+            return room
+        ctx = float(self.ctx[self.is_decode].sum())
+        limit_s = _MAX_STRETCH * float(state.cost.decode_s(float(num_decodes), ctx))
+        tokens = state.cost.max_prefill_tokens(limit_s, num_decodes, ctx, 0.0)
+        return min(room, max(_MIN_CHUNK, int(tokens) // _TILE * _TILE))
+
+    def _budget(self, num_tokens: float) -> int | None:
+        num_decodes = int(self.is_decode.sum()) * self.state.tokens_per_decode
+        budget = num_decodes + int(min(num_tokens, self.room))
+        return max(1, min(budget, self.state.max_num_tokens))
+
+    # Slots and memory -----------------------------------------------------------------------
+
+    def _admitted(self, kept: IntArray, wanted: IntArray) -> tuple[int, IntArray]:
+        """How many of `wanted`, from the front, find a slot and blocks, and who gives way."""
+        count = self._num_that_fit(kept, wanted, 0)
+        num_victims = 0
+        for tried in range(1, min(_MAX_VICTIMS, len(kept)) + 1):
+            if count == len(wanted) or not self._gives_way(int(kept[-tried]), int(wanted[count])):
+                break
+            more = self._num_that_fit(kept, wanted, tried)
+            if more > count:
+                count, num_victims = more, tried
+        return count, kept[len(kept) - num_victims :][::-1]
+
+    def _gives_way(self, holder: int, other: int) -> bool:
+        """Whether a running request is to be displaced by a waiting one."""
+        priority = self.state.table.priority[self.rows]
+        if priority[other] != priority[holder]:
+            return bool(priority[other] < priority[holder])
+        if self.level[other] >= self.level[holder]:
+            return False
+        if self.lifted[other]:
+            return True
+        again_s = self.state.cost.prefill_marginal_s(float(self.ctx[holder]), 0.0)
+        return bool(self.work_s[holder] - self.work_s[other] > _MIN_GAIN * again_s)
+
+    def _num_that_fit(self, kept: IntArray, wanted: IntArray, num_victims: int) -> int:
+        """How many of `wanted` may start when the last `num_victims` of `kept` give way."""
+        state, size = self.state, self.state.block_size
+        stay = kept[: len(kept) - num_victims]
+        gone = kept[len(kept) - num_victims :]
+        wanted = wanted[: max(0, state.max_num_running - len(stay))]
+        if not len(wanted):
+            return 0
+        free = float(state.num_free_blocks) + float((self._held_tokens(gone) // size).sum())
+        # Those that stay finish their prefill and grow until the first of them ends.
+        free -= float(self.new[stay].sum()) / size
+        grows = min(_HORIZON_TOKENS, float(self.left[stay].min(initial=np.inf)))
+        free -= float(np.minimum(self.left[stay], grows).sum()) / size if len(stay) else 0.0
+        target = state.table.prefill_target[self.rows[wanted]]
+        ends = np.cumsum(np.ceil((target + 1.0) / size))
+        count = int(np.searchsorted(ends, free, side="right"))
+        return max(count, 1) if not len(stay) else count
+
+    def _held_tokens(self, index: IntArray) -> IntArray:
+        table = self.state.table
+        return np.where(
+            self.is_decode[index], self.ctx[index], table.num_computed[self.rows[index]]
+        )
+
+    def _with_room(
+        self, run: IntArray, kept: IntArray, admit: IntArray, victims: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """Displace from the end of the order until this step's own blocks are free.
+
+        vLLM would do so itself, but among those that it sees: never one that is held.
+        """
+        state, size = self.state, self.state.block_size
+        growing = run[self.is_decode[run]]
+        need = int((self.ctx[growing] % size == 0).sum()) * state.tokens_per_decode
+        tokens = np.minimum(self.new[admit].sum() + self.new[run].sum(), self.room)
+        need += int(np.ceil(tokens / size)) + len(admit) + 1
+        short = need - state.num_free_blocks - int((self._held_tokens(victims) // size).sum())
+        num_more = 0
+        while short > 0 and num_more < len(kept) - 1:
+            num_more += 1
+            short -= int(self._held_tokens(kept[-num_more : len(kept) - num_more + 1])[0]) // size
+        if not num_more:
+            return run, victims
+        more = kept[len(kept) - num_more :][::-1]
+        return run[~np.isin(run, more)], np.concatenate([victims, more])
