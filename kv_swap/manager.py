@@ -8,56 +8,19 @@ changes, so a request that was swapped in keeps its copy, and the next swap out 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from sola_sched.kv_swap.geometry import Geometry
+from sola_sched.kv_swap.host_copy import HostCopy, Image, Segment, first_held
 from sola_sched.kv_swap.host_pool import PoolExhaustedError, SlotAllocator
 from sola_sched.kv_swap.jobs import Job, Piece, Report
-
-
-@dataclass(frozen=True, slots=True)
-class _Image:
-    group: int
-    first_token: int
-    num_tokens: int
-    slots: tuple[int, ...]
-
-
-@dataclass(slots=True, eq=False)
-class _Segment:
-    first_token: int
-    end_token: int
-    images: tuple[_Image, ...]
-    is_saved: bool = False
-    is_dropped: bool = False
-    num_users: int = 0  # jobs that read or write the slots
-
-
-@dataclass(slots=True)
-class _Copy:
-    segments: list[_Segment] = field(default_factory=list)
-    # Groups with windows lack what had left the window when they were saved.
-    min_tokens: int = 0
-
-    @property
-    def end_token(self) -> int:
-        return self.segments[-1].end_token if self.segments else 0
-
-    @property
-    def num_saved(self) -> int:
-        end = 0
-        for segment in self.segments:
-            if not segment.is_saved:
-                break
-            end = segment.end_token
-        return end
 
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
     job: Job
-    segments: tuple[_Segment, ...]
+    segments: tuple[Segment, ...]
     pins: list[Any]
     num_left: int
     frees_blocks: bool = False
@@ -100,7 +63,7 @@ class SwapManager:
         self._world_size = world_size
         self._pin, self._unpin = pin, unpin
         self._slots: SlotAllocator | None = None
-        self._copies: dict[str, _Copy] = {}
+        self._copies: dict[str, HostCopy] = {}
         self._in_flight: dict[int, _InFlight] = {}
         self._loading: set[str] = set()
         self._new_jobs: list[Job] = []
@@ -185,7 +148,7 @@ class SwapManager:
         Returns:
             Tokens ordered; fewer than asked for where host memory is short.
         """
-        copy = self._copies.setdefault(req_id, _Copy())
+        copy = self._copies.setdefault(req_id, HostCopy())
         if frees_blocks:
             for entry in self._in_flight.values():
                 if entry.job.req_id == req_id and not entry.job.is_load:
@@ -200,9 +163,7 @@ class SwapManager:
                 self.counts.num_refused += end_token - copy.end_token
                 break
             copy.segments.append(segment)
-            if any(image.first_token > first for image in segment.images) or len(
-                segment.images
-            ) < len(blocks):
+            if not segment.is_whole(len(blocks)):
                 copy.min_tokens = max(copy.min_tokens, num_processed)
             self._order_save(req_id, segment, blocks, frees_blocks)
             first = end
@@ -238,7 +199,7 @@ class SwapManager:
             f"{copy.num_saved}"
         )
         pieces: list[Piece] = []
-        segments: list[_Segment] = []
+        segments: list[Segment] = []
         for index, segment in enumerate(copy.segments):
             following = copy.segments[index + 1 : index + 2]
             end = min(segment.end_token, end_token, *(s.first_token for s in following))
@@ -246,7 +207,7 @@ class SwapManager:
             if first >= end:
                 continue
             segments.append(segment)
-            pieces += self._load_pieces(segment, first, end, block_ids)
+            pieces += segment.load_pieces(self.geometry, first, end, block_ids)
         self._start(Job(self._job_id(), req_id, True, tuple(pieces)), tuple(segments), [])
         self._loading.add(req_id)
         self.counts.num_swapped_in += end_token - first_token
@@ -319,14 +280,12 @@ class SwapManager:
 
     def _new_segment(
         self, req_id: str, first: int, end: int, blocks: Sequence[Sequence[Any]]
-    ) -> _Segment | None:
+    ) -> Segment | None:
         """A segment with its slots, or None where the host is full."""
-        starts = []
-        for group, block_size in enumerate(self.geometry.block_sizes):
-            index = first // block_size
-            while index * block_size < end and blocks[group][index].is_null:
-                index += 1
-            starts.append(max(first, index * block_size))
+        starts = [
+            first_held(first, end, block_size, lambda index, held=held: held[index].is_null)
+            for held, block_size in zip(blocks, self.geometry.block_sizes, strict=True)
+        ]
         needs = [self.geometry.num_slots(max(0, end - start)) for start in starts]
         slots = self._allocate(sum(needs), req_id)
         if slots is None:
@@ -334,9 +293,9 @@ class SwapManager:
         images, used = [], 0
         for group, (start, need) in enumerate(zip(starts, needs, strict=True)):
             if need:
-                images.append(_Image(group, start, end - start, tuple(slots[used : used + need])))
+                images.append(Image(group, start, end - start, tuple(slots[used : used + need])))
             used += need
-        return _Segment(first, end, tuple(images))
+        return Segment(first, end, tuple(images))
 
     def _allocate(self, num_slots: int, req_id: str) -> list[int] | None:
         if self._slots is None or num_slots > self._slots.num_slots:
@@ -354,57 +313,20 @@ class SwapManager:
             return None
 
     def _order_save(
-        self, req_id: str, segment: _Segment, blocks: Sequence[Sequence[Any]], frees_blocks: bool
+        self, req_id: str, segment: Segment, blocks: Sequence[Sequence[Any]], frees_blocks: bool
     ) -> None:
         pieces: list[Piece] = []
         pins: list[Any] = []
         for image in segment.images:
-            block_size = self.geometry.block_sizes[image.group]
-            end = image.first_token + image.num_tokens
-            sources = blocks[image.group][image.first_token // block_size : -(-end // block_size)]
+            sources = blocks[image.group][image.blocks(self.geometry)]
             pins += sources
-            pieces.append(
-                Piece(
-                    image.group,
-                    image.first_token,
-                    image.num_tokens,
-                    image.slots,
-                    image.first_token,
-                    end,
-                    tuple(block.block_id for block in sources),
-                )
-            )
+            pieces.append(image.piece(block.block_id for block in sources))
         self._pin(pins)
         job = Job(self._job_id(), req_id, False, tuple(pieces))
         self._start(job, (segment,), pins, frees_blocks)
 
-    def _load_pieces(
-        self, segment: _Segment, first: int, end: int, block_ids: Sequence[Sequence[int]]
-    ) -> Iterable[Piece]:
-        for image in segment.images:
-            ids, block_size = block_ids[image.group], self.geometry.block_sizes[image.group]
-            index = first // block_size
-            while index * block_size < end and ids[index] == 0:
-                index += 1
-            start = max(first, index * block_size)
-            if start >= end:
-                continue
-            assert start >= image.first_token, (
-                f"token {start} of group {image.group} is needed, the host has "
-                f"{image.first_token} to {end}"
-            )
-            yield Piece(
-                image.group,
-                image.first_token,
-                image.num_tokens,
-                image.slots,
-                start,
-                end,
-                tuple(ids[start // block_size : -(-end // block_size)]),
-            )
-
     def _start(
-        self, job: Job, segments: tuple[_Segment, ...], pins: list[Any], frees: bool = False
+        self, job: Job, segments: tuple[Segment, ...], pins: list[Any], frees: bool = False
     ) -> None:
         for segment in segments:
             segment.num_users += 1
@@ -450,11 +372,11 @@ class SwapManager:
         if pins:
             self._unpin(pins)
 
-    def _drop_segment(self, segment: _Segment) -> None:
+    def _drop_segment(self, segment: Segment) -> None:
         segment.is_dropped = True
         self._free_slots(segment)
 
-    def _free_slots(self, segment: _Segment) -> None:
+    def _free_slots(self, segment: Segment) -> None:
         if segment.num_users:
             return
         assert self._slots is not None

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.vllm
 
 STOCK = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
 #: Blocks that make vLLM preempt at least 20 times.
-SCARCE = 23
+SCARCE = 20
 NO_SLO = {"ttft_s": None, "tpot_s": None, "log_interval_s": 0}
 
 
@@ -71,14 +71,14 @@ def windowed_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(model_dir: Path) -> RunResult:
-    result = run(STOCK, make_workload(), model_dir)
+    result = run(STOCK, make_workload(30), model_dir)
     assert result.num_preemptions == 0
     return result
 
 
 @pytest.fixture(scope="session")
 def windowed_reference(windowed_dir: Path) -> RunResult:
-    result = run(STOCK, make_workload(), windowed_dir)
+    result = run(STOCK, make_workload(30), windowed_dir)
     assert result.num_preemptions == 0
     return result
 
@@ -88,7 +88,7 @@ def test_preempted_requests_recompute_nothing_and_keep_their_tokens(
     is_async, caching, model_dir, reference
 ):
     result = run(
-        requests=make_workload(),
+        requests=make_workload(30),
         model_dir=model_dir,
         async_scheduling=is_async,
         prefix_caching=caching,
@@ -103,7 +103,7 @@ def test_preempted_requests_recompute_nothing_and_keep_their_tokens(
 
 def test_without_swapping_the_same_run_recomputes(model_dir, reference):
     """Control: the figure above is not zero by itself."""
-    result = run(requests=make_workload(), model_dir=model_dir, **swap(mode="off"))
+    result = run(requests=make_workload(30), model_dir=model_dir, **swap(mode="off"))
 
     assert result.num_preemptions >= 15
     assert result.num_recomputed > 1000
@@ -117,7 +117,7 @@ def test_without_swapping_the_same_run_recomputes(model_dir, reference):
 )
 def test_tokens_depend_on_what_comes_back(faults, model_dir, reference):
     """Negative controls: the comparison finds wrong KV, and pins are needed."""
-    result = run(requests=make_workload(), model_dir=model_dir, swap_faults=faults, **swap())
+    result = run(requests=make_workload(30), model_dir=model_dir, swap_faults=faults, **swap())
 
     assert num_different(result, reference) > 200
 
@@ -125,7 +125,7 @@ def test_tokens_depend_on_what_comes_back(faults, model_dir, reference):
 @pytest.mark.parametrize("is_async", [False, True])
 def test_late_and_failing_copies_and_aborts_spare_the_others(is_async, model_dir, reference):
     result = run(
-        requests=make_workload(num_aborts=8),
+        requests=make_workload(30, num_aborts=8),
         model_dir=model_dir,
         async_scheduling=is_async,
         prefix_caching=is_async,
@@ -141,7 +141,7 @@ def test_late_and_failing_copies_and_aborts_spare_the_others(is_async, model_dir
 @pytest.mark.parametrize("caching", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_windows_beside_full_attention(caching, windowed_dir, windowed_reference):
     result = run(
-        requests=make_workload(),
+        requests=make_workload(30),
         model_dir=windowed_dir,
         prefix_caching=caching,
         swap_faults={"max_delay_polls": 2},
@@ -157,7 +157,7 @@ def test_windows_beside_full_attention(caching, windowed_dir, windowed_reference
 def test_windowed_model_depends_on_what_comes_back(windowed_dir, windowed_reference):
     """Negative control for the hybrid model."""
     result = run(
-        requests=make_workload(),
+        requests=make_workload(30),
         model_dir=windowed_dir,
         swap_faults={"zeroed": True},
         **swap() | {"num_blocks": 30},
@@ -179,7 +179,7 @@ def test_without_room_on_the_host_requests_are_computed_again(
     options, faults, model_dir, reference
 ):
     result = run(
-        requests=make_workload(), model_dir=model_dir, swap_faults=faults, **swap(**options)
+        requests=make_workload(30), model_dir=model_dir, swap_faults=faults, **swap(**options)
     )
 
     assert result.stats["swap"]["num_refused"] > 0
@@ -191,14 +191,14 @@ def continued(result: RunResult) -> list[EngineRequest]:
     """The next turn of each conversation: prompt and answer, and something new."""
     return [
         EngineRequest(f"next {r.req_id}", (*r.prompt, *result.tokens[r.req_id], 7, 8, 9), 20)
-        for r in make_workload()
+        for r in make_workload(30)
     ]
 
 
 def test_follow_ups_of_quantized_requests_are_exact(model_dir):
     """What was restored from INT8, or computed from it, is not in the prefix cache."""
     result = run(
-        requests=make_workload(),
+        requests=make_workload(30),
         model_dir=model_dir,
         prefix_caching=True,
         follow_up=continued,
@@ -215,7 +215,7 @@ def test_follow_ups_of_quantized_requests_are_exact(model_dir):
 def test_follow_ups_see_quantized_blocks_that_are_published(model_dir):
     """Negative control: without the guard the test above fails."""
     result = run(
-        requests=make_workload(),
+        requests=make_workload(30),
         model_dir=model_dir,
         prefix_caching=True,
         follow_up=continued,

@@ -1,0 +1,188 @@
+"""`--scheduler-cls` alone turns swapping on; engines that cannot swap say why and work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from engine_harness import make_workload, run
+from tiny_llama import write_tiny_llama
+
+from sola_sched.kv_swap.support import reason_against, without_int8
+from sola_sched.plugin_swap import _reason_against
+from sola_sched.swap_config import CONNECTOR, SwapConfig
+
+pytestmark = pytest.mark.vllm
+
+OURS = "sola_sched.Scheduler"
+STOCK = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny_llama"))
+
+
+def connector_of(model_dir: Path, **options: Any) -> str | None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = {
+        "scheduler_cls": OURS,
+        "skip_tokenizer_init": True,
+        "max_model_len": 512,
+        **options,
+    }
+    config = EngineArgs(model=str(model_dir), **arguments).create_engine_config()
+    transfer = config.kv_transfer_config
+    return None if transfer is None else transfer.kv_connector
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, CONNECTOR),
+        ({"additional_config": {"sola_sched": {"swap": {"mode": "int8"}}}}, CONNECTOR),
+        ({"additional_config": {"sola_sched": {"swap": {"mode": "off"}}}}, None),
+        ({"scheduler_cls": STOCK}, None),
+        ({"scheduler_cls": None}, None),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "ExampleConnector",
+        ),
+    ],
+    ids=["default", "int8", "off", "stock", "none", "another connector"],
+)
+def test_which_connector_an_engine_gets(options, expected, model_dir):
+    assert connector_of(model_dir, **options) == expected
+
+
+def test_an_unknown_option_is_refused_at_start(model_dir):
+    with pytest.raises(ValueError, match=r"Unknown option 'mod' in 'swap'; known options: mode"):
+        connector_of(model_dir, additional_config={"sola_sched": {"swap": {"mod": "raw"}}})
+
+
+def test_the_connector_can_be_named_with_its_own_options(model_dir):
+    result = run(
+        OURS,
+        make_workload(30),
+        model_dir,
+        num_blocks=20,
+        additional_config={"sola_sched": {"ttft_s": None, "tpot_s": None}},
+        kv_transfer_config={
+            "kv_connector": CONNECTOR,
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"mode": "int8", "group_tokens": 16},
+        },
+    )
+
+    assert result.stats["swap"]["mode"] == "int8"
+    assert result.num_preemptions >= 20
+    assert result.num_recomputed == 0
+    assert (result.num_leaked_blocks, result.swap_problems) == (0, [])
+
+
+def make_args(**values: Any) -> Any:
+    defaults = {"additional_config": None, "kv_transfer_config": None, "kv_offloading_size": None}
+    return SimpleNamespace(**defaults | values)
+
+
+def make_model(**values: Any) -> Any:
+    return SimpleNamespace(runner_type="generate", **values)
+
+
+@pytest.mark.parametrize(
+    ("args", "model", "reason"),
+    [
+        (make_args(), make_model(), None),
+        (make_args(), make_model(is_encoder_decoder=True), "an encoder-decoder model"),
+        (make_args(), make_model(is_hybrid=True), "a model with Mamba layers"),
+        (make_args(), make_model(is_attention_free=True), "a model without attention"),
+        (make_args(kv_offloading_size=4.0), make_model(), "--kv-offloading-size"),
+        (make_args(use_replayssm=True), make_model(), "--use-replayssm"),
+        (
+            make_args(kv_transfer_config={"kv_connector": "NixlConnector"}),
+            make_model(),
+            "--kv-transfer-config selects NixlConnector",
+        ),
+    ],
+)
+def test_engines_that_cannot_swap_say_why(args, model, reason):
+    found = _reason_against(args, model)
+
+    assert found is None if reason is None else reason in found, found
+
+
+def test_expandable_segments_are_left_alone(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+    assert "expandable_segments" in str(_reason_against(make_args(), make_model()))
+    assert _reason_against(make_args(), make_model(enable_cumem_allocator=True)) is None
+
+
+def make_spec(kind: str, **values: Any) -> Any:
+    return type(kind, (), {"block_size": 16, "dtype": "torch.bfloat16", **values})()
+
+
+def make_groups(*specs: Any) -> Any:
+    return SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["a"]) for spec in specs]
+    )
+
+
+def make_config(**parallel: int) -> Any:
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(scheduler_cls=OURS),
+        parallel_config=SimpleNamespace(**parallel),
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "groups", "reason"),
+    [
+        (make_config(), make_groups(make_spec("FullAttentionSpec")), None),
+        (make_config(), make_groups(make_spec("MLAAttentionSpec")), None),
+        (
+            make_config(),
+            make_groups(make_spec("FullAttentionSpec"), make_spec("SlidingWindowSpec")),
+            None,
+        ),
+        (make_config(), make_groups(make_spec("MambaSpec")), "layers with MambaSpec"),
+        (
+            make_config(),
+            make_groups(
+                make_spec(
+                    "UniformTypeKVCacheSpecs", kv_cache_specs={"a": make_spec("CrossAttentionSpec")}
+                )
+            ),
+            "layers with CrossAttentionSpec",
+        ),
+        (
+            make_config(),
+            make_groups(make_spec("FullAttentionSpec", tokens_per_state=4)),
+            "layers that keep one state",
+        ),
+        (
+            make_config(decode_context_parallel_size=2),
+            make_groups(make_spec("FullAttentionSpec")),
+            "decode_context_parallel_size is 2",
+        ),
+        (make_config(), make_groups(), "the model has no KV cache"),
+    ],
+)
+def test_caches_that_cannot_be_swapped_are_named(config, groups, reason):
+    found = reason_against(config, groups, SwapConfig())
+
+    assert found is None if reason is None else found.startswith(reason), found
+
+
+def test_quantized_caches_are_swapped_as_raw_bytes():
+    fp8 = make_groups(make_spec("FullAttentionSpec", dtype="torch.float8_e4m3fn"))
+
+    assert "the cache holds torch.float8_e4m3fn" in str(without_int8(fp8))
+    assert without_int8(make_groups(make_spec("FullAttentionSpec"))) is None

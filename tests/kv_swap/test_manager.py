@@ -1,0 +1,333 @@
+"""Copies, slots and pins are conserved, and what is loaded is what was saved.
+
+A machine plays a scheduler with its workers at random: requests compute, are preempted, resume,
+end; copies end late, in any order, or fail. Memory is modelled by names: a slot holds the
+positions that a job wrote, and a load must find exactly the positions it asks for.
+"""
+
+from __future__ import annotations
+
+import pytest
+from fake_blocks import Block, BlockPool
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+from sola_sched.kv_swap.geometry import Geometry  # noqa: E402  after the check for torch
+from sola_sched.kv_swap.jobs import Job, Report  # noqa: E402
+from sola_sched.kv_swap.manager import SwapManager  # noqa: E402
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 40
+NUM_SLOTS = 8
+
+
+class Request:
+    def __init__(self, req_id: str) -> None:
+        self.req_id = req_id
+        self.blocks: list[Block] = []
+        self.num_tokens = 0
+        self.loading: tuple[int, int] | None = None
+
+
+class SwapMachine(RuleBasedStateMachine):
+    """One KV cache group, two workers."""
+
+    @initialize(is_int8=st.booleans())
+    def start(self, is_int8: bool) -> None:
+        self.geometry = Geometry.of([BLOCK_SIZE], is_int8=is_int8, group_tokens=3, segment_tokens=8)
+        self.pool = BlockPool(NUM_BLOCKS)
+        self.manager = SwapManager(self.geometry, 2, self.pool.pin, self.pool.unpin)
+        self.manager.report(Report(num_slots=NUM_SLOTS))
+        self.requests: dict[str, Request] = {}
+        self.jobs: list[list[Job]] = [[], []]  # not yet ended, by worker
+        self.written: dict[int, tuple[str, int]] = {}  # slot: request and first token of its image
+        self.num_created = 0
+        # Blocks of requests that ended while they were loaded: vLLM frees them at the load's end.
+        self.orphaned: dict[str, list[Block]] = {}
+
+    @rule()
+    def arrive(self) -> None:
+        request = Request(f"r{self.num_created}")
+        self.num_created += 1
+        self.requests[request.req_id] = request
+
+    def running(self) -> list[Request]:
+        return [r for r in self.requests.values() if r.blocks and r.loading is None]
+
+    @rule(data=st.data(), num_tokens=st.integers(1, 9))
+    def compute(self, data: st.DataObject, num_tokens: int) -> None:
+        able = [r for r in self.requests.values() if r.loading is None]
+        if not able:
+            return
+        request = data.draw(st.sampled_from(able))
+        if not request.blocks and self.manager.covered_tokens(request.req_id):
+            return  # resumes by a load, or loses its copy first
+        need = -(-(request.num_tokens + num_tokens) // BLOCK_SIZE) - len(request.blocks)
+        if need <= self.pool.num_free:
+            request.blocks += self.pool.take(max(0, need))
+            request.num_tokens += num_tokens
+
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        if not self.running():
+            return
+        request = data.draw(st.sampled_from(self.running()))
+        self.save(request, request.num_tokens, frees_blocks=True)
+        self.pool.unpin(request.blocks)
+        request.blocks, request.num_tokens = [], 0
+
+    @rule(data=st.data())
+    def save_ahead(self, data: st.DataObject) -> None:
+        if not self.running():
+            return
+        request = data.draw(st.sampled_from(self.running()))
+        self.save(request, request.num_tokens // BLOCK_SIZE * BLOCK_SIZE, frees_blocks=False)
+
+    def save(self, request: Request, end_token: int, *, frees_blocks: bool) -> None:
+        before = self.manager.covered_tokens(request.req_id)
+        ordered = self.manager.save(
+            request.req_id,
+            [request.blocks],
+            end_token,
+            num_processed=end_token,
+            frees_blocks=frees_blocks,
+        )
+        assert 0 <= ordered <= max(0, end_token - before)
+        self.give_out()
+
+    @rule(data=st.data(), local_blocks=st.integers(0, 2))
+    def resume(self, data: st.DataObject, local_blocks: int) -> None:
+        gone = [r for r in self.requests.values() if not r.blocks]
+        if not gone:
+            return
+        request = data.draw(st.sampled_from(gone))
+        if self.manager.is_saving(request.req_id):
+            return
+        end = self.manager.loadable(request.req_id, data.draw(st.integers(1, 60)))
+        first = local_blocks * BLOCK_SIZE
+        need = -(-end // BLOCK_SIZE)
+        if end <= first or need > self.pool.num_free:
+            return
+        request.blocks = self.pool.take(need)
+        self.manager.load(request.req_id, first, end, [[b.block_id for b in request.blocks]])
+        request.loading = (first, end)
+        self.give_out()
+
+    def give_out(self) -> None:
+        for job in self.manager.take_jobs():
+            for jobs in self.jobs:
+                jobs.append(job)
+            for piece in job.pieces:
+                for slot in piece.slots:
+                    if job.is_load:
+                        assert self.written[slot] == (job.req_id, piece.image_first)
+                    else:
+                        self.written[slot] = (job.req_id, piece.image_first)
+            if job.is_load:
+                request = self.requests[job.req_id]
+                covered = [
+                    token
+                    for piece in job.pieces
+                    for token in range(piece.first_token, piece.end_token)
+                ]
+                assert request.loading is not None
+                assert covered == list(range(*request.loading))
+
+    @precondition(lambda self: any(self.jobs))
+    @rule(data=st.data(), fails=st.booleans())
+    def end_a_copy(self, data: st.DataObject, fails: bool) -> None:
+        worker = data.draw(st.sampled_from([jobs for jobs in self.jobs if jobs]))
+        job = data.draw(st.sampled_from(worker))
+        worker.remove(job)
+        self.manager.report(Report({job.job_id: 1}, failed={job.job_id} if fails else set()))
+        request = self.requests.get(job.req_id)
+        if not job.is_load or any(job in jobs for jobs in self.jobs):
+            return
+        if request is None:
+            self.pool.unpin(self.orphaned.pop(job.req_id))
+            return
+        assert request.loading is not None
+        if self.manager.host_tokens(job.req_id):
+            request.num_tokens = request.loading[1]
+        else:
+            self.pool.unpin(request.blocks)
+            request.blocks = []
+        request.loading = None
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def end_a_request(self, data: st.DataObject) -> None:
+        req_id = data.draw(st.sampled_from(sorted(self.requests)))
+        request = self.requests.pop(req_id)
+        self.manager.drop(req_id)
+        if request.loading is not None:
+            self.orphaned[req_id] = request.blocks
+        else:
+            self.pool.unpin(request.blocks)
+
+    @rule(count=st.integers(0, 2))
+    def let_copies_go_when_the_host_is_full(self, count: int) -> None:
+        names = [r.req_id for r in self.running()][:count]
+        self.manager.evictable = lambda: names
+
+    @invariant()
+    def slots_are_accounted_for(self) -> None:
+        self.manager.check_integrity()
+
+    def teardown(self) -> None:
+        """When all is over, every block and slot is free again."""
+        if not hasattr(self, "manager"):
+            return
+        while any(self.jobs):
+            for worker in self.jobs:
+                for job in list(worker):
+                    worker.remove(job)
+                    self.manager.report(Report({job.job_id: 1}))
+        for request in self.requests.values():
+            self.manager.drop(request.req_id)
+            self.pool.unpin(request.blocks)
+        for blocks in self.orphaned.values():
+            self.pool.unpin(blocks)
+        self.manager.check_integrity()
+        assert self.manager.is_idle
+        assert self.manager.num_free_slots == NUM_SLOTS
+        assert self.pool.num_free == NUM_BLOCKS - 1
+
+
+SwapMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
+)
+TestSwapping = SwapMachine.TestCase
+
+
+def make_manager(
+    *, num_slots: int = 8, block_sizes: tuple[int, ...] = (4,), world_size: int = 1
+) -> tuple[SwapManager, BlockPool]:
+    geometry = Geometry.of(block_sizes, is_int8=False, group_tokens=None, segment_tokens=8)
+    pool = BlockPool(NUM_BLOCKS)
+    manager = SwapManager(geometry, world_size, pool.pin, pool.unpin)
+    manager.report(Report(num_slots=num_slots))
+    return manager, pool
+
+
+def save(manager: SwapManager, blocks: list[list[Block]], end: int, *, frees: bool = True) -> int:
+    return manager.save("a", blocks, end, num_processed=end, frees_blocks=frees)
+
+
+def end_all(manager: SwapManager) -> list[Job]:
+    jobs = manager.take_jobs()
+    manager.report(Report({job.job_id: 1 for job in jobs}))
+    return jobs
+
+
+def test_blocks_are_pinned_until_every_worker_has_copied_them() -> None:
+    manager, pool = make_manager(world_size=2)
+    blocks = pool.take(2)
+
+    save(manager, [blocks], 7)
+    pool.unpin(blocks)
+    (job,) = manager.take_jobs()
+    pinned = [pool.num_free]
+    for _ in range(2):
+        manager.report(Report({job.job_id: 1}))
+        pinned.append(pool.num_free)
+
+    assert pinned == [NUM_BLOCKS - 3, NUM_BLOCKS - 3, NUM_BLOCKS - 1]
+    assert manager.host_tokens("a") == 7
+
+
+def test_the_next_swap_out_copies_only_what_is_new() -> None:
+    manager, pool = make_manager()
+    blocks = pool.take(4)
+    save(manager, [blocks], 10)
+    end_all(manager)
+
+    save(manager, [blocks], 15)
+    (job,) = end_all(manager)
+
+    # Tokens 8 and 9 share a block with new ones, and raw images hold whole blocks.
+    assert [(p.first_token, p.end_token) for p in job.pieces] == [(8, 15)]
+    assert manager.host_tokens("a") == 15
+
+
+def test_a_copy_stops_where_the_host_is_full() -> None:
+    manager, pool = make_manager(num_slots=3)
+    blocks = pool.take(5)
+
+    ordered = save(manager, [blocks], 20)
+
+    assert (ordered, manager.counts.num_refused) == (8, 12)
+
+
+def test_copies_of_running_requests_give_way() -> None:
+    manager, pool = make_manager(num_slots=2)
+    first, second = pool.take(2), pool.take(2)
+    manager.save("old", [first], 8, num_processed=8, frees_blocks=False)
+    end_all(manager)
+    manager.evictable = lambda: ["old"]
+
+    assert save(manager, [second], 8) == 8
+    assert (manager.host_tokens("old"), manager.counts.num_evicted) == (0, 8)
+
+
+def test_a_failed_copy_leaves_what_comes_before_it() -> None:
+    manager, pool = make_manager()
+    save(manager, [pool.take(6)], 24)
+    jobs = manager.take_jobs()
+
+    manager.report(Report({j.job_id: 1 for j in jobs}, failed={jobs[1].job_id}))
+
+    assert len(jobs) == 3
+    assert manager.host_tokens("a") == 8
+    assert manager.num_free_slots == 6
+
+
+def test_a_failed_load_forgets_the_copy() -> None:
+    manager, pool = make_manager()
+    save(manager, [pool.take(2)], 8)
+    end_all(manager)
+    manager.load("a", 0, 7, [[5, 6]])
+    (job,) = manager.take_jobs()
+
+    manager.report(Report({job.job_id: 1}, failed={job.job_id}))
+
+    assert (manager.host_tokens("a"), manager.num_free_slots) == (0, 8)
+
+
+def test_slots_outlive_a_request_that_ends_while_they_are_written() -> None:
+    manager, pool = make_manager()
+    save(manager, [pool.take(2)], 8)
+    (job,) = manager.take_jobs()
+
+    manager.drop("a")
+    in_use = manager.num_slots - manager.num_free_slots
+    manager.report(Report({job.job_id: 1}))
+
+    assert (in_use, manager.num_free_slots) == (2, 8)
+
+
+def test_a_window_saves_and_restores_what_is_inside() -> None:
+    """Two groups; the second has lost its first two blocks to a window."""
+    manager, pool = make_manager(block_sizes=(4, 4))
+    full, recent = pool.take(4), pool.take(2)
+    windowed = [pool.blocks[0], pool.blocks[0], *recent]
+    save(manager, [full, windowed], 14)
+    saved = [p for job in end_all(manager) for p in job.pieces]
+
+    manager.load("a", 4, 14, [[21, 22, 23, 24], [0, 0, 33, 34]])
+    (job,) = manager.take_jobs()
+
+    assert [(p.group, p.first_token, p.end_token) for p in saved] == [
+        (0, 0, 8),
+        (0, 8, 14),
+        (1, 8, 14),
+    ]
+    assert [(p.group, p.first_token, p.end_token, p.block_ids) for p in job.pieces] == [
+        (0, 4, 8, (22,)),
+        (0, 8, 14, (23, 24)),
+        (1, 8, 14, (33, 34)),
+    ]
+    assert manager.loadable("a", 13) == 0  # its window would reach further back
