@@ -25,3 +25,11 @@ class IncompatibleVllmError(RuntimeError):
 
 class DatasetError(ValueError):
     """A benchmark dataset is missing or malformed; the message names the file and its source."""
+
+
+class EncoderError(RuntimeError):
+    """The sentence encoder of the length predictor is missing or of an unsupported kind."""
+
+
+class PredictorFileError(ValueError):
+    """A stored length predictor is damaged, of another format or made by another encoder."""

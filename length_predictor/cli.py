@@ -1,0 +1,308 @@
+"""Command line: build a predictor, ask it, compare predictors, look into a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sola_sched.errors import DatasetError, EncoderError, PredictorFileError
+from sola_sched.length_predictor import corpus as corpora
+from sola_sched.length_predictor import tables
+from sola_sched.length_predictor.building import build_lexical, build_retrieval, encode_all
+from sola_sched.length_predictor.corpus import Corpus
+from sola_sched.length_predictor.embed import (
+    DEFAULT_ENCODER,
+    MAX_TOKENS,
+    PRECISIONS,
+    SentenceEncoder,
+)
+from sola_sched.length_predictor.evaluation import (
+    NEEDS_ENCODER,
+    PREDICTORS,
+    evaluate,
+    latency_ms,
+    make,
+)
+from sola_sched.length_predictor.index import DEFAULT_CAPACITY, use_one_thread
+from sola_sched.length_predictor.storage import (
+    Predictor,
+    load_lexical,
+    load_retrieval,
+    read_file,
+    save_predictor,
+)
+
+_DATASETS = (
+    "alpaca[:vicuna-7b], alpaca_eval[:MODEL], arena[:MODEL], sharegpt, or a file of JSON lines "
+    "with 'prompt' and 'response_tokens'"
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sola_sched.length_predictor",
+        description="Predicts how many tokens a prompt's answer will have.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    build = commands.add_parser("build", help="make a predictor file from prompts with lengths")
+    build.add_argument("dataset", nargs="+", help=f"{_DATASETS}; several are joined")
+    build.add_argument("-o", "--output", type=Path, required=True, help="file to write")
+    build.add_argument(
+        "--kind",
+        choices=("lexical", "retrieval"),
+        default="retrieval",
+        help="retrieval holds a lexical predictor too (default: retrieval)",
+    )
+    build.add_argument(
+        "--capacity",
+        type=int,
+        default=DEFAULT_CAPACITY,
+        help=f"most past prompts kept (default: {DEFAULT_CAPACITY:,})",
+    )
+    _add_encoder(build)
+    _add_data(build)
+
+    predict = commands.add_parser("predict", help="predict prompts; one JSON object a line")
+    predict.add_argument("file", type=Path, help="predictor file")
+    predict.add_argument("prompt", nargs="*", help="prompts; none reads lines from standard input")
+    _add_encoder(predict)
+
+    check = commands.add_parser("eval", help="compare predictors on held-out prompts")
+    check.add_argument("--train", default="alpaca:vicuna-7b", metavar="DATASET", help=_DATASETS)
+    check.add_argument(
+        "--test",
+        nargs="+",
+        default=None,
+        metavar="DATASET",
+        help="data sets to predict (default: the training one); a prompt's side of the split "
+        "depends on its text alone",
+    )
+    check.add_argument(
+        "--predictors",
+        nargs="+",
+        choices=PREDICTORS,
+        default=[name for name in PREDICTORS if name != "proxy"],
+        help="(default: all but proxy, which trains for minutes)",
+    )
+    check.add_argument("--limit", type=int, help="use the first so many training prompts only")
+    check.add_argument("--seed", type=int, default=0, help="of the requests learned live")
+    check.add_argument(
+        "--proxy-seconds", type=float, default=300.0, help="training time of proxy (default: 300)"
+    )
+    check.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file")
+    _add_encoder(check)
+    _add_data(check)
+
+    info = commands.add_parser("info", help="what a predictor file holds")
+    info.add_argument("file", type=Path)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit status."""
+    args = build_parser().parse_args(argv)
+    use_one_thread()
+    try:
+        return _COMMANDS[args.command](args)
+    except (DatasetError, EncoderError, PredictorFileError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _build(args: argparse.Namespace) -> int:
+    corpus = _joined([corpora.load(name, args.data) for name in args.dataset])
+    if args.capacity < 1:
+        raise DatasetError(f"'--capacity' must be >= 1 (got {args.capacity}).")
+    start = time.monotonic()
+    predictor: Predictor
+    with _Bars() as bars:
+        if args.kind == "lexical":
+            predictor = build_lexical(corpus)
+        else:
+            predictor = build_retrieval(
+                corpus, _encoder(args), capacity=args.capacity, report=bars.report
+            )
+    about = {"datasets": list(args.dataset), "num_prompts": len(corpus)}
+    save_predictor(args.output, predictor, about)
+    size = args.output.stat().st_size / 1e6
+    print(
+        f"{args.output}: {args.kind} predictor of {len(corpus):,} prompts, {size:.1f} MB, "
+        f"{time.monotonic() - start:.0f} s"
+    )
+    return 0
+
+
+def _predict(args: argparse.Namespace) -> int:
+    header, _ = read_file(args.file)
+    predictor = (
+        load_lexical(args.file)
+        if header.get("kind") == "lexical"
+        else load_retrieval(args.file, _encoder(args))
+    )
+    lines = args.prompt or (line.rstrip("\n") for line in sys.stdin)
+    for text in lines:
+        answer = predictor.predict([text])[0]
+        row = {
+            "mean": round(answer.mean, 1),
+            "median": round(answer.median, 1),
+            "quantiles": [round(float(each), 1) for each in answer.quantiles],
+            "source": answer.source,
+            "prompt": text[:80],
+        }
+        print(json.dumps(row, ensure_ascii=False), flush=True)
+    return 0
+
+
+def _eval(args: argparse.Namespace) -> int:
+    train, _ = corpora.load(args.train, args.data).split()
+    if args.limit is not None:
+        train = train.take(np.arange(min(args.limit, len(train))))
+    known = set(train.prompts)
+    tests = [_held_out(name, args.data, known) for name in args.test or [args.train]]
+    encoder = _encoder(args) if NEEDS_ENCODER & set(args.predictors) else None
+    rows: list[dict[str, Any]] = []
+    with _Bars() as bars:
+        vectors = None
+        if encoder is not None and set(args.predictors) & NEEDS_ENCODER - {"proxy"}:
+            vectors = encode_all(encoder, train, bars.report)
+        for name in args.predictors:
+            start = time.monotonic()
+            contender = make(
+                name,
+                train,
+                encoder,
+                vectors=vectors,
+                proxy_seconds=args.proxy_seconds,
+                report=bars.report,
+            )
+            seconds = time.monotonic() - start
+            p50, p99 = latency_ms(contender.one, tests[0].prompts)
+            for test in tests:
+                for row in evaluate(name, contender, test, trained_on=args.train, seed=args.seed):
+                    row |= {
+                        "num_trained": len(train),
+                        "train_s": seconds,
+                        "latency_p50_ms": p50,
+                        "latency_p99_ms": p99,
+                        "num_bytes": contender.num_bytes,
+                        "seed": args.seed,
+                    }
+                    rows.append(row)
+    print(tables.markdown(rows))
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        with args.json.open("a", encoding="utf-8") as stream:
+            stream.writelines(json.dumps(row) + "\n" for row in rows)
+    return 0
+
+
+def _held_out(name: str, data: Path | None, known: set[str]) -> Corpus:
+    """The test part of a data set; all of a small one, but for prompts that were trained on."""
+    whole = corpora.load(name, data)
+    if len(whole) > corpora.SMALL:
+        return whole.split()[1]
+    return whole.take(np.array([prompt not in known for prompt in whole.prompts]))
+
+
+def _info(args: argparse.Namespace) -> int:
+    header, arrays = read_file(args.file)
+    about = header.get("about", {})
+    print(f"{args.file}: {header.get('kind')} predictor, {args.file.stat().st_size / 1e6:.1f} MB")
+    print(f"  built from   {', '.join(about.get('datasets', [])) or 'live traffic'}")
+    print(f"  prompts      {about.get('num_prompts', 0):,}")
+    learned = int(arrays["lexical/scalars"][2])
+    print(f"  words model  {learned:,} requests learned")
+    if "store/shape" in arrays:
+        print(f"  encoder      {header.get('encoder')}")
+        print(f"  decoder      {'yes' if 'decoder/mean' in arrays else 'no'}")
+        capacity = int(arrays["store/shape"][0])
+        print(f"  store        {len(arrays['store/keys']):,} of {capacity:,} entries")
+        lengths = np.exp(arrays["store/values"][:, 0].astype(np.float64))
+        if len(lengths):
+            low, middle, high = np.quantile(lengths, [0.05, 0.5, 0.95])
+            print(f"  lengths      median {middle:.0f}, 5 to 95 %: {low:.0f} to {high:.0f} tokens")
+    return 0
+
+
+_COMMANDS = {"build": _build, "predict": _predict, "eval": _eval, "info": _info}
+
+
+def _add_encoder(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("encoder")
+    group.add_argument(
+        "--encoder", default=DEFAULT_ENCODER, help="name or folder (default: %(default)s)"
+    )
+    group.add_argument("--precision", choices=PRECISIONS, default="int8", help="(default: int8)")
+    group.add_argument(
+        "--max-prompt-tokens",
+        type=int,
+        default=MAX_TOKENS,
+        help="tokens of a prompt that are read, half from each end (default: %(default)s)",
+    )
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help=f"folder of the public data sets (default: ${corpora.DATA_VARIABLE}, or "
+        "../shared/data)",
+    )
+
+
+def _encoder(args: argparse.Namespace) -> SentenceEncoder:
+    return SentenceEncoder(
+        args.encoder, precision=args.precision, max_tokens=args.max_prompt_tokens
+    )
+
+
+def _joined(parts: Sequence[Corpus]) -> Corpus:
+    return Corpus(
+        " + ".join(part.name for part in parts),
+        tuple(prompt for part in parts for prompt in part.prompts),
+        np.concatenate([part.lengths for part in parts]),
+    )
+
+
+class _Bars:
+    """A progress bar for each stage, on standard error; plain lines without tqdm."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._stage = ""
+
+    def __enter__(self) -> _Bars:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._close()
+
+    def report(self, stage: str, done: int, total: int) -> None:
+        if stage != self._stage:
+            self._close()
+            self._stage = stage
+            try:
+                from tqdm import tqdm
+
+                self._bar = tqdm(total=total, desc=stage, file=sys.stderr, dynamic_ncols=True)
+            except ImportError:
+                print(f"{stage} ...", file=sys.stderr)
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._bar, self._stage = None, ""

@@ -1,0 +1,205 @@
+"""Predictor files: one file, written whole or not at all, read only if every byte is right.
+
+    magic (8 bytes) | SHA-256 of all that follows (32) | length of header (4, little-endian)
+    | header (JSON) | arrays (.npz, no pickle)
+
+The header names format version, kind of predictor and encoder. The digest guards against damage,
+not against an attacker; reading never executes anything from the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sola_sched.errors import PredictorFileError
+from sola_sched.length_predictor.decoder import Decoder
+from sola_sched.length_predictor.index import NeighbourStore
+from sola_sched.length_predictor.lexical import LexicalModel
+from sola_sched.length_predictor.predictor import Encoder, LexicalPredictor, RetrievalPredictor
+
+MAGIC = b"SOLALEN\n"
+VERSION = 1
+Predictor = LexicalPredictor | RetrievalPredictor
+
+_DIGEST_BYTES = 32
+_LENGTH_BYTES = 4
+
+
+def write_file(path: Path, header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
+    """Write a file; readers see the old one or the new one, never a part."""
+    packed = io.BytesIO()
+    # Typed without pickles already; the stubs take the names for options of savez.
+    np.savez(packed, **arrays)  # type: ignore[arg-type]
+    text = json.dumps({**header, "version": VERSION}, sort_keys=True).encode()
+    body = len(text).to_bytes(_LENGTH_BYTES, "little") + text + packed.getvalue()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(MAGIC + hashlib.sha256(body).digest() + body)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(name).chmod(0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def read_file(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """Read what ``write_file`` wrote.
+
+    Raises:
+        PredictorFileError: The file is missing, foreign, damaged or of another version.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise PredictorFileError(
+            f"A predictor file must be readable (got {path}: {error.strerror}); write one with "
+            "`python -m sola_sched.length_predictor build`."
+        ) from error
+    start = len(MAGIC) + _DIGEST_BYTES
+    if data[: len(MAGIC)] != MAGIC:
+        raise PredictorFileError(
+            f"{path} must be a file of `python -m sola_sched.length_predictor build`, which "
+            f"starts with {MAGIC!r} (it starts with {data[: len(MAGIC)]!r})."
+        )
+    body = data[start:]
+    if hashlib.sha256(body).digest() != data[len(MAGIC) : start]:
+        raise PredictorFileError(
+            f"{path} is damaged: its checksum does not match its {len(data):,} bytes; "
+            "build it again or restore a copy."
+        )
+    size = int.from_bytes(body[:_LENGTH_BYTES], "little")
+    try:
+        header = json.loads(body[_LENGTH_BYTES : _LENGTH_BYTES + size])
+        version = header["version"]
+        if version != VERSION:
+            raise PredictorFileError(
+                f"{path} must have format version {VERSION} (it has {version!r}); build it "
+                "again with this release."
+            )
+        packed = io.BytesIO(body[_LENGTH_BYTES + size :])
+        with np.load(packed, allow_pickle=False) as loaded:
+            return header, {name: loaded[name] for name in loaded.files}
+    except (ValueError, KeyError, TypeError, OSError, zipfile.BadZipFile) as error:
+        if isinstance(error, PredictorFileError):
+            raise
+        raise PredictorFileError(f"{path} must hold a header and arrays ({error}).") from error
+
+
+def pack(**parts: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Join the arrays of several parts under ``part/name``."""
+    return {f"{part}/{name}": array for part, of in parts.items() for name, array in of.items()}
+
+
+def unpack(arrays: dict[str, NDArray[Any]], part: str) -> dict[str, NDArray[Any]]:
+    """The arrays of one part; empty if it is not there."""
+    start = f"{part}/"
+    return {name[len(start) :]: array for name, array in arrays.items() if name.startswith(start)}
+
+
+def _models(arrays: dict[str, NDArray[Any]], path: Path) -> tuple[LexicalModel, Decoder | None]:
+    """The lexical model and, if there is one, the decoder of a file.
+
+    Raises:
+        PredictorFileError: An array is missing.
+    """
+    try:
+        lexical = LexicalModel.from_arrays(unpack(arrays, "lexical"))
+        decoder = unpack(arrays, "decoder")
+        return lexical, Decoder.from_arrays(decoder) if decoder else None
+    except (KeyError, ValueError) as error:
+        raise PredictorFileError(
+            f"{path} must hold the arrays of a predictor (missing or misshapen: {error})."
+        ) from error
+
+
+def save_predictor(path: Path, predictor: Predictor, about: dict[str, Any]) -> None:
+    """Write a predictor with all it has learned.
+
+    Args:
+        path: The file.
+        predictor: A lexical or retrieval predictor.
+        about: What it was built from; shown by ``info``.
+    """
+    header: dict[str, Any] = {"kind": predictor.kind, "about": about}
+    if isinstance(predictor, LexicalPredictor):
+        arrays = pack(
+            lexical=predictor.model.to_arrays(),
+            recalibration={"recent": predictor.recalibration.to_array()},
+        )
+    else:
+        header["encoder"] = predictor.encoder.identity
+        arrays = pack(
+            lexical=predictor.lexical.model.to_arrays(),
+            decoder=predictor.decoder.to_arrays() if predictor.decoder is not None else {},
+            store=predictor.store.to_arrays(),
+            recalibration={"recent": predictor.recalibration.to_array()},
+        )
+    write_file(path, header, arrays)
+
+
+def load_lexical(path: Path) -> LexicalPredictor:
+    """The lexical predictor of a file of either kind.
+
+    Raises:
+        PredictorFileError: As ``read_file``.
+    """
+    header, arrays = read_file(path)
+    predictor = LexicalPredictor(_models(arrays, path)[0])
+    if header.get("kind") == predictor.kind:
+        _restore(predictor, arrays, path)
+    return predictor
+
+
+def load_retrieval(
+    path: Path, encoder: Encoder, *, capacity: int | None = None
+) -> RetrievalPredictor:
+    """The retrieval predictor of a file.
+
+    Args:
+        path: The file.
+        encoder: Must be the one that made the file's vectors.
+        capacity: Most entries of the store; None keeps the file's.
+
+    Raises:
+        PredictorFileError: As ``read_file``, or another encoder made it, or it has no store.
+    """
+    header, arrays = read_file(path)
+    if header.get("kind") != RetrievalPredictor.kind:
+        raise PredictorFileError(
+            f"{path} must hold a retrieval predictor (it holds {header.get('kind')!r}); build "
+            "one with `build --kind retrieval`."
+        )
+    if header.get("encoder") != encoder.identity:
+        raise PredictorFileError(
+            f"{path} must be made by the encoder in use (file: {header.get('encoder')!r}, in use: "
+            f"{encoder.identity!r}); build it again or load its encoder."
+        )
+    lexical, decoder = _models(arrays, path)
+    try:
+        store = NeighbourStore.from_arrays(unpack(arrays, "store"), capacity=capacity)
+    except (KeyError, ValueError) as error:
+        raise PredictorFileError(f"{path} must hold a store of past prompts ({error}).") from error
+    predictor = RetrievalPredictor(encoder, store, lexical, decoder)
+    _restore(predictor, arrays, path)
+    return predictor
+
+
+def _restore(predictor: Predictor, arrays: dict[str, NDArray[Any]], path: Path) -> None:
+    try:
+        predictor.recalibration.restore(unpack(arrays, "recalibration")["recent"])
+    except (KeyError, ValueError) as error:
+        raise PredictorFileError(f"{path} must hold a recalibration ({error}).") from error
