@@ -3,7 +3,9 @@
 All times are seconds on one clock. TTFT runs from *arrival* to the first output token.
 TPOT = (latency - TTFT) / (output tokens - 1); it is undefined (NaN) for a single token, which
 counts as met. A request attains its SLO iff it completed and meets both targets; a failed,
-lost or rejected request does not. Goodput is attained requests per second of run.
+lost or rejected request does not. Goodput is attained requests per second of run. The normalized
+latency of a request is its latency (arrival to last token) / output tokens; that of a run is the
+mean over its completed requests.
 """
 
 from __future__ import annotations
@@ -69,6 +71,11 @@ class RequestRecord:
         return tpot_s(self.latency_s, self.ttft_s, self.num_output_tokens)
 
     @property
+    def normalized_latency_s(self) -> float:
+        """Latency per output token; NaN before the first token."""
+        return self.latency_s / self.num_output_tokens if self.token_times_s else np.nan
+
+    @property
     def itls_s(self) -> list[float]:
         """Gaps between consecutive output tokens."""
         return np.diff(self.token_times_s).tolist() if len(self.token_times_s) > 1 else []
@@ -119,6 +126,12 @@ def goodput_per_s(flags: ArrayLike, duration_s: float) -> float:
     if not duration_s > 0:
         raise ValueError(f"'duration_s' must be > 0 (got {duration_s!r}).")
     return float(np.count_nonzero(np.asarray(flags))) / duration_s
+
+
+def mean_normalized_latency_s(records: Iterable[RequestRecord]) -> float:
+    """Mean over the completed requests of latency / output tokens; NaN for none."""
+    values = [record.normalized_latency_s for record in records if record.completed]
+    return float(np.mean(values)) if values else float("nan")
 
 
 def attainment_by_class(

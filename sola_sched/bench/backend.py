@@ -14,6 +14,7 @@ from sola_sched.slo import SloTarget
 
 SOLA_SCHEDULER = "sola_sched.Scheduler"
 _ENGINE_PREFIX = "engine."
+_PREDICTOR = "sim.predictor"
 #: Other policies to compare with, in virtual time only: ``sola_sched.simulator.baselines``.
 BASELINES = ("prefill-first", "decode-first", "sjf", "sjf-oracle", "spf", "hrrn", "reject")
 
@@ -28,12 +29,14 @@ class SchedulerSpec:
             (whatever a URL runs).
         engine_args: Overrides of vLLM engine arguments.
         options: Options of ``sola_sched.Scheduler``.
+        predictor: Of output lengths, in virtual time only; see ``sim_predictors``.
     """
 
     label: str
     kind: str
     engine_args: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    predictor: str = "none"
 
     @property
     def max_num_batched_tokens(self) -> int | None:
@@ -45,8 +48,9 @@ def parse_scheduler(text: str) -> SchedulerSpec:
     """Parse ``stock``, ``stock:512``, ``sola`` or ``sola:policy=paper,engine.max_num_seqs=64``.
 
     A bare number sets ``max_num_batched_tokens``; ``engine.<name>=<value>`` any engine argument;
-    other ``<name>=<value>`` pairs are options of our scheduler. A baseline's name stands where
-    ``stock`` does.
+    other ``<name>=<value>`` pairs are options of our scheduler, but for ``sim.predictor=<name>``,
+    which in virtual time predicts output lengths for it. A baseline's name stands where ``stock``
+    does.
 
     Raises:
         ConfigError: The text is none of these.
@@ -54,6 +58,7 @@ def parse_scheduler(text: str) -> SchedulerSpec:
     kind, _, rest = text.partition(":")
     engine_args: dict[str, Any] = {}
     options: dict[str, Any] = {}
+    predictor = "none"
     valid = kind in ("stock", "sola", *BASELINES)
     for item in filter(None, rest.split(",")):
         name, equals, value = item.partition("=")
@@ -61,6 +66,8 @@ def parse_scheduler(text: str) -> SchedulerSpec:
             engine_args["max_num_batched_tokens"] = int(item)
         elif equals and name.startswith(_ENGINE_PREFIX):
             engine_args[name.removeprefix(_ENGINE_PREFIX)] = _scalar(value)
+        elif equals and kind == "sola" and name == _PREDICTOR:
+            predictor = value
         elif equals and kind == "sola":
             options[name] = _scalar(value)
         else:
@@ -71,7 +78,7 @@ def parse_scheduler(text: str) -> SchedulerSpec:
             "sola:<option>=<value>,... and engine.<argument>=<value>, with --backend sim also "
             f"{', '.join(BASELINES)} (got {text!r})."
         )
-    return SchedulerSpec(label=text, kind=kind, engine_args=engine_args, options=options)
+    return SchedulerSpec(text, kind, engine_args, options, predictor)
 
 
 def _scalar(text: str) -> Any:

@@ -28,6 +28,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Result], str]], ...] = (
     ("TPOT mean", lambda r: _number(r.get("mean_tpot_ms"), 1)),
     ("p50", lambda r: _number(r.get("p50_tpot_ms"), 1)),
     ("p99", lambda r: _number(r.get("p99_tpot_ms"), 1)),
+    ("latency/token", lambda r: _number(r.get("mean_normalized_latency_ms"), 1)),
     ("tokens/s", lambda r: _number(r["output_throughput"], 0)),
     ("sched/step", lambda r: _number(r["scheduler"].get("mean_step_cpu_ms"), 3)),
     ("preempt", lambda r: str(r["scheduler"].get("num_preemptions", "-"))),
@@ -53,8 +54,9 @@ def table(results: Sequence[Result]) -> str:
             lines.append("")
         previous = row[0]
         lines.append(_aligned(row, widths))
-    lines.append("TTFT, TPOT and sched/step (CPU time of the scheduler per step) in ms; goodput")
-    lines.append("= requests within both SLOs per second.")
+    lines.append("TTFT, TPOT, latency/token (mean over requests of latency / output tokens) and")
+    lines.append("sched/step (CPU time of the scheduler per step) in ms; goodput = requests within")
+    lines.append("both SLOs per second.")
     if best:
         lines[-1] += f" {_BEST_MARK} best stock setting at this rate."
     if bounds(results):

@@ -96,6 +96,7 @@ def make_result(
         "total_output_tokens": num_output,
         "request_throughput": len(done) / duration_s,
         "request_goodput": metrics.goodput_per_s(flags, duration_s),
+        "mean_normalized_latency_ms": 1e3 * metrics.mean_normalized_latency_s(records),
         "output_throughput": num_output / duration_s,
         "total_token_throughput": (num_input + num_output) / duration_s,
         "max_output_tokens_per_s": peak_tokens_per_s,

@@ -21,6 +21,7 @@ from sola_sched.bench.backend import (
 )
 from sola_sched.bench.datasets import Encode, ModelLimits
 from sola_sched.bench.scheduler_probe import SchedulerProbe
+from sola_sched.bench.sim_predictors import Predict, make_predictor
 from sola_sched.bench.workload import RequestSpec, Workload, random_token_ids
 from sola_sched.config import CONFIG_KEY
 from sola_sched.errors import ConfigError
@@ -108,6 +109,7 @@ class SimBackend:
         Raises:
             ConfigError: An engine argument is wrong, or the engine cannot be built.
         """
+        make_predictor(scheduler.predictor)
         self._engine(scheduler, SloTarget())
 
     def run(
@@ -123,6 +125,9 @@ class SimBackend:
         from sola_sched.simulator.engine import SchedulerStallError
 
         engine = self._engine(scheduler, slo)
+        predict = make_predictor(scheduler.predictor, self.options.seed)
+        if predict is not None:
+            _deliver(predict, workload, engine.scheduler)
         probe = SchedulerProbe(engine.scheduler)
         # The oracle is told each length; that is the point of it.
         replay = _Replay(engine, max_concurrency, on_done, scheduler.kind == "sjf-oracle")
@@ -319,6 +324,21 @@ class _Replay:
                     extra_args=args or None,
                 )
             )
+
+
+def _deliver(predict: Predict, workload: Workload, scheduler: Any) -> None:
+    """Have each request's prediction arrive with the request, warm-up requests left out."""
+    requests = {request.req_id: request for request in workload.requests}
+    add_request, monitor = scheduler.add_request, scheduler.sola_monitor
+
+    def add(request: Any) -> None:
+        add_request(request)
+        spec = requests.get(request.request_id)
+        prediction = None if spec is None else predict(spec)
+        if prediction is not None:
+            monitor.predicted(request.request_id, prediction)
+
+    scheduler.add_request = add
 
 
 def _scheduler_cls(scheduler: SchedulerSpec, args: Mapping[str, Any]) -> type[Any]:

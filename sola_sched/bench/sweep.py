@@ -14,6 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from sola_sched import __version__, metrics
@@ -187,6 +188,8 @@ def _measures(outcome: RunOutcome, slo: SloTarget) -> Row:
         "num_completed": len(done),
         **{f"{name}_ttft_s": ttft[name] for name in ("mean", "p50", "p99")},
         **{f"{name}_tpot_s": tpot[name] for name in ("mean", "p50", "p99")},
+        "mean_latency_s": float(np.mean([r.latency_s for r in done])) if done else math.nan,
+        "normalized_latency_s": metrics.mean_normalized_latency_s(records),
         "worst_wait_s": max((r.ttft_s for r in done), default=math.nan),
         "tokens_per_s": sum(r.num_output_tokens for r in done) / duration_s,
         "duration_s": outcome.duration_s,

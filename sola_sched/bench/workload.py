@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sola_sched.errors import ConfigError
+from sola_sched.prediction import LengthPrediction
 from sola_sched.slo import SloTarget
 
 #: Ids below this are left out of random prompts: special tokens live there in most vocabularies.
@@ -27,6 +28,7 @@ class RequestSpec:
         arrival_s: Seconds from the start of the run.
         slo: Its own targets, or None for those of the run.
         slo_class: Name it is reported under, or None.
+        prediction: Of its output length, made from its text beforehand; for virtual time only.
     """
 
     req_id: str
@@ -35,6 +37,7 @@ class RequestSpec:
     arrival_s: float = 0.0
     slo: SloTarget | None = None
     slo_class: str | None = None
+    prediction: LengthPrediction | None = None
 
 
 @dataclass(frozen=True)

@@ -377,3 +377,17 @@ def test_warm_up_shares_no_prefix_with_the_workload() -> None:
     assert [len(request.prompt_token_ids) for request in warmup] == [64, 32]
     prompts = {request.prompt_token_ids for request in workload.requests}
     assert prompts.isdisjoint(request.prompt_token_ids for request in warmup)
+
+
+def test_predictions_arrive_with_their_requests_and_decide_who_is_first() -> None:
+    """One slot: the short request goes first only if its length is known."""
+    workload = make_workload((0.0, 64, 8), (1.0, 64, 60), (2.0, 64, 4))
+
+    def order(scheduler: str) -> list[str]:
+        done: list[str] = []
+        spec = parse_scheduler(f"{scheduler},engine.max_num_seqs=1")
+        make_backend().run(workload, spec, SLO, on_done=lambda r: done.append(r.req_id))
+        return done[-3:]
+
+    assert order("sola:policy=alise,sim.predictor=oracle") == ["0", "2", "1"]
+    assert order("sola:policy=alise,sim.predictor=none") == ["0", "1", "2"]

@@ -50,7 +50,7 @@ SLOS: dict[str, dict[str, Any]] = {
     "impossible": {"ttft_s": 0.001, "tpot_s": 0.001},
     "loose": {"ttft_s": 60.0, "tpot_s": 1.0},
 }
-POLICIES = ("attain", "paper", "chaos")
+POLICIES = ("attain", "paper", "alise", "chaos")
 
 
 Case = tuple[str, bool, bool, bool, str]
@@ -153,7 +153,8 @@ def test_hard_cases_hold_reorder_and_preempt(policy, hard_result):
     """The comparisons above are worth something only if the policies intervene."""
     results = [hard_result(case) for case in HARD_CASES if case[0] == policy]
 
-    assert sum(r.stats["num_held"] for r in results) > 0
+    if policy != "alise":  # holds nothing but started prefills, and prompts here are short
+        assert sum(r.stats["num_held"] for r in results) > 0
     assert sum(r.stats["num_reordered"] for r in results) > 0
     assert sum(r.num_preemptions for r in results) >= 5
     if policy != "paper":
