@@ -191,36 +191,34 @@ def continued(result: RunResult) -> list[EngineRequest]:
     """The next turn of each conversation: prompt and answer, and something new."""
     return [
         EngineRequest(f"next {r.req_id}", (*r.prompt, *result.tokens[r.req_id], 7, 8, 9), 20)
-        for r in make_workload(30)
+        for r in make_workload()
     ]
+
+
+def quantized_with_follow_ups(model_dir: Path, **faults: Any) -> RunResult:
+    """Requests that are preempted at random; their blocks stay in an ample prefix cache."""
+    result = run(
+        requests=make_workload(),
+        model_dir=model_dir,
+        prefix_caching=True,
+        follow_up=continued,
+        swap_faults={"preempted_share": 0.02, **faults},
+        **swap(mode="int8") | {"num_blocks": 300},
+    )
+    assert result.stats["swap"]["num_swapped_in"] > 500
+    assert_nothing_left_behind(result)
+    return result
 
 
 def test_follow_ups_of_quantized_requests_are_exact(model_dir):
     """What was restored from INT8, or computed from it, is not in the prefix cache."""
-    result = run(
-        requests=make_workload(30),
-        model_dir=model_dir,
-        prefix_caching=True,
-        follow_up=continued,
-        **swap(mode="int8"),
-    )
-    exact = run(STOCK, continued(result), model_dir)
+    result = quantized_with_follow_ups(model_dir)
 
-    assert result.stats["swap"]["mode"] == "int8"
-    assert result.stats["swap"]["num_swapped_in"] > 500
-    assert num_different(result, exact) == 0
-    assert_nothing_left_behind(result)
+    assert num_different(result, run(STOCK, continued(result), model_dir)) == 0
 
 
 def test_follow_ups_see_quantized_blocks_that_are_published(model_dir):
     """Negative control: without the guard the test above fails."""
-    result = run(
-        requests=make_workload(30),
-        model_dir=model_dir,
-        prefix_caching=True,
-        follow_up=continued,
-        swap_faults={"publishes_inexact": True},
-        **swap(mode="int8"),
-    )
+    result = quantized_with_follow_ups(model_dir, publishes_inexact=True)
 
     assert num_different(result, run(STOCK, continued(result), model_dir)) > 0

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -160,7 +160,7 @@ def run(
         zero_kv_at_step: Clear the whole KV cache before this step: the negative control.
         swap_faults: Arguments of `swap_faults.install`, which disturbs KV swapping.
         follow_up: Called when all requests have ended; what it returns is served by the same
-            engine, and added to the result.
+            engine, with arrivals counted from there, and added to the result.
         engine_options: More of vLLM's `EngineArgs`.
     """
     with _asynchronous_on_cpu() if async_scheduling else nullcontext():
@@ -271,7 +271,8 @@ def _serve(
             result.num_steps += bool(executed)
             _collect(result, outputs)
         elif follow_up is not None:
-            arrivals, follow_up = list(follow_up(result)), None
+            arrivals = [replace(r, arrival_step=step + r.arrival_step) for r in follow_up(result)]
+            follow_up = None
             requests += arrivals
             result.tokens |= {r.req_id: [] for r in arrivals}
         elif not arrivals:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
+
+from sola_sched.state import StepPlan, StepState
+
 
 def install(
     core: Any,
@@ -16,6 +20,7 @@ def install(
     without_pins: bool = False,
     zeroed: bool = False,
     publishes_inexact: bool = False,
+    preempted_share: float = 0.0,
     seed: int = 0,
 ) -> None:
     """Disturb the copies of `core`.
@@ -27,6 +32,8 @@ def install(
         num_host_slots: Size of the host pool that the scheduler is told.
         without_pins: Blocks are reused while they are copied: a negative control.
         zeroed: What comes back from the host is zero: a negative control.
+        preempted_share: Share of the running requests that are preempted in each step, whatever
+            the memory; none whose name begins with "next".
         publishes_inexact: Blocks restored from INT8 enter the prefix cache: a negative control.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -53,9 +60,24 @@ def install(
         manager._pin = manager._unpin = lambda blocks: None
     if publishes_inexact:
         core.scheduler.sola_swap.is_int8 = False
+    if preempted_share:
+        core.scheduler.sola_planner = _Preempting(rng, preempted_share)
     if zeroed:
         for packer in worker._packers:
             packer.unpack = _zeroing(packer.unpack)
+
+
+class _Preempting:
+    """A planner that leaves everything to vLLM but preempts at random."""
+
+    def __init__(self, rng: random.Random, share: float) -> None:
+        self._rng, self._share = rng, share
+
+    def plan(self, state: StepState) -> StepPlan:
+        names = state.table.req_id
+        rows = [row for row in state.running.tolist() if not str(names[row]).startswith("next")]
+        chosen = [row for row in rows if self._rng.random() < self._share]
+        return StepPlan(preempt=np.array(chosen, dtype=np.int64))
 
 
 def _zeroing(unpack: Any) -> Any:
