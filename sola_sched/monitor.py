@@ -154,6 +154,11 @@ class StateMonitor:
                 self.table.phase[row] = PARKED
         self._parked = set(rows)
 
+    def expect_cached(self, row: int, num_tokens: int) -> None:
+        """A waiting request would find this many of its tokens computed if it started now."""
+        if self.table.phase[row] == WAITING:
+            self.table.num_computed[row] = num_tokens
+
     def requeued(self, row: int, *, num_tokens: int, at_front: bool) -> None:
         """A request lost its KV (preemption) or waits for more input; it is WAITING again."""
         table = self.table

@@ -38,6 +38,8 @@ from sola_sched.vllm_compat import Seams, check_version
 logger = init_logger("vllm.sola_sched")
 
 _NEUTRAL = StepPlan()
+#: Waiting requests whose prefix is looked up in the cache at a step; a new one is at once.
+_LOOKUPS_PER_STEP = 4
 #: Plans between two estimates of the waits.
 _EWT_PLANS = 16
 
@@ -92,6 +94,7 @@ class SolaSchedulerMixin(SwapMixin):
         )
         self._running_rows: IntArray = np.empty(0, dtype=np.int64)  # rows of `running`, aligned
         self._shown_rows: IntArray | None = None  # those that vLLM sees in this step, if known
+        self._next_lookup = 0
         self._is_updating = False
         self._stalled = False
         self._ended: list[tuple[str, bool]] = []
@@ -124,7 +127,7 @@ class SolaSchedulerMixin(SwapMixin):
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:
             wait_s = max(0.0, self.sola_wall_clock() - request.arrival_time)
-            self.sola_monitor.add(
+            row = self.sola_monitor.add(
                 request.request_id,
                 num_prompt_tokens=request.num_prompt_tokens,
                 max_tokens=max(1, request.max_tokens),
@@ -132,6 +135,8 @@ class SolaSchedulerMixin(SwapMixin):
                 arrival_s=self.sola_clock() - wait_s,
                 priority=request.priority if self._honours_priority else 0,
             )
+            if self._seams.caches_prefixes:
+                self.sola_monitor.expect_cached(row, self._seams.num_cached_tokens(request))
         super().add_request(request)
 
     def _slo_of(self, request: Request) -> SloTarget:
@@ -208,12 +213,26 @@ class SolaSchedulerMixin(SwapMixin):
             block_size=self.block_size,
             tokens_per_decode=self._tokens_per_decode,
         )
-        plan = self.sola_planner.plan(state)
+        if self._seams.caches_prefixes:
+            self._expect_cached(state.waiting)
+        self._expect_loads()
+        plan = self._with_swaps(state, self.sola_planner.plan(state))
         self._num_plans += 1
         if self._num_plans % _EWT_PLANS == 1 and state.cost.is_ready:
             update_waits(state, plan)
         self._problems[plan.problem] = self._problems.get(plan.problem, 0) + 1
         return plan
+
+    def _expect_cached(self, waiting: IntArray) -> None:
+        """Look up what the prefix cache holds of a few waiting requests, in turn."""
+        if not len(waiting):
+            return
+        table = self.sola_monitor.table
+        first, self._next_lookup = self._next_lookup, self._next_lookup + _LOOKUPS_PER_STEP
+        for place in range(first, first + min(len(waiting), _LOOKUPS_PER_STEP)):
+            row = int(waiting[place % len(waiting)])
+            request = self.requests[table.req_id[row]]
+            self.sola_monitor.expect_cached(row, self._seams.num_cached_tokens(request))
 
     def _is_paused(self) -> bool:
         state = getattr(self, "_pause_state", None)

@@ -62,7 +62,8 @@ class RequestTable:
         queue_pos: First-come-first-served position; preempted requests get one in front.
         num_prompt, max_tokens: Tokens.
         length_class: Class of the output-length distribution.
-        num_computed: Tokens whose KV exists or is being computed; exact while in PREFILL.
+        num_computed: Tokens whose KV exists or is being computed; exact while in PREFILL. While
+            WAITING those that a prefix cache is expected to hold.
         prefill_target: Tokens to compute before the next token can be sampled.
         num_output: Output tokens delivered.
         first_token_s, last_token_s: Delivery times, seconds; NaN before the first token.

@@ -125,6 +125,18 @@ class Seams:
         )
         return promote is not None and bool(promote(request))
 
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether a waiting request may find part of its prompt computed."""
+        return bool(self._scheduler.kv_cache_manager.enable_caching)
+
+    def num_cached_tokens(self, request: Any) -> int:
+        """Tokens that a waiting request would find in the prefix cache now; no side effects."""
+        if not request.block_hashes or getattr(request, "skip_reading_prefix_cache", False):
+            return 0
+        find = self._scheduler.kv_cache_manager.coordinator.find_longest_cache_hit
+        return int(find(request.block_hashes, request.num_tokens - 1)[1])
+
     def can_preempt(self, request: Any) -> bool:
         """Whether the request's blocks would be free at once (no step in flight writes them)."""
         check = getattr(self._scheduler, "_request_blocks_can_be_freed", None)

@@ -25,6 +25,7 @@ from sola_sched.simulator import (
     VirtualEngine,
     VirtualRequest,
 )
+from sola_sched.vllm_compat import Seams
 
 pytestmark = pytest.mark.vllm
 
@@ -276,3 +277,41 @@ def test_sampling_params_are_refused_early_where_every_server_would() -> None:
     servers.clear()
     gc.collect()
     SamplingParams(extra_args={"ttft_slo_ms": "soon"})
+
+
+def shared_prefix(count: int, rate_per_s: float) -> list[VirtualRequest]:
+    prefix = [1 + i % 500 for i in range(1600)]
+    return [
+        VirtualRequest(
+            f"shared{i}", i / rate_per_s, 20, prompt_token_ids=[*prefix, 2 + i], max_tokens=90
+        )
+        for i in range(count)
+    ]
+
+
+def test_a_waiting_request_counts_without_what_the_prefix_cache_holds() -> None:
+    engine = make_engine(enable_prefix_caching=True, max_num_seqs=1)
+    table = engine.scheduler.sola_monitor.table
+    seen = []
+
+    def note(step: StepTrace) -> None:
+        if "shared1" in table.row_of and "shared1" not in step.output.num_scheduled_tokens:
+            seen.append(int(table.num_computed[table.row_of["shared1"]]))
+
+    engine.run(shared_prefix(2, rate_per_s=100.0), on_step=note)
+    assert seen[0] == 1024  # at its arrival: the first chunk of the other one
+    assert seen[-1] == 1600  # looked up again
+
+
+def test_a_prompt_longer_than_its_target_is_not_lost_if_it_is_cached(monkeypatch: Any) -> None:
+    # 1,601 tokens take 170 ms, the last one alone 10 ms; the target is 100 ms.
+    shared = shared_prefix(40, rate_per_s=4.0)
+    requests = [*shared, *make_workload(250, rate_per_s=25.0)]
+    options = {"sola": {"ttft_s": 0.1, "tpot_s": 0.05}, "enable_prefix_caching": True}
+
+    def share_attained() -> float:
+        return attained(make_engine(**options).run(requests)[: len(shared)], 0.1, 0.05)
+
+    known = share_attained()
+    monkeypatch.setattr(Seams, "caches_prefixes", False)
+    assert known > share_attained() + 0.2
