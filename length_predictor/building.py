@@ -12,9 +12,9 @@ from sola_sched.length_predictor.decoder import train_decoder
 from sola_sched.length_predictor.features import count_matrix, describe
 from sola_sched.length_predictor.index import DEFAULT_CAPACITY, NeighbourStore
 from sola_sched.length_predictor.lexical import LexicalModel
+from sola_sched.length_predictor.lexical_predictor import LexicalPredictor
 from sola_sched.length_predictor.predictor import (
     Encoder,
-    LexicalPredictor,
     RetrievalPredictor,
     Vectors,
     prompt_key,
@@ -22,6 +22,8 @@ from sola_sched.length_predictor.predictor import (
 
 #: Called with the name of the stage, what is done and what there is to do.
 Report = Callable[[str, int, int], None]
+#: Prompts that it takes to train a decoder; fewer are left to the words and the neighbours.
+MIN_FOR_DECODER = 200
 _ENCODED_AT_ONCE = 512
 
 
@@ -74,10 +76,12 @@ def build_retrieval(
     lexical = LexicalModel()
     expected: NDArray[np.float64] = lexical.fit(features, corpus.lengths)
     counts = count_matrix(features)
-    report("train", 0, 1)
-    decoder = train_decoder(vectors, counts, corpus.lengths, seed=seed)
-    report("train", 1, 1)
-    expected = (expected + decoder.quantiles(vectors, counts).mean(axis=1)) / 2.0
+    decoder = None
+    if len(corpus) >= MIN_FOR_DECODER:
+        report("train", 0, 1)
+        decoder = train_decoder(vectors, counts, corpus.lengths, seed=seed)
+        report("train", 1, 1)
+        expected = (expected + decoder.quantiles(vectors, counts).mean(axis=1)) / 2.0
     store = NeighbourStore(encoder.dim, capacity=capacity)
     values = np.stack([np.log(corpus.lengths), expected], axis=1)
     keys = np.array([prompt_key(prompt) for prompt in corpus.prompts], dtype=np.uint64)

@@ -31,14 +31,18 @@ from sola_sched.length_predictor.evaluation import (
     make,
 )
 from sola_sched.length_predictor.index import DEFAULT_CAPACITY, use_one_thread
+from sola_sched.length_predictor.lexical_predictor import LexicalPredictor
+from sola_sched.length_predictor.predictor import RetrievalPredictor
 from sola_sched.length_predictor.storage import (
-    Predictor,
     load_lexical,
     load_retrieval,
     read_file,
     save_predictor,
 )
 
+_MIN_PROMPTS = 5
+#: Seconds between two updates of a progress bar that goes to a file, one line each.
+_LOG_INTERVAL_S = 10.0
 _DATASETS = (
     "alpaca[:vicuna-7b], alpaca_eval[:MODEL], arena[:MODEL], sharegpt, or a file of JSON lines "
     "with 'prompt' and 'response_tokens'"
@@ -125,7 +129,7 @@ def _build(args: argparse.Namespace) -> int:
     if args.capacity < 1:
         raise DatasetError(f"'--capacity' must be >= 1 (got {args.capacity}).")
     start = time.monotonic()
-    predictor: Predictor
+    predictor: LexicalPredictor | RetrievalPredictor
     with _Bars() as bars:
         if args.kind == "lexical":
             predictor = build_lexical(corpus)
@@ -170,6 +174,12 @@ def _eval(args: argparse.Namespace) -> int:
         train = train.take(np.arange(min(args.limit, len(train))))
     known = set(train.prompts)
     tests = [_held_out(name, args.data, known) for name in args.test or [args.train]]
+    for part in (train, *tests):
+        if len(part) < _MIN_PROMPTS:
+            raise DatasetError(
+                f"Training and test part must hold at least {_MIN_PROMPTS} prompts each (got "
+                f"{len(part)} of {part.name}; one prompt in ten is held out)."
+            )
     encoder = _encoder(args) if NEEDS_ENCODER & set(args.predictors) else None
     rows: list[dict[str, Any]] = []
     with _Bars() as bars:
@@ -296,7 +306,13 @@ class _Bars:
             try:
                 from tqdm import tqdm
 
-                self._bar = tqdm(total=total, desc=stage, file=sys.stderr, dynamic_ncols=True)
+                self._bar = tqdm(
+                    total=total,
+                    desc=stage,
+                    file=sys.stderr,
+                    dynamic_ncols=True,
+                    mininterval=0.2 if sys.stderr.isatty() else _LOG_INTERVAL_S,
+                )
             except ImportError:
                 print(f"{stage} ...", file=sys.stderr)
         if self._bar is not None:

@@ -21,6 +21,9 @@ FloatArray = NDArray[np.float64]
 
 _HIDDEN = (512, 256)
 _DROPOUT = 0.3
+_MAX_INPUT = 6.0
+# Of the counts, which are logarithms: less than a tenth of a factor of e is no difference.
+_MIN_SCALE = 0.1
 _BATCH = 256
 _LEARNING_RATE = 2e-3
 _WEIGHT_DECAY = 1e-4
@@ -58,6 +61,8 @@ class Decoder:
     def quantiles(self, vectors: NDArray[Any], counts: NDArray[Any]) -> FloatArray:
         """Logarithms of the quantiles at ``LEVELS`` [n, 10], ascending."""
         hidden = (np.hstack([vectors, counts]) - self._mean) / self._scale
+        # Prompts unlike any it was trained on are not extrapolated to.
+        hidden = np.clip(hidden, -_MAX_INPUT, _MAX_INPUT)
         for weight, bias in self._layers[:-1]:
             hidden = np.maximum(hidden @ weight + bias, 0.0)
         weight, bias = self._layers[-1]
@@ -113,7 +118,7 @@ def train_decoder(
     mean = inputs.mean(axis=0)
     # Vectors share one scale: their small directions are noise, not signal.
     scale = np.full(inputs.shape[1], 1.0 / max(1, vectors.shape[1]) ** 0.5, dtype=np.float32)
-    scale[vectors.shape[1] :] = np.maximum(inputs[:, vectors.shape[1] :].std(axis=0), 1e-3)
+    scale[vectors.shape[1] :] = np.maximum(inputs[:, vectors.shape[1] :].std(axis=0), _MIN_SCALE)
     target = np.log(np.maximum(np.asarray(lengths, dtype=np.float64), 1.0))
     center, spread = float(target.mean()), float(max(target.std(), 1e-3))
     batch = min(_BATCH, len(target))

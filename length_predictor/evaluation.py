@@ -11,15 +11,22 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sola_sched.length_predictor.building import Report, build_lexical, build_retrieval, encode_all
+from sola_sched.errors import DatasetError
+from sola_sched.length_predictor.building import (
+    MIN_FOR_DECODER,
+    Report,
+    build_lexical,
+    build_retrieval,
+    encode_all,
+)
 from sola_sched.length_predictor.corpus import Corpus
 from sola_sched.length_predictor.features import count_matrix, describe
 from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.length_predictor.index import NeighbourStore
 from sola_sched.length_predictor.lexical import LexicalModel
+from sola_sched.length_predictor.lexical_predictor import LexicalPredictor
 from sola_sched.length_predictor.predictor import (
     Encoder,
-    LexicalPredictor,
     RetrievalPredictor,
     Vectors,
 )
@@ -197,6 +204,11 @@ def make(
         return Proxy(model)
     assert encoder is not None
     predictor = build_retrieval(corpus, encoder, vectors=vectors, report=report)
+    if name != "retrieval" and predictor.decoder is None:
+        raise DatasetError(
+            f"Predictor {name!r} needs a decoder, which takes at least {MIN_FOR_DECODER} training "
+            f"prompts (got {len(corpus)}); leave it out."
+        )
     return Served(predictor) if name == "retrieval" else Alone(predictor, name == "algorithm-1")
 
 

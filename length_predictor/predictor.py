@@ -1,4 +1,4 @@
-"""Output-length predictors: from the words of a prompt alone, and from similar past prompts.
+"""Output length from similar past prompts, and from what two models expect.
 
 Source: ALISE (Zhao and Wang, ICCAD 2024), section 3.1 and Algorithm 1: embed the prompt, take the
 top k stored prompts with similarity above s_0, answer with the similarity-weighted average of their
@@ -11,7 +11,7 @@ lengths, or with an MLP if there is none; store every finished request. Departur
   their plain lengths to be the better guess. The models are the decoder and the lexical one;
   their log-quantiles are averaged.
 - No jump at s_0: the models' own distribution counts as a few neighbours more.
-- Level and spread are corrected from the requests that finished last.
+- Level and spread of the models are corrected from the requests that finished last.
 `RetrievalPredictor.algorithm_1` is the paper's rule to the letter, for comparison.
 """
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +29,11 @@ from sola_sched.length_predictor.decoder import Decoder
 from sola_sched.length_predictor.features import PromptFeatures, count_matrix, describe
 from sola_sched.length_predictor.index import NeighbourStore
 from sola_sched.length_predictor.lexical import LexicalModel
+from sola_sched.length_predictor.lexical_predictor import (
+    LexicalPredictor,
+    Pending,
+    predictions,
+)
 from sola_sched.prediction import LEVELS, NUM_LEVELS, LengthPrediction
 
 FloatArray = NDArray[np.float64]
@@ -43,7 +47,6 @@ _SHARPNESS = 8.0
 # The models' own distribution weighs as one identical prompt.
 _OWN_WEIGHT = 1.0
 _MIN_NEIGHBOUR_MASS = 0.01
-_MAX_LOG_LENGTH = 17 * np.log(2.0)
 
 
 class Encoder(Protocol):
@@ -54,18 +57,6 @@ class Encoder(Protocol):
 
     def encode(self, texts: Sequence[str]) -> Vectors:
         """Unit vectors [n, dim]."""
-
-
-@dataclass
-class Pending:
-    """What was known of a request when it was predicted; handed back when it has finished."""
-
-    text: str
-    features: PromptFeatures
-    quantiles: FloatArray  # [10], logarithms, before recalibration
-    base: float = 0.0  # mean log-length that the models alone expected
-    vector: Vectors | None = None
-    key: int = 0
 
 
 def prompt_key(text: str, num_chars: int | None = None) -> int:
@@ -93,63 +84,6 @@ def weighted_quantiles(values: FloatArray, weights: FloatArray) -> FloatArray:
     places = (mass[:, :, None] < targets[:, None, :]).sum(axis=1)
     result: FloatArray = np.take_along_axis(ordered, places, axis=1)
     return result
-
-
-def predictions(quantiles: FloatArray, sources: Sequence[str]) -> list[LengthPrediction]:
-    """Predictions from log-quantiles [n, 10], rounded to what a length can be."""
-    lengths = np.exp(np.clip(np.maximum.accumulate(quantiles, axis=1), 0.0, _MAX_LOG_LENGTH))
-    return [LengthPrediction(row, source) for row, source in zip(lengths, sources, strict=True)]
-
-
-class LexicalPredictor:
-    """The lexical model with recalibration: 0.1 ms a prompt, no encoder, learns from traffic.
-
-    Args:
-        model: A fitted model; None starts from nothing.
-    """
-
-    kind = "lexical"
-
-    def __init__(self, model: LexicalModel | None = None) -> None:
-        self.model = model or LexicalModel()
-        self.recalibration = Recalibration()
-
-    def predict(
-        self, texts: Sequence[str], num_chars: Sequence[int] | None = None
-    ) -> list[LengthPrediction]:
-        """Predict prompts; ``num_chars`` are their true lengths if the texts are cut."""
-        return self.consider(texts, num_chars)[0]
-
-    def consider(
-        self, texts: Sequence[str], num_chars: Sequence[int] | None = None
-    ) -> tuple[list[LengthPrediction], list[Pending]]:
-        """Predict prompts, and return with each answer what ``learn`` needs later."""
-        sizes = [len(text) for text in texts] if num_chars is None else num_chars
-        features = [describe(text, size) for text, size in zip(texts, sizes, strict=True)]
-        if not features:
-            return [], []
-        raw = self.model.quantiles(features)
-        answers = predictions(self.recalibration.apply(raw), ["lexical"] * len(raw))
-        pending = [
-            Pending(text, each, row) for text, each, row in zip(texts, features, raw, strict=True)
-        ]
-        return answers, pending
-
-    def learn(
-        self, pending: Sequence[Pending], lengths: Sequence[int], is_cut: Sequence[bool]
-    ) -> None:
-        """Take in finished requests.
-
-        Args:
-            pending: From ``consider``.
-            lengths: Output tokens, >= 1.
-            is_cut: Whether the request ended at its token limit. It would have gone on, so it
-                says something only if more was generated than predicted.
-        """
-        for each, length, cut in zip(pending, lengths, is_cut, strict=True):
-            if _says_something(each, length, cut):
-                self.recalibration.observe(each.quantiles, float(np.log(max(1, length))))
-                self.model.learn(each.features, length)
 
 
 class RetrievalPredictor:
@@ -194,17 +128,12 @@ class RetrievalPredictor:
         features = [describe(text, size) for text, size in zip(texts, sizes, strict=True)]
         keys = [prompt_key(text, size) for text, size in zip(texts, sizes, strict=True)]
         vectors = self.vectors(texts, keys)
-        base = self.expectation(features, vectors)
-        raw, sources = self.aggregate(base, vectors)
-        answers = predictions(self.recalibration.apply(raw), sources)
-        means = base.mean(axis=1).tolist()
+        raw, sources = self.aggregate(self.expectation(features, vectors), vectors)
         pending = [
-            Pending(text, each, row, mean, vector, key)
-            for text, each, row, mean, vector, key in zip(
-                texts, features, raw, means, vectors, keys, strict=True
-            )
+            Pending(each, vector, key)
+            for each, vector, key in zip(features, vectors, keys, strict=True)
         ]
-        return answers, pending
+        return predictions(raw, sources), pending
 
     def vectors(self, texts: Sequence[str], keys: Sequence[int]) -> Vectors:
         """Vectors [n, dim]; a prompt that is in the store is not encoded again."""
@@ -232,42 +161,50 @@ class RetrievalPredictor:
         """Search and aggregation: log-quantiles [n, 10] and what each rests on.
 
         With neighbours i of similarity s_i >= s_0, log-length l_i and expected log-length b_i, the
-        samples are ``b + l_i - b_i`` with weights ``exp(8 (s_i - 1))`` and the ten quantiles of the
-        models with 0.1 each, where b is the mean of those.
+        samples are ``b + l_i - b_i`` with weights ``exp(8 (s_i - 1))`` and the ten recalibrated
+        quantiles of the models with 0.1 each, where b is the mean of the models' quantiles.
+        Without a decoder the models are too fresh to be measured by, and the samples are ``l_i``.
         """
         similarity, slots = self.store.search(vectors, NUM_NEIGHBOURS)
         weights = np.exp(_SHARPNESS * (similarity.astype(np.float64) - 1.0))
         weights[similarity < MIN_SIMILARITY] = 0.0
-        own = base.mean(axis=1, keepdims=True)
         stored = np.nan_to_num(self.store.values[slots].astype(np.float64))
-        samples = np.hstack([own + stored[:, :, 0] - stored[:, :, 1], base])
-        mass = weights.sum(axis=1)
-        weights = np.hstack([weights, np.full(base.shape, _OWN_WEIGHT / NUM_LEVELS)])
-        near = mass > _MIN_NEIGHBOUR_MASS
+        samples = stored[:, :, 0]
+        if self.decoder is not None:
+            samples = samples + base.mean(axis=1, keepdims=True) - stored[:, :, 1]
+        near = weights.sum(axis=1) > _MIN_NEIGHBOUR_MASS
+        own = np.full(base.shape, _OWN_WEIGHT / NUM_LEVELS)
+        quantiles = weighted_quantiles(
+            np.hstack([samples, self.recalibration.apply(base)]), np.hstack([weights, own])
+        )
         without = "lexical" if self.decoder is None else "decoder"
-        return weighted_quantiles(samples, weights), [
-            "neighbours" if is_near else without for is_near in near
-        ]
+        return quantiles, ["neighbours" if is_near else without for is_near in near]
 
     def learn(
         self, pending: Sequence[Pending], lengths: Sequence[int], is_cut: Sequence[bool]
     ) -> None:
         """Take in finished requests, in one update of the store; as `LexicalPredictor.learn`."""
-        kept = [
-            (each, max(1, length))
-            for each, length, cut in zip(pending, lengths, is_cut, strict=True)
-            if _says_something(each, length, cut)
-        ]
-        for each, length in kept:
-            self.recalibration.observe(each.quantiles, float(np.log(length)))
-            self.lexical.model.learn(each.features, length)
-        stored = [(each, length) for each, length in kept if each.vector is not None]
-        if stored:
-            self.store.add(
-                np.stack([each.vector for each, _ in stored if each.vector is not None]),
-                np.array([(np.log(length), each.base) for each, length in stored]),
-                np.array([each.key for each, _ in stored], dtype=np.uint64),
-            )
+        vectors = np.stack([each.vector for each in pending if each.vector is not None])
+        if len(vectors) < len(pending):
+            raise ValueError("'pending' must come from this predictor's consider().")
+        by_decoder = None
+        if self.decoder is not None:
+            counts = count_matrix([each.features for each in pending])
+            by_decoder = self.decoder.quantiles(vectors, counts)
+        kept, values = [], []
+        for row, each in enumerate(pending):
+            expected = self.lexical.learn_one(each.features, lengths[row], is_cut=is_cut[row])
+            if expected is None:
+                continue
+            if by_decoder is not None:
+                expected = (expected + by_decoder[row]) / 2.0
+            log_length = float(np.log(lengths[row]))
+            self.recalibration.observe(expected, log_length)
+            kept.append(row)
+            values.append((log_length, float(expected.mean())))
+        if kept:
+            keys = np.array([pending[row].key for row in kept], dtype=np.uint64)
+            self.store.add(vectors[kept], np.array(values), keys)
 
     def algorithm_1(
         self, vectors: Vectors, counts: NDArray[Any], *, min_similarity: float = MIN_SIMILARITY
@@ -286,8 +223,3 @@ class RetrievalPredictor:
             quantiles = self.decoder.quantiles(vectors[alone], counts[alone])
             result[alone] = np.exp(quantiles).mean(axis=1)
         return result
-
-
-def _says_something(pending: Pending, length: int, is_cut: bool) -> bool:
-    middle = (pending.quantiles[4] + pending.quantiles[5]) / 2.0
-    return length >= 1 and (not is_cut or float(np.log(length)) > middle)

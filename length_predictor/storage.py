@@ -16,21 +16,21 @@ import os
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sola_sched.errors import PredictorFileError
 from sola_sched.length_predictor.decoder import Decoder
-from sola_sched.length_predictor.index import NeighbourStore
 from sola_sched.length_predictor.lexical import LexicalModel
-from sola_sched.length_predictor.predictor import Encoder, LexicalPredictor, RetrievalPredictor
+from sola_sched.length_predictor.lexical_predictor import LexicalPredictor
+
+if TYPE_CHECKING:  # brings FAISS, which a lexical predictor does without
+    from sola_sched.length_predictor.predictor import Encoder, RetrievalPredictor
 
 MAGIC = b"SOLALEN\n"
 VERSION = 1
-Predictor = LexicalPredictor | RetrievalPredictor
-
 _DIGEST_BYTES = 32
 _LENGTH_BYTES = 4
 
@@ -126,7 +126,9 @@ def _models(arrays: dict[str, NDArray[Any]], path: Path) -> tuple[LexicalModel, 
         ) from error
 
 
-def save_predictor(path: Path, predictor: Predictor, about: dict[str, Any]) -> None:
+def save_predictor(
+    path: Path, predictor: LexicalPredictor | RetrievalPredictor, about: dict[str, Any]
+) -> None:
     """Write a predictor with all it has learned.
 
     Args:
@@ -177,6 +179,9 @@ def load_retrieval(
     Raises:
         PredictorFileError: As ``read_file``, or another encoder made it, or it has no store.
     """
+    from sola_sched.length_predictor.index import NeighbourStore
+    from sola_sched.length_predictor.predictor import RetrievalPredictor
+
     header, arrays = read_file(path)
     if header.get("kind") != RetrievalPredictor.kind:
         raise PredictorFileError(
@@ -198,7 +203,9 @@ def load_retrieval(
     return predictor
 
 
-def _restore(predictor: Predictor, arrays: dict[str, NDArray[Any]], path: Path) -> None:
+def _restore(
+    predictor: LexicalPredictor | RetrievalPredictor, arrays: dict[str, NDArray[Any]], path: Path
+) -> None:
     try:
         predictor.recalibration.restore(unpack(arrays, "recalibration")["recent"])
     except (KeyError, ValueError) as error:

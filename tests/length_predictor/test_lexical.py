@@ -14,7 +14,7 @@ from prompts import TASKS, make_corpus
 from sola_sched.length_predictor.calibration import Recalibration
 from sola_sched.length_predictor.features import MAX_CHARS, NUM_BUCKETS, describe, word_matrix
 from sola_sched.length_predictor.lexical import LexicalModel, prior_quantiles
-from sola_sched.length_predictor.predictor import LexicalPredictor
+from sola_sched.length_predictor.lexical_predictor import LexicalPredictor
 from sola_sched.length_predictor.scoring import score
 from sola_sched.prediction import LEVELS
 

@@ -76,7 +76,9 @@ def test_prompt_without_a_neighbour_is_answered_by_the_decoder(
 
 def test_neighbours_move_the_answer_by_their_error_not_to_their_length() -> None:
     encoder = WordEncoder()
-    predictor = RetrievalPredictor(encoder, NeighbourStore(encoder.dim, capacity=50))
+    corpus = make_corpus(250)
+    predictor = build_retrieval(corpus, encoder)
+    predictor.store = NeighbourStore(encoder.dim, capacity=50)
     prompt = "tell me of the sea"
     before = predictor.predict([prompt])[0].median
     vector = encoder.encode([prompt])
@@ -90,7 +92,7 @@ def test_neighbours_move_the_answer_by_their_error_not_to_their_length() -> None
 
     assert answer.source == "neighbours"
     assert answer.median == pytest.approx(3.0 * np.exp(expected), rel=0.01)
-    assert answer.median > 1.5 * before
+    assert answer.median > 2.0 * before
 
 
 def test_exact_repeat_is_not_encoded_again_and_dominates() -> None:

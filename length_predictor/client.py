@@ -1,0 +1,322 @@
+"""The scheduler's side of the predictor process: microseconds a step, and it never waits.
+
+Nothing here blocks. Requests are written to a socket that takes them or does not; answers are read
+when a step is planned. What does not fit waits in a bounded list; what does not fit there, and all
+that a dead process knew, is predicted by the histogram alone. A process that dies, or does not
+answer, is started again after 1, 2, 4 ... 60 s. What happened is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from sola_sched.length_predictor import protocol
+from sola_sched.length_predictor.protocol import ServiceSettings
+from sola_sched.prediction import LengthPrediction
+
+logger = logging.getLogger("vllm.sola_sched")
+
+#: Packets that wait for room in the socket; the oldest are dropped.
+MAX_BACKLOG = 1024
+#: Packets and answers handled in one call, so that a burst does not stretch one step.
+MAX_PER_CALL = 32
+_BUFFER_BYTES = 1 << 20
+_FIRST_BACK_OFF_S, _LONGEST_BACK_OFF_S = 1.0, 60.0
+_HEALTHY_AFTER_S = 60.0
+_START_TIMEOUT_S = 300.0
+_ANSWER_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 2.0
+
+Answer = tuple[str, LengthPrediction]
+
+
+class PredictionClient:
+    """Sends a scheduler's requests to a predictor process and collects the answers.
+
+    Args:
+        settings: What the process runs.
+        clock: Real time in seconds, also where the scheduler's own clock is virtual.
+        command: Starts the process, without its last argument; for tests.
+    """
+
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        command: Sequence[str] = (
+            sys.executable,
+            "-P",
+            "-m",
+            "sola_sched.length_predictor.service",
+        ),
+    ) -> None:
+        self.settings = settings
+        self.counts = dict.fromkeys(
+            (
+                "num_submitted",
+                "num_answered",
+                "num_late",
+                "num_dropped",
+                "num_restarts",
+                "num_unanswered_at_restart",
+            ),
+            0,
+        )
+        self._clock = clock
+        self._command = tuple(command)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._is_ready = False
+        self._has_failed = False
+        self._is_closed = False
+        self._back_off_s = _FIRST_BACK_OFF_S
+        self._start_at_s = 0.0
+        self._started_s = 0.0
+        self._next_handle = 0
+        self._handle_of: dict[str, int] = {}
+        self._name_of: dict[int, str] = {}
+        # Time of submission of what has no answer yet, oldest first.
+        self._unanswered: dict[int, float] = {}
+        self._backlog: deque[bytes] = deque()
+        self._start()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a process is up and has loaded its models."""
+        return self._is_ready
+
+    @property
+    def pid(self) -> int | None:
+        """The process, while there is one."""
+        return self._process.pid if self._process is not None else None
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, and whether the process is ready."""
+        return {"ready": self._is_ready, **self.counts}
+
+    def submit(self, req_id: str, token_ids: Sequence[int] | None) -> None:
+        """A request arrived; an answer may come with a later ``poll``.
+
+        Args:
+            req_id: Its name.
+            token_ids: Its prompt; None (embeddings only) is not predicted.
+        """
+        if self._has_failed or not token_ids or req_id in self._handle_of:
+            return
+        handle = self._next_handle
+        self._next_handle += 1
+        self._handle_of[req_id] = handle
+        self._name_of[handle] = req_id
+        self._unanswered[handle] = self._clock()
+        self.counts["num_submitted"] += 1
+        self._send(protocol.arrived(handle, token_ids))
+
+    def finished(self, req_id: str, num_output: int, *, is_cut: bool) -> None:
+        """A request ended by itself, or at its token limit (``is_cut``): learn from it."""
+        handle = self._forget(req_id)
+        if handle is not None and num_output > 0:
+            self._send(protocol.finished(handle, num_output, is_cut))
+
+    def gone(self, req_id: str) -> None:
+        """A request was aborted or refused."""
+        handle = self._forget(req_id)
+        if handle is not None:
+            self._send(protocol.gone(handle))
+
+    def poll(self) -> list[Answer]:
+        """Answers since the last call, at most 32 packets of them; call it at every step."""
+        if self._socket is None:
+            if not self._has_failed and not self._is_closed and self._clock() >= self._start_at_s:
+                self._start()
+            return []
+        if self._backlog:
+            self._send_backlog()
+        answers = list(self._read())
+        if self._unanswered and self._socket is not None:
+            self._check_time()
+        return answers
+
+    def close(self) -> None:
+        """End the process; harmless when there is none."""
+        self._is_closed = True
+        process = self._process
+        self._disconnect()
+        if process is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it ends when the socket does
+            process.wait(_STOP_TIMEOUT_S)
+            return
+        process.kill()
+        process.wait()
+
+    # Inside ---------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for each in (mine, theirs):
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        mine.setblocking(False)
+        argument = json.dumps({"fd": theirs.fileno(), "settings": asdict(self.settings)})
+        environment = os.environ | {
+            # One thread each, and no start-up work that belongs to the engine.
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        try:
+            # Not multiprocessing: vLLM's engine is a daemon there, which may have no children.
+            self._process = subprocess.Popen(
+                [*self._command, argument],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=environment,
+            )
+        except OSError as error:
+            mine.close()
+            self._lost(f"it could not be started: {error}")
+            return
+        finally:
+            theirs.close()
+        self._socket = mine
+        self._started_s = self._clock()
+        self._is_ready = False
+
+    def _send(self, packet: bytes) -> None:
+        if self._socket is None:
+            # Kept for the next process: requests may well still wait when it is up.
+            self._keep(packet)
+        elif self._backlog:
+            self._keep(packet)
+        else:
+            try:
+                self._socket.send(packet, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._keep(packet)
+            except OSError as error:
+                self._lost(f"its socket: {error}")
+                self._keep(packet)
+
+    def _keep(self, packet: bytes) -> None:
+        if len(self._backlog) >= MAX_BACKLOG:
+            self._backlog.popleft()
+            self.counts["num_dropped"] += 1
+        self._backlog.append(packet)
+
+    def _send_backlog(self) -> None:
+        for _ in range(min(MAX_PER_CALL, len(self._backlog))):
+            if self._socket is None:
+                return
+            try:
+                self._socket.send(self._backlog[0], socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._lost(f"its socket: {error}")
+                return
+            self._backlog.popleft()
+
+    def _read(self) -> Iterator[Answer]:
+        for _ in range(MAX_PER_CALL):
+            if self._socket is None:
+                return
+            try:
+                packet = self._socket.recv(protocol.MAX_PACKET, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._lost(f"its socket: {error}")
+                return
+            kind = packet[:1]
+            if kind == protocol.ANSWER:
+                for handle, prediction in protocol.parse_answers(packet):
+                    self._unanswered.pop(handle, None)
+                    name = self._name_of.get(handle)
+                    if name is None:
+                        self.counts["num_late"] += 1
+                    else:
+                        self.counts["num_answered"] += 1
+                        yield name, prediction
+            elif kind == protocol.READY:
+                self._is_ready = True
+                logger.info(
+                    "sola_sched: predictor %r ready after %.1f s",
+                    self.settings.kind,
+                    self._clock() - self._started_s,
+                )
+            elif kind == protocol.FAILED:
+                self._has_failed = True
+                logger.warning(
+                    "sola_sched: no %r predictions, lengths come from the histogram. %s",
+                    self.settings.kind,
+                    packet[1:].decode(errors="replace"),
+                )
+                self._disconnect()
+                self._forget_all()
+                return
+            else:
+                self._lost("it ended")
+                return
+
+    def _check_time(self) -> None:
+        now = self._clock()
+        if not self._is_ready:
+            if now - self._started_s > _START_TIMEOUT_S:
+                self._lost(f"not ready after {_START_TIMEOUT_S:g} s")
+            return
+        oldest = next(iter(self._unanswered.values()))
+        waited = now - max(oldest, self._started_s)
+        if waited > _ANSWER_TIMEOUT_S:
+            self._lost(f"no answer for {waited:.0f} s")
+
+    def _lost(self, reason: str) -> None:
+        """The process is gone or useless: the next one starts when the back-off is over."""
+        now = self._clock()
+        if self._is_ready and now - self._started_s > _HEALTHY_AFTER_S:
+            self._back_off_s = _FIRST_BACK_OFF_S
+        self._start_at_s = now + self._back_off_s
+        logger.warning(
+            "sola_sched: lost the predictor process (%s); lengths come from the histogram, next "
+            "start in %g s",
+            reason,
+            self._back_off_s,
+        )
+        self._back_off_s = min(_LONGEST_BACK_OFF_S, 2.0 * self._back_off_s)
+        self.counts["num_restarts"] += 1
+        self.counts["num_unanswered_at_restart"] += len(self._unanswered)
+        self._unanswered.clear()
+        process = self._process
+        self._disconnect()
+        if process is not None:
+            process.kill()
+            process.poll()  # reaps it if it is dead already; else Popen does, later
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = self._process = None
+        self._is_ready = False
+
+    def _forget(self, req_id: str) -> int | None:
+        handle = self._handle_of.pop(req_id, None)
+        if handle is not None:
+            del self._name_of[handle]
+            self._unanswered.pop(handle, None)
+        return handle
+
+    def _forget_all(self) -> None:
+        self._handle_of.clear()
+        self._name_of.clear()
+        self._unanswered.clear()
+        self._backlog.clear()

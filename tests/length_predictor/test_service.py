@@ -1,0 +1,335 @@
+"""The predictor process and its client: answers, learning, floods, death, and what a call costs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prompts import WordEncoder
+
+pytest.importorskip("faiss", reason="needs faiss-cpu")
+
+from sola_sched.bench.model import TINY_SHAPE, write_model
+from sola_sched.length_predictor import client as client_module
+from sola_sched.length_predictor import protocol, service
+from sola_sched.length_predictor.client import MAX_BACKLOG, PredictionClient
+from sola_sched.length_predictor.lexical_predictor import LexicalPredictor
+from sola_sched.length_predictor.predictor import RetrievalPredictor
+from sola_sched.length_predictor.protocol import ServiceSettings
+from sola_sched.length_predictor.service import Service
+from sola_sched.length_predictor.text import SharedStart, load_tokenizer, readable
+from sola_sched.prediction import LengthPrediction
+
+#: A process starts in about a second; a busy machine may take its time.
+PATIENCE_S = 60.0
+#: A call of the client on the scheduler's path, median of many; measured 1 to 10 µs.
+MAX_CALL_S = 200e-6
+
+
+def decode(ids: list[int]) -> str:
+    return " ".join(f"w{token}" for token in ids)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine.setblocking(False)
+    yield mine, theirs
+    mine.close()
+    theirs.close()
+
+
+def received(mine: socket.socket) -> list[tuple[int, LengthPrediction]]:
+    found = []
+    while True:
+        try:
+            packet = mine.recv(protocol.MAX_PACKET)
+        except BlockingIOError:
+            return found
+        found += protocol.parse_answers(packet)
+
+
+@given(
+    handle=st.integers(0, 2**64 - 1),
+    ids=st.lists(st.integers(0, 2**31 - 1), max_size=1000),
+    num_output=st.integers(0, 2**32 - 1),
+)
+def test_packets_carry_what_was_packed(handle: int, ids: list[int], num_output: int) -> None:
+    packet = protocol.arrived(handle, ids)
+
+    assert len(packet) <= protocol.MAX_PACKET
+    half = protocol.MAX_TOKENS // 2
+    cut = ids if len(ids) <= protocol.MAX_TOKENS else [*ids[:half], *ids[-half:]]
+    assert protocol.parse_arrived(packet) == (handle, len(ids), cut)
+    done = protocol.finished(handle, num_output, True)
+    assert protocol.parse_finished(done) == (handle, num_output, True)
+    assert protocol.parse_gone(protocol.gone(handle)) == handle
+
+
+def test_answers_carry_predictions() -> None:
+    pairs = [(number, LengthPrediction(range(1, 11), "lexical")) for number in range(64)]
+
+    packet = protocol.answers(pairs)
+
+    assert len(packet) <= protocol.MAX_PACKET
+    back = protocol.parse_answers(packet)
+    assert [(handle, each.source) for handle, each in back] == [(n, "lexical") for n in range(64)]
+    assert back[0][1].quantiles.tolist() == list(range(1, 11))
+
+
+def test_service_answers_and_learns_from_what_finished(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    mine, theirs = ends
+    predictor = RetrievalPredictor(WordEncoder())
+    server = Service(theirs, predictor, decode)
+    for handle in range(40):
+        mine.send(protocol.arrived(handle, [1, 2, 3, 4]))
+    server.turn()
+    while server.queue_length:
+        server.turn()
+    assert {handle for handle, _ in received(mine)} == set(range(40))
+
+    for handle in range(40):
+        mine.send(protocol.finished(handle, 700, False))
+    mine.send(protocol.gone(99))
+    server.turn()
+    server.learn()
+    mine.send(protocol.arrived(100, [1, 2, 3, 4]))
+    server.turn()
+
+    [(handle, prediction)] = received(mine)
+    assert (handle, prediction.source) == (100, "neighbours")
+    assert prediction.median == pytest.approx(700, rel=0.4)
+    assert server.num_learned == 40
+    assert len(predictor.store) == 16  # of one exact prompt
+
+
+def test_flood_gets_the_answer_of_the_words_and_loses_nobody(
+    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_MAX_QUEUED", 20)
+    mine, theirs = ends
+    encoder = WordEncoder()
+    server = Service(theirs, RetrievalPredictor(encoder), decode)
+    for handle in range(100):
+        mine.send(protocol.arrived(handle, [handle, 2, 3]))
+
+    server.turn()
+    first = received(mine)
+    while server.queue_length:
+        server.turn()
+    rest = received(mine)
+
+    assert {handle for handle, _ in first} == set(range(100))
+    assert encoder.num_encoded == 20
+    assert {handle for handle, _ in rest} <= set(range(80, 100))
+
+
+def test_aborted_request_is_neither_predicted_nor_learned(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    mine, theirs = ends
+    server = Service(theirs, LexicalPredictor(), decode)
+    mine.send(protocol.arrived(1, [5, 6]))
+    mine.send(protocol.gone(1))
+    mine.send(protocol.finished(1, 50, False))
+
+    server.turn()
+    server.learn()
+
+    assert received(mine) == []
+    assert server.num_learned == 0
+
+
+def test_service_ends_with_its_scheduler(ends: tuple[socket.socket, socket.socket]) -> None:
+    mine, theirs = ends
+    server = Service(theirs, LexicalPredictor(), decode)
+
+    mine.close()
+
+    assert not server.turn()
+
+
+def test_answers_wait_for_a_scheduler_that_does_not_read(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    mine, theirs = ends
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    server = Service(theirs, LexicalPredictor(), decode)
+    found: list[tuple[int, LengthPrediction]] = []
+    for handle in range(300):
+        mine.send(protocol.arrived(handle, [handle]))
+        server.turn()
+
+    while len(found) < 300:
+        found += received(mine)
+        assert server.turn()
+
+    assert [handle for handle, _ in found] == list(range(300))
+
+
+def test_shared_start_is_left_out_once_it_is_known() -> None:
+    shared = SharedStart()
+    system = list(range(1000, 1064))
+    texts = [
+        readable(decode, shared, 64 + 12, system + list(range(n, n + 12)))[0] for n in range(30)
+    ]
+
+    assert "w1000" in texts[0]
+    assert "w1000" not in texts[-1]
+    assert "w1063" not in texts[-1]
+    assert "w29" in texts[-1].split()
+
+
+def test_cut_prompt_is_read_from_both_ends_and_counts_in_full() -> None:
+    ids = list(range(100, 100 + protocol.MAX_TOKENS))
+
+    text, num_chars = readable(decode, SharedStart(), 10 * len(ids), ids)
+
+    assert text.split() == decode(ids).split()
+    assert num_chars == pytest.approx(10 * len(text), rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny", TINY_SHAPE)
+
+
+def until(condition: Callable[[], bool], client: PredictionClient) -> list[tuple[str, object]]:
+    answers: list[tuple[str, object]] = []
+    give_up_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        answers += client.poll()
+        assert time.monotonic() < give_up_s, client.stats()
+        time.sleep(0.005)
+    return answers
+
+
+def test_tokenizer_folder_gives_the_text_back(model_dir: Path) -> None:
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(str(model_dir / "tokenizer.json")).encode("Hello, you!").ids
+
+    assert load_tokenizer(str(model_dir))(ids) == "Hello, you!"
+
+
+def test_process_answers_dies_and_comes_back(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_FIRST_BACK_OFF_S", 0.05)
+    client = PredictionClient(ServiceSettings("lexical", str(model_dir)))
+    try:
+        for number in range(20):
+            client.submit(f"r{number}", [10 + number, 20, 30])
+        until(lambda: client.counts["num_answered"] == 20, client)
+        assert client.is_ready
+        for number in range(10):
+            client.finished(f"r{number}", 5, is_cut=False)
+        client.gone("r10")
+        assert client.pid is not None
+        assert os.getpriority(os.PRIO_PROCESS, client.pid) > os.getpriority(os.PRIO_PROCESS, 0)
+
+        os.kill(client.pid, signal.SIGKILL)
+        until(lambda: client.counts["num_restarts"] == 1, client)
+        client.submit("while it is down", [1, 2])
+        until(lambda: client.counts["num_answered"] == 21, client)
+
+        client.finished("r11", 5, is_cut=False)  # unknown to the new process
+        client.submit("after", [1, 2, 3])
+        answers = until(lambda: client.counts["num_answered"] == 22, client)
+        assert [name for name, _ in answers] == ["after"]
+        assert client.counts["num_dropped"] == 0
+    finally:
+        client.close()
+    assert client.pid is None
+
+
+def test_what_cannot_work_is_said_once_and_not_retried(tmp_path: Path, model_dir: Path) -> None:
+    bad = tmp_path / "bad.sola"
+    bad.write_bytes(b"nonsense")
+    client = PredictionClient(ServiceSettings("lexical", str(model_dir), path=str(bad)))
+    try:
+        client.submit("r", [1])
+        until(lambda: client.pid is None, client)
+        client.submit("s", [1])
+        assert client.poll() == []
+        assert client.counts["num_restarts"] == 0
+    finally:
+        client.close()
+
+
+def test_learned_state_is_written_and_read_again(tmp_path: Path, model_dir: Path) -> None:
+    path = tmp_path / "state.sola"
+    settings = ServiceSettings("lexical", str(model_dir), path=str(path), save_s=3600.0)
+    for medians in ([], [0.0]):
+        client = PredictionClient(settings)
+        client.submit("first", [40, 41, 42])
+        [(_, prediction)] = until(lambda: client.counts["num_answered"] == 1, client)  # noqa: B023
+        medians.append(prediction.median)
+        for number in range(60):
+            client.submit(f"r{number}", [40, 41, 42])
+        until(lambda: client.counts["num_answered"] == 61, client)  # noqa: B023
+        for number in range(60):
+            client.finished(f"r{number}", 3000, is_cut=False)
+        until(lambda: not client._backlog, client)  # noqa: B023
+        client.close()
+        assert path.exists()
+    assert medians[-1] > 300
+
+
+class Silent:
+    """A process that reads nothing: `sleep`, whatever its arguments."""
+
+    command = (sys.executable, "-c", "import time; time.sleep(600)")
+
+
+def test_full_socket_costs_the_oldest_packets_and_no_time() -> None:
+    client = PredictionClient(ServiceSettings("lexical", "none"), command=Silent.command)
+    try:
+        prompt = list(range(400))
+        times = []
+        for number in range(2 * MAX_BACKLOG):
+            start = time.perf_counter()
+            client.submit(f"r{number}", prompt)
+            client.poll()
+            times.append(time.perf_counter() - start)
+
+        assert client.counts["num_dropped"] > 0
+        assert len(client._backlog) == MAX_BACKLOG
+        assert sorted(times)[len(times) // 2] < MAX_CALL_S
+    finally:
+        client._process.kill()  # type: ignore[union-attr]
+        client.close()
+
+
+def test_process_that_never_answers_is_replaced() -> None:
+    now = [0.0]
+    client = PredictionClient(
+        ServiceSettings("lexical", "none"), clock=lambda: now[0], command=Silent.command
+    )
+    try:
+        first = client.pid
+        client.submit("r", [1])
+        client.poll()
+        now[0] = client_module._START_TIMEOUT_S + 1.0
+        client.poll()
+        assert (client.counts["num_restarts"], client.pid) == (1, None)
+        assert client.counts["num_unanswered_at_restart"] == 1
+
+        client.poll()
+        assert client.pid is None  # still in the back-off
+        now[0] += client_module._FIRST_BACK_OFF_S
+        client.poll()
+        assert client.pid not in (None, first)
+    finally:
+        client._process.kill()  # type: ignore[union-attr]
+        client.close()
