@@ -70,6 +70,7 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
         options: The options in force, with ``int8`` turned to ``raw`` where it does not fit.
         accept: Asked before each load with request id, tokens on the accelerator and tokens that
             a load would restore; False has them computed again.
+        on_report: Called with each report of the workers and the tokens of the loads in it.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -78,6 +79,7 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
         self.manager: SwapManager | None = None
         self.worker: SwapWorker | None = None
         self.accept: Callable[[str, int, int], bool] = lambda *_: True
+        self.on_report: Callable[[Report, int], None] = lambda *_: None
         self._planned: dict[str, int] = {}  # tokens already on the accelerator, by request
         self._seen: Report | None = None
         self._block_pool: Any = None
@@ -180,13 +182,9 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
         """Book the copies that ended."""
         metadata = connector_output.kv_connector_worker_meta
         if self.manager is not None and metadata is not None:
+            before = self.manager.counts.num_loaded
             self.manager.report(metadata.report)
-            self._seen = metadata.report
-
-    def take_report(self) -> Report | None:
-        """The newest report of the workers, once."""
-        report, self._seen = self._seen, None
-        return report
+            self.on_report(metadata.report, self.manager.counts.num_loaded - before)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -251,7 +249,7 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What ended, as found by `get_transfer_results` in this step."""
-        report = self.take_report()
+        report, self._seen = self._seen, None
         return None if report is None or report.is_empty else SwapWorkerMetadata(report)
 
     def wait_for_layer_load(self, layer_name: str) -> None:

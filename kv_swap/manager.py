@@ -28,14 +28,28 @@ class _InFlight:
 
 @dataclass(slots=True)
 class SwapCounts:
-    """Counters since start; tokens unless named otherwise."""
+    """Counters since start; tokens unless named otherwise.
+
+    Attributes:
+        num_swapped_out: Copies ordered of requests that were preempted.
+        num_saved_ahead: Copies ordered of requests that went on running.
+        num_swapped_in: Loads ordered.
+        num_loaded: Loads that have ended, failed ones included.
+        num_refused: Not copied because the host was full; computed again.
+        num_failed: Lost to copies that failed; computed again.
+        num_evicted: Copies of running requests that gave way to others.
+        num_not_worth: Not copied or not loaded because computing them again delays less.
+        num_failed_jobs: Copies that failed.
+    """
 
     num_swapped_out: int = 0
     num_swapped_in: int = 0
+    num_loaded: int = 0
     num_saved_ahead: int = 0
     num_refused: int = 0
     num_failed: int = 0
     num_evicted: int = 0
+    num_not_worth: int = 0
     num_failed_jobs: int = 0
 
 
@@ -92,9 +106,18 @@ class SwapManager:
         return any(entry.frees_blocks for entry in self._in_flight.values())
 
     @property
+    def num_saving_ahead(self) -> int:
+        """Copies under way of requests that run on."""
+        return sum(not e.frees_blocks and not e.job.is_load for e in self._in_flight.values())
+
+    @property
     def num_pinned(self) -> int:
         """Blocks that are free but for a copy under way."""
         return sum(len(e.pins) for e in self._in_flight.values() if e.frees_blocks)
+
+    def req_ids(self) -> list[str]:
+        """Requests with a copy on the host, or on the way there."""
+        return list(self._copies)
 
     def host_tokens(self, req_id: str) -> int:
         """Tokens of the request that are on the host, from its first on."""
@@ -360,6 +383,7 @@ class SwapManager:
         del self._in_flight[entry.job.job_id]
         self._release(entry)
         if entry.job.is_load:
+            self.counts.num_loaded += entry.job.num_tokens
             self._loading.discard(entry.job.req_id)
         for segment in entry.segments:
             segment.num_users -= 1

@@ -35,6 +35,9 @@ class SwapConfig:
             two staging buffers of this size on the accelerator.
         ahead: Whether copies run ahead of need: out, of the requests that will wait longest while
             free blocks run short, and in, of those that run next.
+        always: Swap whatever the copy costs. Otherwise a context whose computation delays the
+            requests less than its copy, by the step-time model and the measured copies, is
+            computed again.
     """
 
     mode: str = "raw"
@@ -42,6 +45,7 @@ class SwapConfig:
     group_tokens: int | str = 64
     segment_tokens: int = 256
     ahead: bool = True
+    always: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -50,8 +54,11 @@ class SwapConfig:
         if self.group_tokens != WHOLE:
             _positive("group_tokens", self.group_tokens, f"; use {WHOLE!r} for one group a copy")
         _positive("segment_tokens", self.segment_tokens)
-        if self.ahead not in (True, False):
-            raise ConfigError(f"'swap.ahead' must be true or false (got {self.ahead!r}).")
+        for name in ("ahead", "always"):
+            if getattr(self, name) not in (True, False):
+                raise ConfigError(
+                    f"'swap.{name}' must be true or false (got {getattr(self, name)!r})."
+                )
 
     @property
     def is_exact(self) -> bool:

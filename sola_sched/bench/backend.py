@@ -14,6 +14,7 @@ from sola_sched.slo import SloTarget
 
 SOLA_SCHEDULER = "sola_sched.Scheduler"
 _ENGINE_PREFIX = "engine."
+_SWAP_PREFIX = "swap."
 _PREDICTOR = "sim.predictor"
 #: Other policies to compare with, in virtual time only: ``sola_sched.simulator.baselines``.
 BASELINES = ("prefill-first", "decode-first", "sjf", "sjf-oracle", "spf", "hrrn", "reject")
@@ -49,8 +50,9 @@ def parse_scheduler(text: str) -> SchedulerSpec:
 
     A bare number sets ``max_num_batched_tokens``; ``engine.<name>=<value>`` any engine argument;
     other ``<name>=<value>`` pairs are options of our scheduler, but for ``sim.predictor=<name>``,
-    which in virtual time predicts output lengths for it. A baseline's name stands where ``stock``
-    does.
+    which in virtual time predicts output lengths for it, and ``swap.<name>=<value>``, which set
+    its KV swapping; in virtual time it swaps only with a ``swap.mode``. A baseline's name stands
+    where ``stock`` does.
 
     Raises:
         ConfigError: The text is none of these.
@@ -68,6 +70,8 @@ def parse_scheduler(text: str) -> SchedulerSpec:
             engine_args[name.removeprefix(_ENGINE_PREFIX)] = _scalar(value)
         elif equals and kind == "sola" and name == _PREDICTOR:
             predictor = value
+        elif equals and kind == "sola" and name.startswith(_SWAP_PREFIX):
+            options.setdefault("swap", {})[name.removeprefix(_SWAP_PREFIX)] = _scalar(value)
         elif equals and kind == "sola":
             options[name] = _scalar(value)
         else:

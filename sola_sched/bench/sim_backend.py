@@ -151,6 +151,7 @@ class SimBackend:
         from sola_sched.simulator.engine import VirtualEngine
 
         profile = self.options.profile
+        swap_link = _swap_link(profile, scheduler)
         args = self._checked({**self.options.engine_args, **scheduler.engine_args})
         additional = dict(args.get("additional_config") or {})
         if scheduler.kind != "stock":
@@ -167,6 +168,7 @@ class SimBackend:
                 additional_config=additional,
                 step_time=profile.step_time,
                 stall_limit_s=self.options.stall_timeout_s,
+                swap_link=swap_link,
                 **{name: args[name] for name in ("block_size", "max_model_len", *_DEFAULTS)},
             )
         except ValueError as error:
@@ -324,6 +326,21 @@ class _Replay:
                     extra_args=args or None,
                 )
             )
+
+
+def _swap_link(profile: StepProfile, scheduler: SchedulerSpec) -> Any:
+    """The link of a scheduler that was told to swap; others compute preempted requests again."""
+    swap = scheduler.options.get("swap") or {}
+    if swap.get("mode", "off") == "off":
+        return None
+    if profile.kv_bytes_per_token is None or profile.pcie_bytes_per_s is None:
+        raise ConfigError(
+            f"'swap.mode' must be off with profile {profile.name}, which does not tell the size "
+            f"of the KV cache or the speed of the link (got {swap['mode']!r})."
+        )
+    from sola_sched.simulator.swap_link import LinkSpeed
+
+    return LinkSpeed(profile.kv_bytes_per_token, profile.pcie_bytes_per_s)
 
 
 def _deliver(predict: Predict, workload: Workload, scheduler: Any) -> None:

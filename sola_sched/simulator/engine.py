@@ -7,7 +7,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -20,6 +20,9 @@ from sola_sched.simulator.host import (
     make_vllm_config,
 )
 from sola_sched.simulator.request import RequestRecord, VirtualRequest
+
+if TYPE_CHECKING:
+    from sola_sched.simulator.swap_link import LinkSpeed
 
 StepTime = Callable[[SchedulerOutput, Mapping[str, Request]], float]
 
@@ -54,6 +57,7 @@ class StepTrace:
         scheduled_s: When it decided.
         start_s, end_s: Execution; under async scheduling it starts when the step before ends.
         sampling: Ids of the requests that sample a token in this step.
+        copies: What the step's output tells of KV copies, None without any.
     """
 
     output: SchedulerOutput
@@ -61,6 +65,7 @@ class StepTrace:
     start_s: float
     end_s: float
     sampling: list[str]
+    copies: Any = None
 
 
 class VirtualEngine:
@@ -83,6 +88,8 @@ class VirtualEngine:
         clock: The time; arrivals and aborts are on its scale.
         stall_limit_s: Virtual seconds in which no token is delivered and no request ends,
             although requests are unfinished, after which `step()` raises.
+        swap_link: Link over which our scheduler swaps KV; None has preempted requests computed
+            again.
     """
 
     def __init__(
@@ -102,6 +109,7 @@ class VirtualEngine:
         step_time: StepTime,
         clock: VirtualClock | None = None,
         stall_limit_s: float = 300.0,
+        swap_link: LinkSpeed | None = None,
     ) -> None:
         self.vllm_config = make_vllm_config(
             model,
@@ -122,7 +130,17 @@ class VirtualEngine:
         self._depth = 2 if async_scheduling else 1
         self._vocab_size = self.vllm_config.model_config.get_vocab_size()
         self._block_hasher = make_block_hasher(self.vllm_config)
-        self._scheduler = make_scheduler(scheduler_cls, self.vllm_config)
+        self._swap_link: Any = None
+        if swap_link is None:
+            self._scheduler = make_scheduler(scheduler_cls, self.vllm_config)
+        else:
+            # Loads the connector, which older vLLM versions have no base for.
+            from sola_sched.simulator.swap_link import SwapLink, name_connector
+
+            name_connector(self.vllm_config, scheduler_cls)
+            self._scheduler = make_scheduler(scheduler_cls, self.vllm_config)
+            if self._scheduler.connector.manager is not None:
+                self._swap_link = SwapLink(self._scheduler.connector, swap_link)
         for name in ("sola_clock", "sola_wall_clock"):
             if hasattr(self._scheduler, name):
                 setattr(self._scheduler, name, self.clock)
@@ -255,6 +273,9 @@ class VirtualEngine:
             if record.scheduled_s is None:
                 record.scheduled_s = start_s
         trace = StepTrace(output, now_s, start_s, end_s, sampling)
+        if self._swap_link is not None:
+            trace.copies = self._swap_link.poll(start_s)
+            self._swap_link.submit(output.kv_connector_metadata.jobs, end_s)
         self._in_flight.append(trace)
         return trace
 
@@ -302,7 +323,9 @@ class VirtualEngine:
             position = self._requests[req_id].num_output_tokens
             token = self._virtual[req_id].output_token(position, self._vocab_size)
             tokens[index[req_id]] = [token]
-        return ModelRunnerOutput(req_ids, index, sampled_token_ids=tokens)
+        return ModelRunnerOutput(
+            req_ids, index, sampled_token_ids=tokens, kv_connector_output=trace.copies
+        )
 
     def _record(self, outputs: Iterable[Any]) -> None:
         now_s = self.clock.now

@@ -31,7 +31,7 @@ def swap(**options: Any) -> dict[str, Any]:
     return {
         "scheduler_cls": "sola_sched.Scheduler",
         "num_blocks": SCARCE,
-        "additional_config": {"sola_sched": {**NO_SLO, "swap": options}},
+        "additional_config": {"sola_sched": {**NO_SLO, "swap": {"always": True, **options}}},
     }
 
 

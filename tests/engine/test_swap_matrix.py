@@ -23,7 +23,7 @@ NUM_SEEDS = 100
 
 
 def swap(scheduler_cls: str = "sola_sched.Scheduler", **options: Any) -> dict[str, Any]:
-    sola = {**NO_SLO, "swap": options}
+    sola = {**NO_SLO, "swap": {"always": True, **options}}
     return {"scheduler_cls": scheduler_cls, "additional_config": {"sola_sched": sola}}
 
 

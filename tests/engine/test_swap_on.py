@@ -77,7 +77,7 @@ def test_the_connector_can_be_named_with_its_own_options(model_dir):
             "kv_connector": CONNECTOR,
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"mode": "int8", "group_tokens": 16},
+            "kv_connector_extra_config": {"mode": "int8", "group_tokens": 16, "always": True},
         },
     )
 

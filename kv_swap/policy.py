@@ -1,0 +1,169 @@
+"""Who leaves the accelerator, in the order of estimated wait times, and what a copy is worth.
+
+Source: ALISE (Zhao and Wang, ICCAD 2024), section 3.2, Algorithm 2: jobs sorted by estimated wait
+time (EWT, Eq. 6 and 7); those within the accelerator's limit stay or are uploaded, the others are
+offloaded. Departures:
+
+- The limit M is a number of jobs in the paper. Here it is memory: jobs leave, the longest wait
+  first, when the blocks that the others take in the next steps are not free.
+- The paper offloads every job beyond the limit at once. Here copies run ahead (`outward`), but
+  blocks are given up only when somebody needs them: what stays need not come back.
+- A copy is used only if it delays the requests less than computing the KV again (`Link`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from sola_sched.cost_model import CostModel
+from sola_sched.kv_swap.jobs import Report
+from sola_sched.state import DECODE, FloatArray, IntArray, StepPlan, StepState
+
+#: Steps for whose growth there must be room: a victim's blocks come two steps later, three under
+#: asynchronous scheduling.
+_ROOM_STEPS = 4
+#: Copies run ahead when the growth of so many steps does not fit.
+_AHEAD_STEPS = 64
+#: Steps from the order to load until the request can run.
+_RESUME_STEPS = 3
+_AVERAGING = 0.2
+
+
+class Link:
+    """What copies from the host take, measured, against computing KV again.
+
+    Attributes:
+        s_per_token: Seconds per token of a load, a running mean; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.s_per_token: float | None = None
+
+    def observe(self, report: Report, num_tokens: int) -> None:
+        """Learn from the loads that ended in a step; `num_tokens` are theirs."""
+        num_loads = sum(report.num_ended.values())
+        if not num_tokens or not report.load_s or not num_loads:
+            return
+        seen = report.load_s / num_tokens
+        if self.s_per_token is None:
+            self.s_per_token = seen
+        self.s_per_token += _AVERAGING * (seen - self.s_per_token)
+
+    def is_worth_loading(
+        self, cost: CostModel, num_tokens: int, num_before: int, num_running: int
+    ) -> bool:
+        """Whether a load delays the requests less, in sum, than computing the tokens again.
+
+        A load delays its own request, by the copy and the steps until it is noticed. Computing
+        delays all that run, by the prefill.
+
+        Args:
+            cost: Step-time model.
+            num_tokens: Tokens to restore, after `num_before` that are there.
+            num_running: Requests in the step, the resumed one not counted.
+        """
+        if self.s_per_token is None or not cost.is_ready:
+            return True
+        step_s = float(cost.decode_s(max(1, num_running), 0.0))
+        load_s = _RESUME_STEPS * step_s + num_tokens * self.s_per_token
+        again_s = float(cost.prefill_marginal_s(float(num_tokens), float(num_before)))
+        return load_s <= again_s * (num_running + 1)
+
+    def crossover_tokens(self, cost: CostModel, num_running: int) -> int | None:
+        """Fewest tokens that are worth loading, within 1 %; None if none up to a million are."""
+        high = 1
+        while not self.is_worth_loading(cost, high, 0, num_running):
+            high *= 2
+            if high > 1 << 20:
+                return None
+        low = high // 2  # not worth it, or 0
+        while high - low > max(1, high // 100):
+            middle = (low + high) // 2
+            if self.is_worth_loading(cost, middle, 0, num_running):
+                high = middle
+            else:
+                low = middle
+        return high
+
+
+def leaving_order(state: StepState, plan: StepPlan) -> IntArray:
+    """Running rows, the first to leave first.
+
+    By class, the lowest first; then those that sit this step out, under ``attain`` the ones that
+    can no longer meet their SLO; then by estimated wait, the longest first; then the latest
+    arrival, as vLLM chooses its victims.
+    """
+    table, rows = state.table, state.running
+    rows = rows[~np.isin(rows, plan.preempt)]
+    held = np.zeros(len(rows)) if plan.run is None else ~np.isin(rows, plan.run)
+    waits_s = np.nan_to_num(table.ewt_s[rows], nan=0.0)
+    order: IntArray = rows[
+        np.lexsort((-table.arrival_s[rows], -waits_s, ~held.astype(bool), -table.priority[rows]))
+    ]
+    return order
+
+
+def make_room(state: StepState, plan: StepPlan, num_leaving: int) -> StepPlan:
+    """The plan with victims, while the next steps of those that run would not fit.
+
+    vLLM would choose them too, but among those that it sees - never one that is held - and only
+    when it is short already, with the whole batch waiting for the copy.
+
+    Args:
+        state: The step's state.
+        plan: Of the planner; not changed.
+        num_leaving: Blocks of requests that have left, not free yet.
+    """
+    if plan.run is None or len(state.running) - len(plan.preempt) < 2:
+        return plan
+    free = state.num_free_blocks + num_leaving
+    free += int(_blocks_of(state, plan.preempt).sum())
+    run = plan.run
+    victims: list[int] = []
+    for row in leaving_order(state, plan).tolist():
+        stays = run[~np.isin(run, victims)]
+        if free >= _growth(state, stays, _ROOM_STEPS) or (len(stays) < 2 and row in stays):
+            break
+        victims.append(row)
+        free += int(_blocks_of(state, np.array([row])).sum())
+    if not victims:
+        return plan
+    gone = np.array(victims, dtype=np.int64)
+    return dataclasses.replace(
+        plan, run=run[~np.isin(run, gone)], preempt=np.concatenate([plan.preempt, gone])
+    )
+
+
+def outward(state: StepState, plan: StepPlan) -> IntArray:
+    """Running rows whose KV is to be copied ahead: those that leave first if memory runs short."""
+    run = state.running if plan.run is None else plan.run
+    short = _growth(state, run, _AHEAD_STEPS) - state.num_free_blocks
+    if short <= 0:
+        return run[:0]
+    order = leaving_order(state, plan)
+    freed = np.cumsum(_blocks_of(state, order))
+    return order[: int(np.searchsorted(freed, short)) + 1]
+
+
+def _growth(state: StepState, rows: IntArray, num_steps: int) -> int:
+    """Blocks that decodes among `rows` take in the next steps."""
+    rows = rows[state.table.phase[rows] == DECODE]
+    size = state.block_size
+    held = _tokens_of(state, rows)
+    more = num_steps * state.tokens_per_decode
+    # A request that ends sooner takes less.
+    left = np.minimum(state.surely_remaining(rows), more) if len(rows) else np.zeros(0)
+    return int((np.ceil((held + left) / size) - np.ceil(held / size)).sum())
+
+
+def _tokens_of(state: StepState, rows: IntArray) -> FloatArray:
+    table = state.table
+    decode = (table.num_prompt[rows] + table.num_output[rows]).astype(np.float64)
+    return np.where(table.phase[rows] == DECODE, decode, table.num_computed[rows])
+
+
+def _blocks_of(state: StepState, rows: IntArray) -> FloatArray:
+    """Blocks that rows give back; shared ones, which nobody counts here, are few."""
+    return np.asarray(_tokens_of(state, rows) // state.block_size)
