@@ -90,10 +90,10 @@ class _Machine:
     def __init__(self, service_s: FloatArray, deadline_s: FloatArray, slots: Slots | None) -> None:
         self.service_s, self.deadline_s = service_s, deadline_s
         # Slots are a machine of their own that is ahead by the free ones.
-        self.slot_s = np.zeros(len(service_s))
+        self.slot_s: FloatArray | None = None
         self.busy_s = self.slots_busy_s = 0.0
         if slots is not None:
-            self.slot_s[slots.is_needed] = slots.interval_s
+            self.slot_s = np.where(slots.is_needed, slots.interval_s, 0.0)
             self.slots_busy_s = -slots.num_free * slots.interval_s
 
     def all_on_time(self, order: IntArray) -> bool:
@@ -101,6 +101,8 @@ class _Machine:
         deadline_s = self.deadline_s[order]
         if (np.cumsum(self.service_s[order]) > deadline_s).any():
             return False
+        if self.slot_s is None:
+            return True
         slot_s = self.slot_s[order]
         waits_s = self.slots_busy_s + np.cumsum(slot_s)
         return not ((waits_s > deadline_s) & (slot_s > 0)).any()
@@ -108,21 +110,27 @@ class _Machine:
     def choose(self, order: IntArray, weight_s: FloatArray) -> tuple[list[int], list[int]]:
         """Jobs kept, by deadline, and given up, by weight; the former occupy the machine."""
         head, tail = order[:_MAX_EXAMINED], order[_MAX_EXAMINED:]
-        costliest: list[tuple[float, int]] = []
-        costliest_waiting: list[tuple[float, int]] = []  # for a slot
+        slot_s = np.zeros(len(head)) if self.slot_s is None else self.slot_s[head]
+        costliest: list[tuple[float, int, float, float]] = []
+        costliest_waiting: list[tuple[float, int, float, float]] = []  # for a slot
         given_up: set[int] = set()
-        service_s, slot_s = self.service_s.tolist(), self.slot_s.tolist()
         jobs = zip(
-            head.tolist(), self.deadline_s[head].tolist(), weight_s[head].tolist(), strict=True
+            (-weight_s[head]).tolist(),
+            head.tolist(),
+            self.service_s[head].tolist(),
+            slot_s.tolist(),
+            self.deadline_s[head].tolist(),
+            strict=True,
         )
-        for job, deadline, weight in jobs:
-            self.busy_s += service_s[job]
-            self.slots_busy_s += slot_s[job]
-            heapq.heappush(costliest, (-weight, job))
-            if slot_s[job]:
-                heapq.heappush(costliest_waiting, (-weight, job))
+        for weight, job, service, slot, deadline in jobs:
+            entry = (weight, job, service, slot)
+            self.busy_s += service
+            self.slots_busy_s += slot
+            heapq.heappush(costliest, entry)
+            if slot:
+                heapq.heappush(costliest_waiting, entry)
             while True:
-                if slot_s[job] and self.slots_busy_s > deadline:
+                if slot and self.slots_busy_s > deadline:
                     heap = costliest_waiting
                 elif self.busy_s > deadline:
                     heap = costliest
@@ -132,10 +140,10 @@ class _Machine:
                     heapq.heappop(heap)
                 if not heap:  # what a higher class has kept is too much by itself
                     break
-                worst = heapq.heappop(heap)[1]
+                _, worst, freed_s, freed_slot_s = heapq.heappop(heap)
                 given_up.add(worst)
-                self.busy_s -= service_s[worst]
-                self.slots_busy_s -= slot_s[worst]
+                self.busy_s -= freed_s
+                self.slots_busy_s -= freed_slot_s
         kept = [job for job in head.tolist() if job not in given_up]
         late = np.concatenate([np.fromiter(given_up, dtype=np.int64), tail])
         dropped = late[np.argsort(weight_s[late], kind="stable")]
