@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sola_sched.kv_swap.geometry import Geometry
@@ -74,9 +74,7 @@ class Segment:
         """Pieces that restore some of the tokens into blocks `ids`, 0 where none is wanted."""
         for image in self.images:
             own, block_size = ids[image.group], geometry.block_sizes[image.group]
-            start = first_held(
-                first_token, end_token, block_size, lambda index, own=own: own[index] == 0
-            )
+            start = first_held(first_token, end_token, block_size, [i == 0 for i in own])
             if start >= end_token:
                 continue
             assert start >= image.first_token, (
@@ -117,11 +115,9 @@ class HostCopy:
         return end
 
 
-def first_held(
-    first_token: int, end_token: int, block_size: int, is_null: Callable[[int], bool]
-) -> int:
+def first_held(first_token: int, end_token: int, block_size: int, is_null: Sequence[bool]) -> int:
     """First position from `first_token` on that is not in a null block; may pass `end_token`."""
     index = first_token // block_size
-    while index * block_size < end_token and is_null(index):
+    while index * block_size < end_token and is_null[index]:
         index += 1
     return max(first_token, index * block_size)

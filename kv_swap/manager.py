@@ -38,7 +38,7 @@ class SwapCounts:
         num_refused: Not copied because the host was full; computed again.
         num_failed: Lost to copies that failed; computed again.
         num_evicted: Copies of running requests that gave way to others.
-        num_not_worth: Not copied or not loaded because computing them again delays less.
+        num_not_worth: Not copied because computing them again delays less.
         num_failed_jobs: Copies that failed.
     """
 
@@ -306,7 +306,7 @@ class SwapManager:
     ) -> Segment | None:
         """A segment with its slots, or None where the host is full."""
         starts = [
-            first_held(first, end, block_size, lambda index, held=held: held[index].is_null)
+            first_held(first, end, block_size, [block.is_null for block in held])
             for held, block_size in zip(blocks, self.geometry.block_sizes, strict=True)
         ]
         needs = [self.geometry.num_slots(max(0, end - start)) for start in starts]

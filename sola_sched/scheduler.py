@@ -215,7 +215,7 @@ class SolaSchedulerMixin(SwapMixin):
         )
         if self._seams.caches_prefixes:
             self._expect_cached(state.waiting)
-        self._expect_loads()
+        self._expect_loads(state)
         plan = self._with_swaps(state, self.sola_planner.plan(state))
         self._num_plans += 1
         if self._num_plans % _EWT_PLANS == 1 and state.cost.is_ready:

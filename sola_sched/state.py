@@ -213,6 +213,8 @@ class StepState:
         prefill_share: Recent share of engine time spent on prefill, in [0, 1).
         end_interval_s: Recent mean time between two ends of requests, seconds; NaN at first.
         has_slo: Whether any live request has a target.
+        reload_s_per_token: What it takes to swap KV back in, seconds per token; ``inf`` where it
+            is computed again, None where it is not known yet.
     """
 
     now_s: float
@@ -233,6 +235,7 @@ class StepState:
     prefill_share: float = 0.0
     end_interval_s: float = math.nan
     has_slo: bool = True
+    reload_s_per_token: float | None = math.inf
 
     def remaining(self, rows: IntArray, num_ahead: IntArray | int = 0) -> FloatArray:
         """Predicted output tokens left (>= 1) for `rows`, after `num_ahead` in flight.

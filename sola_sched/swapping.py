@@ -6,6 +6,7 @@ it. It works without the connector, and then does nothing.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import Request
@@ -50,6 +51,8 @@ class SwapMixin(_Host):
 
         self.sola_swap, self.sola_copies = connector, connector.manager
         self._link = Link()
+        #: Whether a waiting request's copy is to be loaded, as the plan of this step assumes.
+        self._will_load: dict[str, bool] = {}
         #: Requests on the accelerator whose KV went through INT8.
         self._inexact: set[str] = set()
         connector.accept = self._is_worth_loading
@@ -78,12 +81,12 @@ class SwapMixin(_Host):
     def _is_worth_loading(self, req_id: str, num_before: int, num_tokens: int) -> bool:
         if self.sola_swap is None or self.sola_swap.options.always:
             return True
-        is_worth = self._link.is_worth_loading(
+        decided = self._will_load.get(req_id)
+        if decided is not None:
+            return decided
+        return self._link.is_worth_loading(
             self.sola_monitor.cost, num_tokens, num_before, len(self.running)
         )
-        if not is_worth:
-            self.sola_copies.counts.num_not_worth += num_tokens
-        return is_worth
 
     def _observe_copies(self, report: Report, num_loaded: int) -> None:
         self._link.observe(report, num_loaded)
@@ -102,6 +105,8 @@ class SwapMixin(_Host):
                 self.sola_copies.drop(req_id)
             elif self._is_worth_loading(req_id, 0, num_tokens):
                 self.sola_swap.save(request, num_tokens, frees_blocks=True)
+            else:
+                self.sola_copies.counts.num_not_worth += num_tokens
         super()._preempt_request(request, timestamp, drop_stale_output)
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
@@ -122,21 +127,38 @@ class SwapMixin(_Host):
 
     # Ahead of need --------------------------------------------------------------------------
 
-    def _expect_loads(self) -> None:
+    def _expect_loads(self, state: StepState) -> None:
         """Tell the planner what swapped requests need not compute. Call before planning."""
         if self.sola_swap is None:
             return
+        state.reload_s_per_token = self._link.s_per_token
         table = self.sola_monitor.table
+        before, self._will_load = self._will_load, {}
         for req_id in self.sola_copies.req_ids():
             request = self.requests[req_id]
             row = table.row_of[req_id]
-            if table.phase[row] == WAITING:
-                num_tokens = min(self.sola_copies.covered_tokens(req_id), request.num_tokens - 1)
+            if table.phase[row] != WAITING:
+                continue
+            num_tokens = min(self.sola_copies.covered_tokens(req_id), request.num_tokens - 1)
+            will_load = self._is_worth_loading(req_id, 0, num_tokens)
+            if will_load:
                 table.num_computed[row] = max(num_tokens, table.num_computed[row])
+            elif before.get(req_id, False):  # what was expected then is not to be had
+                caches = self._seams.caches_prefixes
+                found = self._seams.num_cached_tokens(request) if caches else 0
+                table.num_computed[row] = found
+            self._will_load[req_id] = will_load
 
     def _with_swaps(self, state: StepState, plan: StepPlan) -> StepPlan:
         """The plan with victims chosen in time; copies ahead are ordered. Call after planning."""
-        if self.sola_swap is None or not self.sola_swap.options.ahead:
+        if self.sola_swap is None:
+            return plan
+        num_loaded = len(self.finished_recving_kv_req_ids)
+        if num_loaded and plan.token_budget is not None:
+            # They resume beside those that the plan counts.
+            more = num_loaded * state.tokens_per_decode
+            plan = replace(plan, token_budget=plan.token_budget + more)
+        if not self.sola_swap.options.ahead:
             return plan
         from sola_sched.kv_swap.policy import make_room, outward
 

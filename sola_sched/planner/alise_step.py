@@ -160,7 +160,9 @@ class AliseStep:
             return False
         if self.lifted[other]:
             return True
-        again_s = self.state.cost.prefill_marginal_s(float(self.ctx[holder]), 0.0)
+        again_s = float(self.state.cost.prefill_marginal_s(float(self.ctx[holder]), 0.0))
+        if self.state.reload_s_per_token is not None:
+            again_s = min(again_s, float(self.ctx[holder]) * self.state.reload_s_per_token)
         return bool(self.work_s[holder] - self.work_s[other] > _MIN_GAIN * again_s)
 
     def _num_that_fit(self, kept: IntArray, wanted: IntArray, num_victims: int) -> int:
