@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from sola_sched.config import SolaConfig
 from sola_sched.length_predictor import protocol
 from sola_sched.length_predictor.protocol import ServiceSettings
 from sola_sched.prediction import LengthPrediction
@@ -123,16 +124,22 @@ class PredictionClient:
         self.counts["num_submitted"] += 1
         self._send(protocol.arrived(handle, token_ids))
 
-    def finished(self, req_id: str, num_output: int, *, is_cut: bool) -> None:
-        """A request ended by itself, or at its token limit (``is_cut``): learn from it."""
-        handle = self._forget(req_id)
-        if handle is not None and num_output > 0:
-            self._send(protocol.finished(handle, num_output, is_cut))
+    def ended(self, req_id: str, num_output: int, *, is_cut: bool) -> None:
+        """A request ended, and is learned from.
 
-    def gone(self, req_id: str) -> None:
-        """A request was aborted or refused."""
-        handle = self._forget(req_id)
-        if handle is not None:
+        Args:
+            req_id: Its name; unknown ones are ignored.
+            num_output: Tokens it generated; 0 if it was aborted, which teaches nothing.
+            is_cut: Whether it ended at its token limit.
+        """
+        handle = self._handle_of.pop(req_id, None)
+        if handle is None:
+            return
+        del self._name_of[handle]
+        self._unanswered.pop(handle, None)
+        if num_output > 0:
+            self._send(protocol.finished(handle, num_output, is_cut))
+        else:
             self._send(protocol.gone(handle))
 
     def poll(self) -> list[Answer]:
@@ -308,15 +315,30 @@ class PredictionClient:
         self._socket = self._process = None
         self._is_ready = False
 
-    def _forget(self, req_id: str) -> int | None:
-        handle = self._handle_of.pop(req_id, None)
-        if handle is not None:
-            del self._name_of[handle]
-            self._unanswered.pop(handle, None)
-        return handle
-
     def _forget_all(self) -> None:
         self._handle_of.clear()
         self._name_of.clear()
         self._unanswered.clear()
         self._backlog.clear()
+
+
+def make_client(config: SolaConfig, model_config: Any) -> PredictionClient | None:
+    """The client that a configuration asks for, or None for the histogram alone.
+
+    Args:
+        config: Names the predictor and its file.
+        model_config: vLLM's: names the tokenizer.
+    """
+    if config.predictor == "histogram":
+        return None
+    return PredictionClient(
+        ServiceSettings(
+            kind=config.predictor,
+            tokenizer=str(model_config.tokenizer),
+            path=None if config.predictor_path is None else str(config.predictor_path),
+            encoder=None if config.predictor_encoder is None else str(config.predictor_encoder),
+            save_s=config.predictor_save_s,
+            tokenizer_revision=model_config.tokenizer_revision,
+            trust_remote_code=bool(model_config.trust_remote_code),
+        )
+    )

@@ -16,6 +16,7 @@ from sola_sched.swap_config import SwapConfig
 #: The one key under ``--additional-config`` that belongs to this package.
 CONFIG_KEY = "sola_sched"
 POLICIES = ("attain", "paper", "alise")
+PREDICTORS = ("histogram", "lexical", "retrieval")
 OVERLOAD_MODES = ("defer", "reject")
 
 
@@ -47,6 +48,15 @@ class SolaConfig:
         safety: Share of each latency target kept as a margin for mispredicted steps, in [0, 1).
         profile: Cost-model file written by ``python -m sola_sched.profile``; None learns the
             cost model from live steps.
+        predictor: What output lengths are predicted from: ``histogram`` of finished requests;
+            ``lexical``, the words of the prompt; ``retrieval``, similar past prompts as well. The
+            last two run in a process of their own and fall back to the histogram.
+        predictor_path: File of ``python -m sola_sched.length_predictor build``; None starts from
+            nothing and learns.
+        predictor_save_s: Seconds between two writes of what was learned to ``predictor_path``; 0
+            never writes.
+        predictor_encoder: Sentence encoder of ``retrieval``, a name or folder; None is the
+            default one.
         log_interval_s: Seconds between two summary lines in the log; 0 disables them.
         swap: What happens to the KV of preempted requests; see `SwapConfig`.
     """
@@ -64,6 +74,10 @@ class SolaConfig:
     aging_s: float | None = 300.0
     safety: float = 0.05
     profile: str | None = None
+    predictor: str = "histogram"
+    predictor_path: str | None = None
+    predictor_save_s: float = 0.0
+    predictor_encoder: str | None = None
     log_interval_s: float = 10.0
     swap: SwapConfig = field(default_factory=SwapConfig)
 
@@ -84,8 +98,17 @@ class SolaConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"'{name}' must be an integer >= 1 (got {value!r}).")
-        if self.profile is not None and not isinstance(self.profile, str | Path):
-            raise ConfigError(f"'profile' must be a path or null (got {self.profile!r}).")
+        for name in ("profile", "predictor_path", "predictor_encoder"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str | Path):
+                raise ConfigError(f"'{name}' must be a path or null (got {value!r}).")
+        _one_of("predictor", self.predictor, PREDICTORS)
+        _number("predictor_save_s", self.predictor_save_s, low=0.0)
+        if self.predictor_save_s and self.predictor_path is None:
+            raise ConfigError(
+                f"'predictor_save_s' {self.predictor_save_s!r} needs 'predictor_path', the file "
+                "that is written."
+            )
 
     @property
     def default_slo(self) -> SloTarget:

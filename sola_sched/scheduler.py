@@ -25,6 +25,7 @@ from sola_sched.config import CONFIG_KEY, SolaConfig
 from sola_sched.cost_model import CostModel
 from sola_sched.errors import SloError
 from sola_sched.ewt import mean_and_longest, update_waits
+from sola_sched.length_predictor.client import make_client
 from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.monitor import StateMonitor
 from sola_sched.planner import make_planner
@@ -80,6 +81,7 @@ class SolaSchedulerMixin(SwapMixin):
         )
         self.sola_monitor = StateMonitor(cost, LengthHistogram(), lambda: self.sola_clock())
         self.sola_planner = make_planner(config)
+        self.sola_predictions = make_client(config, self.vllm_config.model_config)
         # The plan orders by priority itself; vLLM's victim is then the tail of our order.
         self._honours_priority = self.policy == SchedulingPolicy.PRIORITY
         self.policy = SchedulingPolicy.FCFS
@@ -137,6 +139,8 @@ class SolaSchedulerMixin(SwapMixin):
             )
             if self._seams.caches_prefixes:
                 self.sola_monitor.expect_cached(row, self._seams.num_cached_tokens(request))
+            if self.sola_predictions is not None:
+                self.sola_predictions.submit(request.request_id, request.prompt_token_ids)
         super().add_request(request)
 
     def _slo_of(self, request: Request) -> SloTarget:
@@ -175,7 +179,18 @@ class SolaSchedulerMixin(SwapMixin):
             self._ended.append((request.request_id, by_itself))
         else:
             self.sola_monitor.finished(request.request_id, by_itself=by_itself)
+        if self.sola_predictions is not None:
+            self.sola_predictions.ended(
+                request.request_id,
+                request.num_output_tokens if by_itself else 0,
+                is_cut=request.status == RequestStatus.FINISHED_LENGTH_CAPPED,
+            )
         return super()._free_request(request, *args, **kwargs)
+
+    def shutdown(self) -> None:
+        if self.sola_predictions is not None:
+            self.sola_predictions.close()
+        super().shutdown()
 
     def has_requests(self) -> bool:
         return bool(self._rejected) or super().has_requests()
@@ -185,6 +200,9 @@ class SolaSchedulerMixin(SwapMixin):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._seams.merge_skipped()
         self._shown_rows = None
+        if self.sola_predictions is not None:
+            for req_id, prediction in self.sola_predictions.poll():
+                self.sola_monitor.predicted(req_id, prediction)
         plan = self._plan()
         with self._applied(plan):
             output = super().schedule(*args, **kwargs)
@@ -417,6 +435,9 @@ class SolaSchedulerMixin(SwapMixin):
             "cost_model_error": monitor.cost.mean_abs_error,
             "cost_model_ready": monitor.cost.is_ready,
             "problems": dict(self._problems),
+            "predictor": (
+                self.sola_predictions.stats() if self.sola_predictions is not None else {}
+            ),
             **self._counts,
             **self._swap_stats(),
         }

@@ -233,8 +233,8 @@ def test_process_answers_dies_and_comes_back(
         until(lambda: client.counts["num_answered"] == 20, client)
         assert client.is_ready
         for number in range(10):
-            client.finished(f"r{number}", 5, is_cut=False)
-        client.gone("r10")
+            client.ended(f"r{number}", 5, is_cut=False)
+        client.ended("r10", 0, is_cut=False)
         assert client.pid is not None
         assert os.getpriority(os.PRIO_PROCESS, client.pid) > os.getpriority(os.PRIO_PROCESS, 0)
 
@@ -243,7 +243,7 @@ def test_process_answers_dies_and_comes_back(
         client.submit("while it is down", [1, 2])
         until(lambda: client.counts["num_answered"] == 21, client)
 
-        client.finished("r11", 5, is_cut=False)  # unknown to the new process
+        client.ended("r11", 5, is_cut=False)  # unknown to the new process
         client.submit("after", [1, 2, 3])
         answers = until(lambda: client.counts["num_answered"] == 22, client)
         assert [name for name, _ in answers] == ["after"]
@@ -279,7 +279,7 @@ def test_learned_state_is_written_and_read_again(tmp_path: Path, model_dir: Path
             client.submit(f"r{number}", [40, 41, 42])
         until(lambda: client.counts["num_answered"] == 61, client)  # noqa: B023
         for number in range(60):
-            client.finished(f"r{number}", 3000, is_cut=False)
+            client.ended(f"r{number}", 3000, is_cut=False)
         until(lambda: not client._backlog, client)  # noqa: B023
         client.close()
         assert path.exists()
