@@ -26,6 +26,7 @@ from sola_sched.length_predictor.embed import (
 from sola_sched.length_predictor.evaluation import (
     NEEDS_ENCODER,
     PREDICTORS,
+    TRAINS_ENCODER,
     evaluate,
     latency_ms,
     make,
@@ -94,8 +95,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--predictors",
         nargs="+",
         choices=PREDICTORS,
-        default=[name for name in PREDICTORS if name != "proxy"],
-        help="(default: all but proxy, which trains for minutes)",
+        default=[name for name in PREDICTORS if name not in TRAINS_ENCODER],
+        help=f"(default: all but {' and '.join(sorted(TRAINS_ENCODER))}, which fine-tune the "
+        "encoder for minutes)",
     )
     check.add_argument("--limit", type=int, help="use the first so many training prompts only")
     check.add_argument("--seed", type=int, default=0, help="of the requests learned live")
@@ -105,6 +107,18 @@ def build_parser() -> argparse.ArgumentParser:
     check.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file")
     _add_encoder(check)
     _add_data(check)
+
+    tune = commands.add_parser(
+        "tune", help="fine-tune the sentence encoder to lengths; pass its folder to --encoder"
+    )
+    tune.add_argument("dataset", nargs="+", help=f"{_DATASETS}; several are joined")
+    tune.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
+    tune.add_argument(
+        "--seconds", type=float, default=450.0, help="training time at most (default: 450)"
+    )
+    tune.add_argument("--threads", type=int, default=1, help="(default: 1)")
+    tune.add_argument("--encoder", default=DEFAULT_ENCODER, help="where it starts (%(default)s)")
+    _add_data(tune)
 
     info = commands.add_parser("info", help="what a predictor file holds")
     info.add_argument("file", type=Path)
@@ -184,7 +198,7 @@ def _eval(args: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     with _Bars() as bars:
         vectors = None
-        if encoder is not None and set(args.predictors) & NEEDS_ENCODER - {"proxy"}:
+        if encoder is not None and set(args.predictors) & NEEDS_ENCODER - TRAINS_ENCODER:
             vectors = encode_all(encoder, train, bars.report)
         for name in args.predictors:
             start = time.monotonic()
@@ -225,6 +239,21 @@ def _held_out(name: str, data: Path | None, known: set[str]) -> Corpus:
     return whole.take(np.array([prompt not in known for prompt in whole.prompts]))
 
 
+def _tune(args: argparse.Namespace) -> int:
+    from sola_sched.length_predictor.proxy import ProxyModel
+
+    corpus = _joined([corpora.load(name, args.data) for name in args.dataset])
+    model = ProxyModel(args.encoder, num_threads=args.threads)
+    with _Bars() as bars:
+        done = model.fit(corpus, seconds=args.seconds, report=bars.report)
+    model.save_encoder(args.output)
+    print(
+        f"{args.output}: encoder tuned on {len(corpus):,} prompts, {done['epochs']:.1f} epochs in "
+        f"{done['seconds']:.0f} s"
+    )
+    return 0
+
+
 def _info(args: argparse.Namespace) -> int:
     header, arrays = read_file(args.file)
     about = header.get("about", {})
@@ -245,7 +274,7 @@ def _info(args: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS = {"build": _build, "predict": _predict, "eval": _eval, "info": _info}
+_COMMANDS = {"build": _build, "predict": _predict, "eval": _eval, "tune": _tune, "info": _info}
 
 
 def _add_encoder(parser: argparse.ArgumentParser) -> None:

@@ -29,7 +29,7 @@ _TEST_SHARE = 0.1
 _SPLIT_SALT = b"sola_sched split 1"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Corpus:
     """Prompts and output lengths.
 

@@ -171,9 +171,9 @@ class SentenceEncoder:
         #: The network itself, for fine-tuning.
         self.network = _load_network(self.folder, precision)
         self.dim = int(config["hidden_size"])
-        weights = self.folder / "model.safetensors"
         digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-        digest.update(_ends_of(weights))
+        for weights in sorted(self.folder.glob("*.safetensors")):
+            digest.update(weights.read_bytes())
         #: Tells vectors of one encoder from those of another: they must never be mixed.
         self.identity = f"{digest.hexdigest()[:16]}-{precision}-{max_tokens}"
 
@@ -324,14 +324,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise EncoderError(f"{path} must hold an object (got {type(value).__name__}).")
     return value
-
-
-def _ends_of(path: Path, num_bytes: int = 1 << 20) -> bytes:
-    """Size and the two ends of a file: enough to tell two sets of weights apart."""
-    if not path.is_file():
-        return b""
-    with path.open("rb") as stream:
-        head = stream.read(num_bytes)
-        size = stream.seek(0, os.SEEK_END)
-        stream.seek(max(0, size - num_bytes))
-        return str(size).encode() + head + stream.read()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +23,7 @@ from sola_sched.length_predictor.building import (
     encode_all,
 )
 from sola_sched.length_predictor.corpus import Corpus
+from sola_sched.length_predictor.embed import SentenceEncoder
 from sola_sched.length_predictor.features import count_matrix, describe
 from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.length_predictor.index import NeighbourStore
@@ -35,8 +39,12 @@ from sola_sched.prediction import LEVELS, NUM_LEVELS
 
 FloatArray = NDArray[np.float64]
 
-PREDICTORS = ("histogram", "lexical", "decoder", "algorithm-1", "retrieval", "proxy")
-NEEDS_ENCODER = frozenset({"decoder", "algorithm-1", "retrieval", "proxy"})
+PREDICTORS = (
+    "histogram", "lexical", "decoder", "algorithm-1", "retrieval", "proxy", "retrieval-tuned"
+)  # fmt: skip
+#: Those that fine-tune the encoder, for minutes.
+TRAINS_ENCODER = frozenset({"proxy", "retrieval-tuned"})
+NEEDS_ENCODER = frozenset(PREDICTORS) - {"histogram", "lexical"}
 #: Prompts whose single predictions are timed.
 NUM_TIMED = 300
 _NO_LIMIT = 2**17
@@ -196,12 +204,13 @@ def make(
         return histogram
     if name == "lexical":
         return Served(build_lexical(corpus))
-    if name == "proxy":
-        from sola_sched.length_predictor.proxy import ProxyModel
-
-        model = ProxyModel()
-        model.fit(corpus, seconds=proxy_seconds, report=report)
-        return Proxy(model)
+    if name in TRAINS_ENCODER:
+        model = _trained(corpus, proxy_seconds, report)
+        if name == "proxy":
+            return Proxy(model)
+        with tempfile.TemporaryDirectory() as folder:
+            tuned = SentenceEncoder(model.save_encoder(Path(folder)))
+        return Served(build_retrieval(corpus, tuned, report=report))
     assert encoder is not None
     predictor = build_retrieval(corpus, encoder, vectors=vectors, report=report)
     if name != "retrieval" and predictor.decoder is None:
@@ -210,6 +219,15 @@ def make(
             f"prompts (got {len(corpus)}); leave it out."
         )
     return Served(predictor) if name == "retrieval" else Alone(predictor, name == "algorithm-1")
+
+
+@functools.lru_cache(maxsize=1)
+def _trained(corpus: Corpus, seconds: float, report: Report) -> Any:
+    from sola_sched.length_predictor.proxy import ProxyModel
+
+    model = ProxyModel()
+    model.fit(corpus, seconds=seconds, report=report)
+    return model
 
 
 def copy_of(contender: Contender) -> Contender:

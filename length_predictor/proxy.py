@@ -9,6 +9,8 @@ full precision. It does not learn from traffic.
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -110,6 +112,21 @@ class ProxyModel:
             "steps": step,
             "seconds": time.monotonic() - begin,
         }
+
+    @property
+    def network(self) -> Any:
+        """The encoder that is trained."""
+        return self._network
+
+    def save_encoder(self, folder: Path) -> Path:
+        """Write the trained encoder, without its head, as `embed.SentenceEncoder` reads it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._network.save_pretrained(str(folder))
+        shutil.copy(self._encoder.folder / "tokenizer.json", folder / "tokenizer.json")
+        pooling = folder / "1_Pooling"
+        pooling.mkdir(exist_ok=True)
+        (pooling / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+        return folder
 
     def quantize(self) -> None:
         """Turn its linear layers to INT8, which those papers do not do."""

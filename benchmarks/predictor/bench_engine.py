@@ -1,0 +1,205 @@
+"""What a predictor process costs the engine loop: the real CPU engine, predictor on and off.
+
+    OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind python benchmarks/predictor/bench_engine.py
+
+One engine serves a constant number of requests; each that ends is replaced. In blocks of steps, in
+random order, the scheduler talks to its predictor process or does not. The same engine, the same
+minutes: what is left between the two kinds of block is the predictor. The calls of the client
+(submit, poll, ended) are also timed one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+from sola_sched.bench.model import cached_model
+from sola_sched.length_predictor.client import PredictionClient, make_client
+
+_WARM_UP_STEPS = 200
+_OUTPUT_TOKENS = (40, 160)
+_PROMPT_TOKENS = (20, 200)
+_READY_TIMEOUT_S = 120.0
+_NUM_RESAMPLES = 2000
+
+
+class TimedClient:
+    """A client whose calls on the scheduler's path are timed."""
+
+    def __init__(self, client: PredictionClient) -> None:
+        self._client = client
+        self.total_s = 0.0
+
+    def submit(self, *args: Any) -> None:
+        start = time.perf_counter()
+        self._client.submit(*args)
+        self.total_s += time.perf_counter() - start
+
+    def ended(self, *args: Any, **kwargs: Any) -> None:
+        start = time.perf_counter()
+        self._client.ended(*args, **kwargs)
+        self.total_s += time.perf_counter() - start
+
+    def poll(self) -> Any:
+        start = time.perf_counter()
+        answers = self._client.poll()
+        self.total_s += time.perf_counter() - start
+        return answers
+
+
+class Engine:
+    """The real engine core in this process, under constant load."""
+
+    def __init__(self, num_running: int, seed: int) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        config = EngineArgs(
+            model=str(cached_model()),
+            load_format="dummy",
+            scheduler_cls="sola_sched.Scheduler",
+            enforce_eager=True,
+            max_num_seqs=num_running,
+            disable_log_stats=True,
+            additional_config={"sola_sched": {"log_interval_s": 0}},
+        ).create_engine_config()
+        self.core = EngineCore(config, UniProcExecutor, log_stats=False)
+        self.scheduler = self.core.scheduler
+        self._rng = random.Random(seed)
+        self._num_running = num_running
+        self._next = 0
+
+    def steps(self, count: int) -> list[float]:
+        """Run steps; seconds of each."""
+        times = []
+        for _ in range(count):
+            while len(self.scheduler.requests) < self._num_running:
+                self._add()
+            start = time.perf_counter()
+            _, executed = self.core.step_fn()
+            self.core.post_step(executed)
+            times.append(time.perf_counter() - start)
+        return times
+
+    def _add(self) -> None:
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+
+        # Letters: the model's tokenizer knows single bytes.
+        ids = [self._rng.randrange(40, 100) for _ in range(self._rng.randint(*_PROMPT_TOKENS))]
+        request = EngineCoreRequest(
+            request_id=f"r{self._next}",
+            prompt_token_ids=ids,
+            mm_features=None,
+            sampling_params=SamplingParams(
+                max_tokens=self._rng.randint(*_OUTPUT_TOKENS), ignore_eos=True, detokenize=False
+            ),
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        self._next += 1
+        made, wave = self.core.preprocess_add_request(request)
+        self.core.add_request(made, wave)
+
+
+def measure(kind: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Blocks with and without one predictor; rates, their ratio and the client's own time."""
+    from sola_sched.config import SolaConfig
+
+    engine = Engine(args.num_running, args.seed)
+    model_config = engine.scheduler.vllm_config.model_config
+    client = make_client(SolaConfig(predictor=kind), model_config)
+    assert client is not None
+    timed = TimedClient(client)
+    try:
+        give_up_s = time.monotonic() + _READY_TIMEOUT_S
+        while not client.is_ready:
+            client.poll()
+            if time.monotonic() > give_up_s:
+                raise SystemExit("error: the predictor process did not become ready.")
+            time.sleep(0.05)
+        engine.steps(_WARM_UP_STEPS)
+        rng = random.Random(args.seed)
+        pairs, calls_us, num_on = [], [], 0
+        for _ in range(args.num_pairs):
+            seconds = {}
+            for is_on in rng.sample([True, False], 2):
+                engine.scheduler.sola_predictions = timed if is_on else None
+                timed.total_s = 0.0
+                seconds[is_on] = sum(engine.steps(args.block))
+                if is_on:
+                    num_on += args.block
+                    calls_us.append(1e6 * timed.total_s / args.block)
+            pairs.append((seconds[True], seconds[False]))
+        losses = [on / off - 1.0 for on, off in pairs]
+        low, high = _interval(losses, rng)
+        return {
+            "predictor": kind,
+            "num_running": args.num_running,
+            "step_ms": 1e3 * statistics.median(off for _, off in pairs) / args.block,
+            "loss": statistics.median(losses),
+            "loss_low": low,
+            "loss_high": high,
+            "client_us_per_step": statistics.median(calls_us),
+            "client_share": statistics.median(calls_us)
+            / (1e6 * statistics.median(off for _, off in pairs) / args.block),
+            "answered_per_step": client.counts["num_answered"] / num_on,
+            "num_dropped": client.counts["num_dropped"],
+            "num_pairs": args.num_pairs,
+            "block": args.block,
+            "seed": args.seed,
+        }
+    finally:
+        engine.scheduler.sola_predictions = None
+        client.close()
+        engine.core.shutdown()
+
+
+def _interval(values: list[float], rng: random.Random) -> tuple[float, float]:
+    """Bootstrapped 95 % interval of the median."""
+    medians = sorted(
+        statistics.median(rng.choices(values, k=len(values))) for _ in range(_NUM_RESAMPLES)
+    )
+    return medians[_NUM_RESAMPLES // 40], medians[-_NUM_RESAMPLES // 40]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--predictors", nargs="+", default=["lexical", "retrieval"])
+    parser.add_argument("--num-running", type=int, default=32, help="(default: 32)")
+    parser.add_argument("--num-pairs", type=int, default=24, help="pairs of blocks (default: 24)")
+    parser.add_argument("--block", type=int, default=100, help="steps a block (default: 100)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file")
+    args = parser.parse_args()
+    print("| predictor | running | step ms | steps/s lost | 95 % | client µs/step | of a step |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for kind in args.predictors:
+        row = measure(kind, args)
+        print(
+            f"| {kind} | {row['num_running']} | {row['step_ms']:.2f} | {row['loss']:.2%} | "
+            f"{row['loss_low']:.2%} to {row['loss_high']:.2%} | {row['client_us_per_step']:.1f} | "
+            f"{row['client_share']:.2%} |",
+            flush=True,
+        )
+        if args.json is not None:
+            with args.json.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

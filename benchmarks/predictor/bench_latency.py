@@ -1,0 +1,150 @@
+"""Latency of one prediction, of search and aggregation, and of updates; on one thread.
+
+    python -m sola_sched.length_predictor build alpaca alpaca:vicuna-7b -o store.sola
+    OMP_NUM_THREADS=1 python benchmarks/predictor/bench_latency.py store.sola
+
+The file holds 50,000 entries of real prompts. Alpaca's, Arena's and ShareGPT's prompts are asked,
+the last two longer than what is stored, with a word in front so that none is in the store as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sola_sched.length_predictor.corpus import load
+from sola_sched.length_predictor.embed import SentenceEncoder
+from sola_sched.length_predictor.features import describe
+from sola_sched.length_predictor.index import use_one_thread
+from sola_sched.length_predictor.storage import load_lexical, load_retrieval
+
+_NUM_PROMPTS = 300
+_NUM_SEARCHES = 1000
+
+
+def timed(call: Callable[[Any], Any], inputs: Sequence[Any]) -> dict[str, float]:
+    """Milliseconds of single calls, after ten to warm up."""
+    for each in inputs[:10]:
+        call(each)
+    times = []
+    for each in inputs:
+        start = time.perf_counter()
+        call(each)
+        times.append(time.perf_counter() - start)
+    p50, p99 = np.quantile(times, [0.5, 0.99]) * 1e3
+    return {"mean_ms": 1e3 * float(np.mean(times)), "p50_ms": float(p50), "p99_ms": float(p99)}
+
+
+def measure(path: Path, data: Path | None) -> list[dict[str, Any]]:
+    """Rows of everything that is timed."""
+    from sola_sched.length_predictor.proxy import ProxyModel
+
+    rng = np.random.default_rng(0)
+    prompts = {}
+    for name in ("alpaca", "arena", "sharegpt"):
+        texts = load(name, data).prompts
+        chosen = rng.permutation(len(texts))[:_NUM_PROMPTS].tolist()
+        prompts[name] = [texts[place] for place in chosen]
+    encoder = SentenceEncoder()
+    retrieval, lexical = load_retrieval(path, encoder), load_lexical(path)
+    store = retrieval.store
+    proxy = ProxyModel()  # latency does not depend on its weights
+    proxy.network.eval()
+    rows: list[dict[str, Any]] = []
+
+    def add(what: str, asked: str, figures: dict[str, float]) -> None:
+        rows.append({"what": what, "prompts": asked, "entries": len(store), **figures})
+
+    for asked, texts in prompts.items():
+        # A word in front, so that no prompt is in the store as it is.
+        fresh = [f"Please. {text}" for text in texts]
+        add("lexical", asked, timed(lambda text: lexical.predict([text]), fresh))
+        add("retrieval", asked, timed(lambda text: retrieval.predict([text]), fresh))
+        add("proxy, FP32, 512 tokens", asked, timed(lambda text: proxy.quantiles([text]), fresh))
+    repeated = list(store_prompts(store, load("alpaca", data).prompts))[:_NUM_PROMPTS]
+    figures = timed(lambda text: retrieval.predict([text]), repeated)
+    add("retrieval, prompt is in the store", "alpaca", figures)
+    proxy.quantize()
+    for asked, texts in prompts.items():
+        add("proxy, INT8, 512 tokens", asked, timed(lambda text: proxy.quantiles([text]), texts))
+
+    texts = [f"Please. {text}" for name in prompts for text in prompts[name]]
+    vectors = encoder.encode(texts)
+    bases = retrieval.expectation([describe(text) for text in texts], vectors)
+    places = rng.integers(0, len(texts), _NUM_SEARCHES).tolist()
+    figures = timed(lambda i: store.search(vectors[i : i + 1], 32), places)
+    add("search", "all", figures)
+    figures = timed(lambda i: retrieval.aggregate(bases[i : i + 1], vectors[i : i + 1]), places)
+    add("search and aggregation", "all", figures)
+    batches = [np.arange(i, i + 64) % len(texts) for i in range(0, 64 * 100, 64)]
+
+    def update(batch: Any) -> None:
+        keys = rng.integers(0, 2**63, len(batch)).astype(np.uint64)
+        store.add(vectors[batch], np.ones((len(batch), 2)), keys)
+
+    add("update of 64 entries, store full", "all", timed(update, batches))
+    return rows
+
+
+def store_prompts(store: Any, texts: Sequence[str]) -> Any:
+    """Prompts that the store knows."""
+    from sola_sched.length_predictor.predictor import prompt_key
+
+    return (text for text in texts if store.num_of(prompt_key(text)))
+
+
+def memory_mb(kind: str, path: Path) -> float:
+    """Peak resident memory of a fresh process that loads one predictor and answers once."""
+    code = (
+        "import json, sys, resource\n"
+        "from pathlib import Path\n"
+        "kind, path = sys.argv[1], Path(sys.argv[2])\n"
+        "from sola_sched.length_predictor.service import ServiceSettings, make_predictor\n"
+        "if kind == 'proxy':\n"
+        "    from sola_sched.length_predictor.proxy import ProxyModel\n"
+        "    ProxyModel().quantiles(['Hello'])\n"
+        "else:\n"
+        "    make_predictor(ServiceSettings(kind, '', path=str(path))).predict(['Hello'])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, kind, str(path)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return float(done.stdout.split()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, help="retrieval predictor")
+    parser.add_argument("--data", type=Path, metavar="DIR")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")
+    args = parser.parse_args()
+    use_one_thread()
+    rows = measure(args.file, args.data)
+    for kind in ("lexical", "retrieval", "proxy"):
+        rows.append({"what": f"memory, {kind}", "peak_mb": memory_mb(kind, args.file)})
+    print("| what | prompts | mean ms | p50 ms | p99 ms |\n| --- | --- | ---: | ---: | ---: |")
+    for row in rows:
+        if "peak_mb" in row:
+            print(f"| {row['what']} | | {row['peak_mb']:.0f} MB | | |")
+        else:
+            print(
+                f"| {row['what']} | {row['prompts']} | {row['mean_ms']:.3f} | "
+                f"{row['p50_ms']:.3f} | {row['p99_ms']:.3f} |"
+            )
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Command line, data sets, scores and the comparison of predictors, on small data made here."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prompts import WordEncoder, make_corpus
+
+pytest.importorskip("faiss", reason="needs faiss-cpu")
+
+from sola_sched.errors import DatasetError
+from sola_sched.length_predictor import cli, corpus
+from sola_sched.length_predictor.corpus import Corpus, load
+from sola_sched.length_predictor.evaluation import copy_of, evaluate, make, warm_up_split
+from sola_sched.length_predictor.scoring import score
+
+
+@pytest.fixture
+def words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line with an encoder that needs no model."""
+    monkeypatch.setattr(cli, "SentenceEncoder", lambda *_, **__: WordEncoder())
+
+
+@pytest.fixture
+def own_file(tmp_path: Path) -> Path:
+    made = make_corpus(300)
+    path = tmp_path / "own.jsonl"
+    with path.open("w") as stream:
+        for prompt, length in zip(made.prompts, made.lengths.tolist(), strict=True):
+            stream.write(json.dumps({"prompt": prompt, "response_tokens": length}) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["lexical", "retrieval"])
+def test_built_file_predicts_and_tells_about_itself(
+    words: None, own_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    path = tmp_path / "made.sola"
+
+    assert cli.main(["build", str(own_file), "-o", str(path), "--kind", kind]) == 0
+    assert cli.main(["info", str(path)]) == 0
+    assert cli.main(["predict", str(path), "list something about bread", "write about salt"]) == 0
+
+    out = capsys.readouterr().out
+    assert f"{kind} predictor of 300 prompts" in out
+    assert str(own_file) in out
+    short, long = (json.loads(line) for line in out.splitlines()[-2:])
+    assert short["median"] < long["median"]
+    assert short["quantiles"] == sorted(short["quantiles"])
+
+
+def test_eval_prints_a_row_for_each_predictor_before_and_after_live_traffic(
+    words: None, own_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows_file = tmp_path / "rows" / "rows.jsonl"
+
+    status = cli.main(["eval", "--train", str(own_file), "--json", str(rows_file)])
+
+    assert status == 0
+    rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
+    names = [row["predictor"] for row in rows]
+    assert names == [
+        name
+        for name in ("histogram", "lexical", "decoder", "algorithm-1", "retrieval")
+        for _ in range(2)
+    ]
+    by_name = {row["predictor"]: row for row in rows if not row["num_learned"]}
+    assert by_name["lexical"]["relative_error"] < by_name["histogram"]["relative_error"]
+    assert by_name["lexical"]["kendall_tau"] > 0.6
+    assert "| τ |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["build", "nowhere.jsonl", "-o", "x"], "must be one of alpaca, alpaca_eval"),
+        (["info", "nowhere.sola"], "must be readable"),
+        (["build", "alpaca", "-o", "x", "--data", "/nowhere"], "needs alpaca.jsonl.gz"),
+        (["build", "OWN", "-o", "x", "--capacity", "0"], "'--capacity' must be >= 1"),
+        (["eval", "--train", "OWN", "--limit", "2"], "must hold at least 5 prompts"),
+    ],
+)
+def test_errors_say_what_must_hold(
+    words: None,
+    own_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    status = cli.main([str(own_file) if each == "OWN" else each for each in arguments])
+
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+def test_lengths_of_one_model_are_read_from_a_file_of_several(tmp_path: Path) -> None:
+    path = tmp_path / "models.jsonl.gz"
+    with gzip.open(path, "wt") as stream:
+        for number in range(3):
+            row = {"prompt": f"p{number}", "response_tokens": {"big": 10 + number, "small": 5}}
+            stream.write(json.dumps(row) + "\n")
+
+    assert load(f"{path}:big").lengths.tolist() == [10, 11, 12]
+    with pytest.raises(DatasetError, match="it has: big, small"):
+        load(f"{path}:other")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "must be readable JSON lines"),
+        ("[]", "must be an object with a text 'prompt'"),
+        ('{"prompt": "p"}', "must have 'response_tokens'"),
+        ('{"prompt": "p", "response_tokens": 2.5}', "must be whole"),
+        ('{"prompt": "p", "response_tokens": "many"}', "must be whole"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(line + "\n")
+
+    with pytest.raises(DatasetError, match=message):
+        load(str(path))
+
+
+def test_side_of_the_split_depends_on_the_prompt_alone() -> None:
+    one, two = make_corpus(3000, seed=1), make_corpus(1000, seed=1)
+
+    train, test = one.split()
+    _, smaller = two.split()
+
+    assert len(test) == pytest.approx(300, abs=60)
+    assert not set(train.prompts) & set(test.prompts)
+    assert set(smaller.prompts) <= set(test.prompts)
+
+
+def test_warm_up_and_scored_requests_are_apart() -> None:
+    first, rest = warm_up_split(make_corpus(100), seed=0)
+
+    assert (len(first), len(rest)) == (33, 67)
+    assert not set(first.prompts) & set(rest.prompts)
+
+
+def test_evaluation_leaves_the_contender_as_it_was() -> None:
+    train, test = make_corpus(300, seed=1), make_corpus(90, seed=2, factor=4.0, name="other")
+    for name in ("histogram", "lexical", "retrieval", "algorithm-1"):
+        contender = make(name, train, WordEncoder())
+        before = contender.quantiles(test)
+
+        cold, warm = evaluate(name, contender, test, trained_on=train.name)
+
+        np.testing.assert_allclose(contender.quantiles(test), before, rtol=1e-6)
+        assert (cold["num_learned"], warm["num_learned"]) == (0, 30)
+        if name in ("lexical", "retrieval"):
+            assert warm["relative_error"] < 0.8 * cold["relative_error"]
+    assert copy_of(contender) is not contender
+
+
+def test_score_of_a_hand_computed_case() -> None:
+    quantiles = np.array([np.linspace(1, 10, 10), np.full(10, 50.0), np.full(10, 100.0)])
+
+    figures = score(quantiles, np.array([5, 40, 120]))
+
+    assert figures.mean_absolute_error == pytest.approx((0.5 + 10 + 20) / 3)
+    assert figures.relative_error == pytest.approx(30.5 / 165)
+    assert figures.median_relative_error == pytest.approx(1 / 6)
+    assert figures.kendall_tau == pytest.approx(1.0)
+    assert figures.coverage == pytest.approx(1 / 3)
+    # Buckets are a fifth of the 99th percentile (118.4) wide: 5.5 and 5, 50 and 40, 100 and 120.
+    assert figures.accuracy == pytest.approx(2 / 3)
+
+
+def test_data_folder_follows_the_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(corpus.DATA_VARIABLE, str(tmp_path))
+
+    assert corpus.data_folder() == tmp_path
+    assert corpus.data_folder(Path("given")) == Path("given")
+
+
+def test_public_data_sets_load_where_they_are() -> None:
+    folder = corpus.data_folder()
+    if folder is None or not (folder / "alpaca.jsonl.gz").is_file():
+        pytest.skip("needs the public data sets")
+
+    loaded = {name: load(name, folder) for name in (*corpus.NAMES, "alpaca:vicuna-7b")}
+
+    assert all(isinstance(each, Corpus) and len(each) > 100 for each in loaded.values())
+    assert len(loaded["alpaca"]) > len(loaded["alpaca:vicuna-7b"]) > 10_000
