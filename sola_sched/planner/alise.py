@@ -9,7 +9,7 @@ import numpy as np
 
 from sola_sched.config import SolaConfig
 from sola_sched.ewt import estimate_waits
-from sola_sched.planner.alise_step import AliseStep
+from sola_sched.planner.alise_step import AliseStep, Recompute
 from sola_sched.planner.base import neutral
 from sola_sched.planner.levels import PriorityLevels
 from sola_sched.state import DECODE, BoolArray, IntArray, StepPlan, StepState
@@ -32,7 +32,8 @@ class AlisePlanner:
        aging (`PriorityLevels`). Within a level what runs goes on, then the shorter goes first.
     2. *Who holds KV?* Requests are admitted in that order while slots and blocks last. One that
        finds none displaces running requests of lower levels, the last ones first, if that
-       shortens the wait by more than it costs to compute their KV again.
+       shortens the wait by more than it costs to compute their KV again, and while no more than a
+       tenth of the engine's time goes into that (`Recompute`).
     3. *Who takes part?* All decodes: leaving one out of a batch saves little of its step. Prefills
        in order of level up to the length of the chunk; a started prefill beyond it is held.
 
@@ -50,6 +51,7 @@ class AlisePlanner:
         self.levels = PriorityLevels(config.levels, config.aging_seconds)
         self.rejects = config.overload == "reject"
         self._batch = 1.0
+        self._again = Recompute()
         self._took_part: BoolArray = np.zeros(0, dtype=np.bool_)
         self._settled: tuple[StepPlan, IntArray, IntArray, int] | None = None
         self._num_kept = self._num_plans = 0
@@ -58,6 +60,7 @@ class AlisePlanner:
         """Plan one step; see `Planner.plan`."""
         if not state.cost.is_ready:
             return neutral(state)
+        self._again.earn(state.elapsed_s)
         kept = self._kept_plan(state)
         if kept is not None:
             return kept
@@ -70,7 +73,7 @@ class AlisePlanner:
         took_part[len(state.running) :] = False
         num_decodes = int(np.count_nonzero(table.phase[state.running] == DECODE))
         self._batch += _AVERAGING * (max(1, num_decodes) - self._batch)
-        step = AliseStep(state, rows, self.levels, took_part, self._batch)
+        step = AliseStep(state, rows, self.levels, took_part, self._batch, self._again)
         plan = step.plan()
         if self.rejects:
             self._reject(state, plan)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from sola_sched.execution import ExecutionTime
@@ -18,11 +20,36 @@ _HORIZON_TOKENS = 64.0
 _MAX_VICTIMS = 8
 #: Displacing one must save so many times what it costs to compute its KV again.
 _MIN_GAIN = 2.0
+#: Share of the engine time for computing displaced KV again, and the most that is saved up.
+_RECOMPUTE_SHARE = 0.1
+_MAX_CREDIT_S = 2.0
 #: A chunk has so many tokens, or what stretches the step of the decodes by so much if that is
 #: more: what runs has less to do than what starts, and most of all the delay of its decodes counts.
 _MIN_CHUNK = 512
 _MAX_STRETCH = 1.25
 _TILE = 16
+
+
+@dataclass(slots=True)
+class Recompute:
+    """Engine time that may be spent on computing displaced KV again.
+
+    Without a bound, requests whose lengths are hardly known displace each other until a third of
+    the engine's time goes into computing their KV again.
+
+    Attributes:
+        credit_s: Earned and not yet spent, seconds; displacing waits while it is < 0.
+    """
+
+    credit_s: float = 0.0
+
+    def earn(self, elapsed_s: float) -> None:
+        """Book the share of the engine time that has passed."""
+        self.credit_s = min(_MAX_CREDIT_S, self.credit_s + _RECOMPUTE_SHARE * elapsed_s)
+
+    def spend(self, seconds: float) -> None:
+        """Book what will be computed again."""
+        self.credit_s -= seconds
 
 
 class AliseStep:
@@ -34,6 +61,7 @@ class AliseStep:
         levels: Levels with the ages of all requests; called once.
         took_part: Which rows took part in the step before.
         batch: Mean number of decodes in a step, >= 1.
+        again: Account of the time spent on computing KV again.
     """
 
     def __init__(
@@ -43,8 +71,10 @@ class AliseStep:
         levels: PriorityLevels,
         took_part: BoolArray,
         batch: float,
+        again: Recompute,
     ) -> None:
         self.state, self.rows, table = state, rows, state.table
+        self.again = again
         num_running = len(state.running)
         self.holds: BoolArray = np.arange(len(rows)) < num_running
         self.is_decode = self.holds & (table.phase[rows] == DECODE)
@@ -91,6 +121,8 @@ class AliseStep:
         is_in[started] = True
         run = kept[is_in[kept]]
         run, victims = self._with_room(run, kept, admit, victims)
+        if len(victims):
+            self.again.spend(self._again_s(victims))
         if not len(run) and not len(admit):
             return neutral(state, "stalled")
         num_tokens = float(self.new[started].sum() + self.new[admit].sum())
@@ -158,12 +190,20 @@ class AliseStep:
             return bool(priority[other] < priority[holder])
         if self.level[other] >= self.level[holder]:
             return False
+        if self.again.credit_s < 0.0:
+            return False
         if self.lifted[other]:
             return True
-        again_s = float(self.state.cost.prefill_marginal_s(float(self.ctx[holder]), 0.0))
+        saved_s = self.work_s[holder] - self.work_s[other]
+        return bool(saved_s > _MIN_GAIN * self._again_s(np.array([holder])))
+
+    def _again_s(self, index: IntArray) -> float:
+        """Time to get the KV of these back, by computing it or from host memory, seconds."""
+        tokens = self._held_tokens(index).astype(np.float64)
+        seconds = np.asarray(self.state.cost.prefill_marginal_s(tokens, 0.0))
         if self.state.reload_s_per_token is not None:
-            again_s = min(again_s, float(self.ctx[holder]) * self.state.reload_s_per_token)
-        return bool(self.work_s[holder] - self.work_s[other] > _MIN_GAIN * again_s)
+            seconds = np.minimum(seconds, tokens * self.state.reload_s_per_token)
+        return float(seconds.sum())
 
     def _num_that_fit(self, kept: IntArray, wanted: IntArray, num_victims: int) -> int:
         """How many of `wanted` may start when the last `num_victims` of `kept` give way."""

@@ -114,6 +114,16 @@ def test_nobody_is_displaced_where_computing_again_costs_more_than_it_saves() ->
     assert b.names(plan.run) == ["long context"]
 
 
+def test_displacing_pauses_while_computing_again_takes_more_than_its_share() -> None:
+    planner, displaced = make_alise(), 0
+    for _ in range(40):  # each costs 0.5 s of prefill, and 1 s of engine time has passed
+        b = StateBuilder(max_num_running=1, elapsed_s=1.0)
+        decode(b, "long", 900, prompt=5000)
+        waiting(b, "short", 10)
+        displaced += len(planner.plan(b.build()).preempt)
+    assert 3 <= displaced <= 40 * 0.1 / 0.5 + 1  # plans that displace nobody are kept a while
+
+
 def test_blocks_are_taken_from_the_last_in_order_only_as_far_as_needed() -> None:
     b = StateBuilder(num_blocks=60, num_free_blocks=1)
     for name, tokens in (("a", 900), ("b", 700), ("c", 40)):

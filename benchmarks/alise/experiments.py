@@ -1,0 +1,247 @@
+"""What is run, and the tables made of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from setups import Run
+
+Row = dict[str, Any]
+
+FCFS = "stock:2048"
+STOCK = ("stock:512", FCFS, "stock:8192")
+ALISE = "sola:policy=alise"
+#: Name in tables to scheduler.
+SCHEDULERS = {
+    "SJF": "sjf",
+    "alise, histogram": ALISE,
+    "alise, lexical": f"{ALISE},sim.predictor={{lexical}}",
+    "alise, retrieval": f"{ALISE},sim.predictor={{retrieval}}",
+    "alise, oracle": f"{ALISE},sim.predictor=oracle",
+    "attain, histogram": "sola",
+    "attain, oracle": "sola:sim.predictor=oracle",
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model, its lengths, the rates around saturation and the length of the trace."""
+
+    profile: str
+    dataset: str
+    trace_s: float
+    rates: tuple[float, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.profile}/{self.dataset}"
+
+
+#: 30 minutes as in the paper where that is hundreds of requests, less where it is thousands.
+SETUPS = (
+    Setup("opt-13b-v100", "sharegpt", 1800.0, (0.06, 0.09, 0.12, 0.16, 0.24)),
+    Setup("opt-13b-v100", "alpaca", 180.0, (6.0, 12.0, 15.0, 18.0, 24.0, 36.0)),
+    Setup("llama-3-8b-h100", "sharegpt", 150.0, (6.0, 8.0, 10.0, 12.0, 16.0)),
+    Setup("llama-3-8b-h100", "alpaca", 20.0, (200.0, 350.0, 450.0, 550.0, 700.0)),
+)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Runs by name of a setup (all for none), quick or not, and the table of their rows."""
+
+    runs: Callable[[Sequence[str], bool], list[Run]]
+    table: Callable[[Sequence[Row]], str]
+
+
+def _setups(only: Sequence[str], is_quick: bool) -> list[Setup]:
+    chosen = [setup for setup in SETUPS if not only or setup.name in only]
+    if not chosen:
+        known = ", ".join(setup.name for setup in SETUPS)
+        raise SystemExit(f"'--only' takes {known} (got {', '.join(only)}).")
+    if is_quick:
+        chosen = [replace(s, trace_s=s.trace_s / 20, rates=s.rates[2:4]) for s in chosen[:1]]
+    return chosen
+
+
+def rates_runs(only: Sequence[str], is_quick: bool) -> list[Run]:
+    """Every scheduler at every rate."""
+    return [
+        Run(setup.profile, setup.dataset, rate, setup.trace_s, scheduler)
+        for setup in _setups(only, is_quick)
+        for rate in setup.rates
+        for scheduler in (*STOCK, *SCHEDULERS.values())
+    ]
+
+
+def rates_table(rows: Sequence[Row]) -> str:
+    """Normalized latency over rate; rates at equal latency; mean latencies."""
+    parts = []
+    for profile, dataset in dict.fromkeys((row["profile"], row["dataset"]) for row in rows):
+        group = [r for r in rows if (r["profile"], r["dataset"]) == (profile, dataset)]
+        parts.append(f"### {profile}, {dataset}\n")
+        for column, title in (
+            ("normalized_latency_s", "Normalized latency, s/token"),
+            ("mean_latency_s", "Mean latency, s"),
+        ):
+            parts.append(_over_rate(group, column, title))
+        parts.append(_at_equal_latency(group))
+    return "\n".join(parts)
+
+
+def best_stock(rows: Sequence[Row], column: str) -> list[Row]:
+    """Of each rate, vLLM at the chunk size with the least value."""
+    rates = sorted({row["rate_per_s"] for row in rows})
+    stock = [row for row in rows if row["scheduler"] in STOCK]
+    return [min((r for r in stock if r["rate_per_s"] == x), key=lambda r: r[column]) for x in rates]
+
+
+def lines_of(rows: Sequence[Row], column: str) -> dict[str, list[Row]]:
+    """Rows by name in tables, ascending in rate."""
+    ordered = sorted(rows, key=lambda row: row["rate_per_s"])
+    lines = {"FCFS": [r for r in ordered if r["scheduler"] == FCFS]}
+    lines["vLLM, best chunk"] = best_stock(ordered, column)
+    for name, scheduler in SCHEDULERS.items():
+        lines[name] = [r for r in ordered if r["scheduler"] == scheduler]
+    return {name: line for name, line in lines.items() if line}
+
+
+def _over_rate(rows: Sequence[Row], column: str, title: str) -> str:
+    lines = lines_of(rows, column)
+    rates = [row["rate_per_s"] for row in lines["FCFS"]]
+    head = [title, *(f"{rate:g}/s" for rate in rates)]
+    body = [
+        [name, *(f"{row[column]:.3g}" for row in line)]
+        for name, line in lines.items()
+        if len(line) == len(rates)
+    ]
+    return markdown(head, body)
+
+
+def rate_at(rows: Sequence[Row], level: float, column: str = "normalized_latency_s") -> float:
+    """Rate at which a latency is reached, log-linear between rates; inf or 0 beyond them."""
+    rates = np.array([row["rate_per_s"] for row in rows])
+    values = np.maximum.accumulate([row[column] for row in rows])
+    if values[0] > level:
+        return 0.0
+    if values[-1] <= level:
+        return math.inf
+    above = int(np.argmax(values > level))
+    share = math.log(level / values[above - 1]) / math.log(values[above] / values[above - 1])
+    return float(rates[above - 1] + share * (rates[above] - rates[above - 1]))
+
+
+def _at_equal_latency(rows: Sequence[Row]) -> str:
+    """Rates at multiples of FCFS's normalized latency at the lowest rate, as ratios to FCFS."""
+    lines = lines_of(rows, "normalized_latency_s")
+    fcfs = lines["FCFS"]
+    floor = fcfs[0]["normalized_latency_s"]
+    levels = [2.0 * floor, 5.0 * floor, 10.0 * floor]
+    head = ["Rate at equal normalized latency, over FCFS", *(f"{x:.2g} s" for x in levels)]
+    body = []
+    for name, line in lines.items():
+        cells = []
+        for level in levels:
+            base, rate = rate_at(fcfs, level), rate_at(line, level)
+            if not 0.0 < base < math.inf:
+                cells.append("-")
+            elif math.isinf(rate):
+                cells.append(f"> {line[-1]['rate_per_s'] / base:.2f}")
+            else:
+                cells.append(
+                    f"{rate / base:.2f}" if rate else f"< {line[0]['rate_per_s'] / base:.2f}"
+                )
+        body.append([name, *cells])
+    return markdown(head, body)
+
+
+_WRONG = {
+    "FCFS": FCFS,
+    "alise, oracle": f"{ALISE},sim.predictor=oracle",
+    "alise, noisy (e^0.5)": f"{ALISE},sim.predictor=noisy:0.5",
+    "alise, noisy (e^1)": f"{ALISE},sim.predictor=noisy:1",
+    "alise, wrong x 10 / 10": f"{ALISE},sim.predictor=wrong:10",
+    "alise, histogram": ALISE,
+}
+
+
+def wrong_runs(only: Sequence[str], is_quick: bool) -> list[Run]:
+    """Predictions that are off, at FCFS's knee and past it, on three seeds."""
+    return [
+        Run(setup.profile, setup.dataset, rate, setup.trace_s, scheduler, seed)
+        for setup in _setups(only, is_quick)
+        for rate in setup.rates[1:4:2]
+        for seed in ((0,) if is_quick else (0, 1))
+        for scheduler in _WRONG.values()
+    ]
+
+
+def wrong_table(rows: Sequence[Row]) -> str:
+    """Means over seeds, as ratios to FCFS."""
+    body = []
+    for key in dict.fromkeys((r["profile"], r["dataset"], r["rate_per_s"]) for r in rows):
+        group = [r for r in rows if (r["profile"], r["dataset"], r["rate_per_s"]) == key]
+        base = [r for r in group if r["scheduler"] == FCFS]
+        cells = [f"{key[0]}, {key[1]}", f"{key[2]:g}", f"{_mean(base, 'mean_latency_s'):.3g}"]
+        for name, scheduler in _WRONG.items():
+            found = [r for r in group if r["scheduler"] == scheduler]
+            if name != "FCFS":
+                ratio = _mean(found, "mean_latency_s") / _mean(base, "mean_latency_s")
+                norm = _mean(found, "normalized_latency_s") / _mean(base, "normalized_latency_s")
+                cells.append(f"{ratio:.2f}, {norm:.2f}")
+        body.append(cells)
+    return markdown(["setup", "req/s", "FCFS mean latency, s", *list(_WRONG)[1:]], body)
+
+
+_AGING = {"none": "null", "1800 s": "1800", "300 s": "300", "60 s": "60", "10 s": "10"}
+
+
+def aging_runs(only: Sequence[str], is_quick: bool) -> list[Run]:
+    """The aging threshold, past saturation."""
+    return [
+        Run(setup.profile, setup.dataset, setup.rates[3], setup.trace_s, scheduler)
+        for setup in _setups(only, is_quick)
+        for scheduler in (FCFS, *(_aged(value) for value in _AGING.values()))
+    ]
+
+
+def _aged(value: str) -> str:
+    return f"{ALISE},aging_s={value},sim.predictor=oracle"
+
+
+def aging_table(rows: Sequence[Row]) -> str:
+    """Mean, normalized and worst latency by threshold."""
+    names = {FCFS: "FCFS"} | {_aged(v): f"aging {name}" for name, v in _AGING.items()}
+    body = [
+        [
+            f"{r['profile']}, {r['dataset']}, {r['rate_per_s']:g}/s", names[r["scheduler"]],
+            *(f"{r[c]:.3g}" for c in ("normalized_latency_s", "mean_latency_s", "p99_latency_s",
+                                      "worst_latency_s", "num_preemptions")),
+        ]
+        for r in rows
+    ]  # fmt: skip
+    columns = ["setup", "scheduler", "normalized, s", "mean, s", "p99, s", "worst, s",
+               "preemptions"]  # fmt: skip
+    return markdown(columns, body)
+
+
+def _mean(rows: Sequence[Row], column: str) -> float:
+    return sum(row[column] for row in rows) / max(1, len(rows))
+
+
+def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *body)]
+    lines.insert(1, "| " + " | ".join(["---"] + ["---:"] * (len(head) - 1)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+EXPERIMENTS = {
+    "rates": Experiment(rates_runs, rates_table),
+    "wrong": Experiment(wrong_runs, wrong_table),
+    "aging": Experiment(aging_runs, aging_table),
+}
