@@ -136,6 +136,39 @@ def make_room(state: StepState, plan: StepPlan, num_leaving: int) -> StepPlan:
     )
 
 
+def give_way(state: StepState, plan: StepPlan) -> StepPlan:
+    """The plan with held requests displaced for one that can still be on time.
+
+    Under ``attain`` those that sit out have lost their SLO; they keep their KV while it is of use
+    to nobody else. When the most urgent waiting request could still meet its TTFT but finds no
+    blocks, they leave, the longest wait first.
+    """
+    if plan.run is None or plan.admit is None or not len(state.waiting):
+        return plan
+    table = state.table
+    waiting = state.waiting[~np.isin(state.waiting, plan.admit)]
+    waiting = waiting[np.isnan(table.first_token_s[waiting])]
+    due_s = table.arrival_s[waiting] + table.ttft_s[waiting] - state.now_s
+    new = (table.prefill_target[waiting] - table.num_computed[waiting]).astype(np.float64)
+    is_on_time = np.isfinite(due_s) & (due_s > state.cost.prefill_s(new))
+    if not is_on_time.any():
+        return plan
+    first = waiting[is_on_time][np.argmin(due_s[is_on_time])]
+    need = int(table.prefill_target[first]) // state.block_size + 1
+    need += _growth(state, plan.run, _ROOM_STEPS)
+    need += int(np.ceil(table.prefill_target[plan.admit] / state.block_size).sum())
+    free = state.num_free_blocks + int(_blocks_of(state, plan.preempt).sum())
+    if free >= need:
+        return plan
+    order = leaving_order(state, plan)
+    held = order[~np.isin(order, plan.run) & (table.phase[order] == DECODE)]
+    freed = free + np.cumsum(_blocks_of(state, held))
+    count = int(np.searchsorted(freed, need)) + 1
+    if count > len(held):
+        return plan
+    return dataclasses.replace(plan, preempt=np.concatenate([plan.preempt, held[:count]]))
+
+
 def outward(state: StepState, plan: StepPlan) -> IntArray:
     """Running rows whose KV is to be copied ahead: those that leave first if memory runs short."""
     run = state.running if plan.run is None else plan.run

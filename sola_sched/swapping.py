@@ -160,9 +160,12 @@ class SwapMixin(_Host):
             plan = replace(plan, token_budget=plan.token_budget + more)
         if not self.sola_swap.options.ahead:
             return plan
-        from sola_sched.kv_swap.policy import make_room, outward
+        from sola_sched.kv_swap.policy import give_way, make_room, outward
 
-        plan = make_room(state, plan, self.sola_copies.num_pinned)
+        num_leaving = self.sola_copies.num_pinned
+        plan = make_room(state, plan, num_leaving)
+        if not num_leaving and state.cost.is_ready:
+            plan = give_way(state, plan)
         if self.sola_copies.num_saving_ahead < _MAX_AHEAD:
             unit = self.sola_copies.geometry.alignment
             for row in outward(state, plan).tolist():

@@ -1,0 +1,315 @@
+"""KV swapping in virtual time: `python benchmarks/swap/bench_swap.py fig8|host|attain`.
+
+The real schedulers, step times and links of a profile; see README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from sola_sched.bench import environment, sweep
+from sola_sched.bench.backend import parse_scheduler
+from sola_sched.bench.points import SYNTHETIC, Point, make_workload
+from sola_sched.bench.sim_backend import SimBackend
+from sola_sched.planner import alise_step
+
+_ROOT = Path(__file__).resolve().parents[2]
+_RESULTS = _ROOT / "benchmarks" / "results" / "swap"
+_DATA_VARIABLE = "SOLA_SCHED_DATA"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A point and what is changed around its run.
+
+    Attributes:
+        point: Arrivals, lengths, targets and scheduler.
+        name: In tables.
+        num_blocks: KV blocks; None for the profile's.
+        policy: ``defer`` displaces nobody, ``always`` whoever has more left, both as in the
+            paper's comparison; empty leaves the policy as it is.
+    """
+
+    point: Point
+    name: str
+    num_blocks: int | None = None
+    policy: str = ""
+
+
+@contextlib.contextmanager
+def _policy(name: str) -> Iterator[None]:
+    """Change the one decision in which the paper's alternatives differ."""
+    if name == "defer":
+        with mock.patch.object(alise_step.AliseStep, "_gives_way", return_value=False):
+            yield
+    elif name == "always":
+        with mock.patch.object(alise_step, "_MIN_GAIN", 0.0):
+            yield
+    else:
+        yield
+
+
+def run(case: Case, data: Path | None) -> dict[str, Any]:
+    """Serve the case; a row of results, latencies in seconds."""
+    point = case.point
+    backend = sweep.make_backend(point.profile)
+    assert isinstance(backend, SimBackend)
+    spec = parse_scheduler(point.scheduler)
+    if case.num_blocks is not None:
+        spec.engine_args["num_gpu_blocks_override"] = case.num_blocks
+    engines: list[Any] = []
+    build = backend._engine
+
+    def remember(*args: Any) -> Any:
+        engines.append(build(*args))
+        return engines[-1]
+
+    backend._engine = remember  # type: ignore[method-assign]
+    workload = make_workload(point, backend.limits, data)
+    with _policy(case.policy):
+        outcome = backend.run(workload, spec, point.slo)
+    ended = [r for r in outcome.records if r.completed]
+    normalized = [(r.token_times_s[-1] - r.arrival_s) / len(r.token_times_s) for r in ended]
+    met = [_is_met(r.token_times_s, r.arrival_s, point) for r in ended]
+    scheduler = engines[-1].scheduler
+    stats = scheduler.sola_stats() if hasattr(scheduler, "sola_stats") else {}
+    return {
+        "name": case.name,
+        "num_blocks": case.num_blocks,
+        "policy": case.policy,
+        **asdict(point),
+        "num_ended": len(ended),
+        "normalized_s": float(np.mean(normalized)),
+        "normalized_p50_s": float(np.median(normalized)),
+        "normalized_p90_s": float(np.quantile(normalized, 0.9)),
+        "attained": sum(met) / len(outcome.records),
+        "num_preemptions": outcome.scheduler.num_preemptions,
+        "swap": stats.get("swap", {}),
+        "notes": outcome.notes,
+    }
+
+
+def _is_met(times_s: Sequence[float], arrival_s: float, point: Point) -> bool:
+    decode_s = times_s[-1] - times_s[0]
+    return times_s[0] - arrival_s <= point.ttft_s and (
+        len(times_s) < 2 or decode_s / (len(times_s) - 1) <= point.tpot_s
+    )
+
+
+# Experiments --------------------------------------------------------------------------------
+
+
+#: Profile, lengths, KV blocks (None for the profile's), rates and host memory of Fig. 8.
+_FIG8_SETUPS = (
+    ("opt-13b-v100", "alpaca.jsonl.gz", None, (5.0, 6.0, 7.0, 8.0, 10.0, 12.0, 16.0)),
+    ("llama-3-8b-a100", "sharegpt_lengths_llama2.csv.gz", 1500, (5.0, 6.0, 7.0, 8.0, 10.0)),
+)
+
+
+def fig8(args: argparse.Namespace) -> str:
+    """ALISE Fig. 8: what becomes of displaced KV, normalized latency over the rate."""
+    alise = "sola:policy=alise,sim.predictor=oracle"
+    ample = "swap.host_gib=256"
+    variants = {
+        "swap, raw": (f"{alise},swap.mode=raw,{ample}", ""),
+        "swap, INT8": (f"{alise},swap.mode=int8,{ample}", ""),
+        "recompute, where it pays": (alise, ""),
+        "recompute, as in the paper": (alise, "always"),
+        "defer": (alise, "defer"),
+        "vLLM": ("stock", ""),
+    }
+    parts = []
+    for profile, dataset, num_blocks, rates in _FIG8_SETUPS:
+        rates = rates[:2] if args.quick else rates
+        base = Point(profile, _dataset(args, dataset), 1.0, 60.0, 1.0, "stock",
+                     num_requests=args.num_requests)  # fmt: skip
+        rows = _rows(args, "fig8", [
+            Case(replace(base, rate_per_s=rate, scheduler=text, seed=seed), name, num_blocks, policy)
+            for rate in rates for seed in args.seeds for name, (text, policy) in variants.items()
+        ])  # fmt: skip
+        table = _table(rows, list(variants), rates, "normalized_s", lambda v: f"{1e3 * v:.0f}")
+        best = []
+        for name in list(variants)[2:]:
+            ratios = [
+                _mean(rows, name, rate, "normalized_s")
+                / _mean(rows, "swap, raw", rate, "normalized_s")
+                for rate in rates
+            ]
+            best.append(f"{name} {min(ratios):.2f}x to {max(ratios):.2f}x")
+        blocks = f", {num_blocks} KV blocks" if num_blocks else ""
+        parts.append(
+            f"Normalized latency, ms a token, {profile}, {base.dataset}{blocks}, lengths known.\n\n"
+            f"{table}\n\nOver raw swapping: {', '.join(best)}."
+        )
+    return "\n\n".join(parts)
+
+
+def host(args: argparse.Namespace) -> str:
+    """INT8 against raw at equal host memory and equal bandwidth."""
+    alise = "sola:policy=alise,sim.predictor=oracle"
+    base = Point("opt-13b-v100", _dataset(args, "alpaca.jsonl.gz"), 7.0, 60.0, 1.0, "stock",
+                 num_requests=args.num_requests)  # fmt: skip
+    sizes = (0.25, 1.0) if args.quick else (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
+    names = ("raw", "int8")
+    cases = [
+        Case(
+            replace(
+                base,
+                scheduler=f"{alise},swap.mode={mode},swap.host_gib={size:g},swap.group_tokens=16",
+                seed=seed,
+                ttft_s=60.0 + size,  # tells the sizes apart; nothing reads it
+            ),
+            mode,
+        )
+        for size in sizes for seed in args.seeds for mode in names
+    ]  # fmt: skip
+    rows = _rows(args, "host", cases)
+    for row in rows:
+        row["rate_per_s"] = row["ttft_s"] - 60.0
+    lost = _table(rows, names, sizes, "refused", lambda v: f"{v:.0f}", "GiB")
+    speed = _table(rows, names, sizes, "normalized_s", lambda v: f"{1e3 * v:.1f}", "GiB")
+    return (
+        "OPT-13B on one V100, Alpaca at 7 requests/s, groups of 16 tokens.\n\n"
+        f"Tokens that found no room on the host and were computed again:\n\n{lost}\n\n"
+        f"Normalized latency, ms a token:\n\n{speed}"
+    )
+
+
+def attain(args: argparse.Namespace) -> str:
+    """`policy="attain"` with KV memory cut to a third."""
+    base = Point("llama-3-8b-a100", _dataset(args, "azure_conv_2023.csv.gz"), 1.0, 0.8, 0.12,
+                 "stock", num_requests=args.num_requests)  # fmt: skip
+    profile = sweep.make_backend(base.profile)
+    assert isinstance(profile, SimBackend)
+    third = (profile.options.profile.num_blocks or 3000) // 3
+    scarce = 1500
+    variants = {
+        "vLLM": "stock",
+        "attain": "sola",
+        "attain, swap": "sola:swap.mode=raw,swap.host_gib=64",
+    }
+    parts = []
+    for num_blocks, rates in (
+        (third, (5.0, 6.0, 7.0, 8.0, 10.0)),
+        (scarce, (3.0, 4.0, 5.0, 6.0, 8.0)),
+    ):
+        rates = rates[:2] if args.quick else rates
+        rows = _rows(args, "attain", [
+            Case(replace(base, rate_per_s=rate, scheduler=text, seed=seed), name, num_blocks)
+            for rate in rates for seed in args.seeds for name, text in variants.items()
+        ])  # fmt: skip
+        met = _table(rows, list(variants), rates, "attained", lambda v: f"{100 * v:.1f} %")
+        speed = _table(rows, list(variants), rates, "normalized_s", lambda v: f"{1e3 * v:.0f}")
+        parts.append(
+            f"Llama-3-8B on one A100 with {num_blocks} KV blocks of 16 tokens, lengths of Azure "
+            f"conversations, TTFT 0.8 s, TPOT 0.12 s. Requests within both:\n\n{met}\n\n"
+            f"Normalized latency, ms a token:\n\n{speed}"
+        )
+    return "\n\n".join(parts)
+
+
+EXPERIMENTS: dict[str, Callable[[argparse.Namespace], str]] = {
+    "attain": attain,
+    "fig8": fig8,
+    "host": host,
+}
+
+
+# Rows and tables ----------------------------------------------------------------------------
+
+
+def _rows(args: argparse.Namespace, name: str, cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """A row per case, those of a former run taken from the file."""
+    path = args.results / f"{name}{'-quick' if args.quick else ''}.jsonl"
+    stored = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            stored[_key(row)] = row
+    rows = []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for case in cases:
+        key = _key({"name": case.name, "num_blocks": case.num_blocks, "policy": case.policy,
+                    **asdict(case.point)})  # fmt: skip
+        if key not in stored:
+            environment.prepare(None, is_random=True)
+            stored[key] = run(case, args.data)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(stored[key]) + "\n")
+            row = stored[key]
+            print(f"{row['name']:28s} {row['rate_per_s']:6.2f}/s seed {row['seed']}: "
+                  f"{1e3 * row['normalized_s']:8.1f} ms/token, {100 * row['attained']:5.1f} %, "
+                  f"{row['num_preemptions']} preemptions", flush=True)  # fmt: skip
+        row = dict(stored[key])
+        row["refused"] = row["swap"].get("num_refused", 0)
+        rows.append(row)
+    return rows
+
+
+def _key(row: dict[str, Any]) -> str:
+    names = ("name", "num_blocks", "policy", *Point.__dataclass_fields__)
+    return json.dumps([row[name] for name in names])
+
+
+def _mean(rows: Sequence[dict[str, Any]], name: str, rate: float, column: str) -> float:
+    values = [r[column] for r in rows if r["name"] == name and r["rate_per_s"] == rate]
+    return float(np.mean(values))
+
+
+def _table(
+    rows: Sequence[dict[str, Any]],
+    names: Sequence[str],
+    rates: Sequence[float],
+    column: str,
+    show: Callable[[float], str],
+    unit: str = "req/s",
+) -> str:
+    lines = [f"| {unit} | " + " | ".join(names) + " |", "| ---: |" + " ---: |" * len(names)]
+    for rate in rates:
+        cells = [show(_mean(rows, name, rate, column)) for name in names]
+        lines.append(f"| {rate:g} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _dataset(args: argparse.Namespace, name: str) -> str:
+    return SYNTHETIC if args.data is None else name
+
+
+def _data(given: Path | None) -> Path | None:
+    named = given or os.environ.get(_DATA_VARIABLE)
+    path = Path(named) if named else _ROOT.parent / "shared" / "data"
+    return path if path.is_dir() else None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run an experiment, print its table and store it; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=sorted(EXPERIMENTS))
+    parser.add_argument("--data", type=Path, help=f"data sets (default: ${_DATA_VARIABLE}, else "
+                        "../shared/data; without one, synthetic lengths)")  # fmt: skip
+    parser.add_argument("--results", type=Path, default=_RESULTS, metavar="DIR")
+    parser.add_argument("--num-requests", type=int, default=None)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--quick", action="store_true", help="few, small runs: does it work?")
+    args = parser.parse_args(argv)
+    args.data = _data(args.data)
+    args.num_requests = args.num_requests or (60 if args.quick else 1000)
+    table = EXPERIMENTS[args.name](args)
+    path = args.results / f"{args.name}{'-quick' if args.quick else ''}.md"
+    path.write_text(table + "\n", encoding="utf-8")
+    print(f"\n{table}\n\nTable in {path}.")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
