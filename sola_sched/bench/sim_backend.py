@@ -110,6 +110,11 @@ class SimBackend:
             ConfigError: An engine argument is wrong, or the engine cannot be built.
         """
         make_predictor(scheduler.predictor)
+        if scheduler.options.get("predictor", "histogram") != "histogram":
+            raise ConfigError(
+                "'predictor' must be 'histogram' in virtual time, where requests have no text "
+                f"(got {scheduler.options['predictor']!r}); use sim.predictor=recorded:FILE."
+            )
         self._engine(scheduler, SloTarget())
 
     def run(

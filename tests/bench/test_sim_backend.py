@@ -24,6 +24,7 @@ from sola_sched.bench.datasets import DatasetOptions, build
 from sola_sched.bench.sim_backend import SimBackend, SimOptions
 from sola_sched.bench.workload import RequestSpec, Workload
 from sola_sched.cost_file import Coefficients, write_profile
+from sola_sched.errors import ConfigError
 from sola_sched.metrics import RequestRecord
 from sola_sched.simulator.step_profile import StepProfile
 from sola_sched.simulator.step_time import StepTimeModel
@@ -391,3 +392,8 @@ def test_predictions_arrive_with_their_requests_and_decide_who_is_first() -> Non
 
     assert order("sola:policy=alise,sim.predictor=oracle") == ["0", "2", "1"]
     assert order("sola:policy=alise,sim.predictor=none") == ["0", "1", "2"]
+
+
+def test_predictor_process_is_refused_in_virtual_time() -> None:
+    with pytest.raises(ConfigError, match="'predictor' must be 'histogram' in virtual time"):
+        make_backend().check(parse_scheduler("sola:predictor=lexical"))
