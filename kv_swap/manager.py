@@ -35,6 +35,7 @@ class SwapCounts:
         num_saved_ahead: Copies ordered of requests that went on running.
         num_swapped_in: Loads ordered.
         num_loaded: Loads that have ended, failed ones included.
+        num_loaded_ahead: Loads ordered of requests that had no slot yet.
         num_refused: Not copied because the host was full; computed again.
         num_failed: Lost to copies that failed; computed again.
         num_evicted: Copies of running requests that gave way to others.
@@ -45,6 +46,7 @@ class SwapCounts:
     num_swapped_out: int = 0
     num_swapped_in: int = 0
     num_loaded: int = 0
+    num_loaded_ahead: int = 0
     num_saved_ahead: int = 0
     num_refused: int = 0
     num_failed: int = 0

@@ -169,6 +169,25 @@ def give_way(state: StepState, plan: StepPlan) -> StepPlan:
     return dataclasses.replace(plan, preempt=np.concatenate([plan.preempt, held[:count]]))
 
 
+def room_for_loads(state: StepState, plan: StepPlan) -> int:
+    """Blocks that loads may take ahead of need: those that the running requests will not."""
+    run = state.running if plan.run is None else plan.run
+    return state.num_free_blocks - _growth(state, run, _AHEAD_STEPS)
+
+
+def is_short(state: StepState, plan: StepPlan) -> bool:
+    """Whether the next steps of those that run do not fit."""
+    run = state.running if plan.run is None else plan.run
+    return state.num_free_blocks < _growth(state, run, _ROOM_STEPS)
+
+
+def inward(state: StepState, rows: IntArray) -> IntArray:
+    """Waiting rows whose KV is to be brought in ahead, the shortest estimated wait first."""
+    waits_s = np.nan_to_num(state.table.ewt_s[rows], nan=np.inf)
+    order: IntArray = rows[np.lexsort((state.table.queue_pos[rows], waits_s))]
+    return order
+
+
 def outward(state: StepState, plan: StepPlan) -> IntArray:
     """Running rows whose KV is to be copied ahead: those that leave first if memory runs short."""
     run = state.running if plan.run is None else plan.run

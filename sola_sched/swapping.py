@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.request import Request
+import numpy as np
+from vllm.v1.request import Request, RequestStatus
 
 from sola_sched.monitor import StateMonitor
 from sola_sched.state import WAITING, StepPlan, StepState
@@ -28,6 +29,8 @@ else:
 
 #: Copies of running requests under way at once: more would only fill the link.
 _MAX_AHEAD = 4
+#: Requests that hold KV without a slot, at most.
+_MAX_RESIDENTS = 8
 
 
 class SwapMixin(_Host):
@@ -53,6 +56,8 @@ class SwapMixin(_Host):
         self._link = Link()
         #: Whether a waiting request's copy is to be loaded, as the plan of this step assumes.
         self._will_load: dict[str, bool] = {}
+        #: Requests whose KV was loaded, or is being loaded, before they had a slot.
+        self._residents: set[str] = set()
         #: Requests on the accelerator whose KV went through INT8.
         self._inexact: set[str] = set()
         connector.accept = self._is_worth_loading
@@ -160,8 +165,10 @@ class SwapMixin(_Host):
             plan = replace(plan, token_budget=plan.token_budget + more)
         if not self.sola_swap.options.ahead:
             return plan
-        from sola_sched.kv_swap.policy import give_way, make_room, outward
+        from sola_sched.kv_swap.policy import give_way, is_short, make_room, outward
 
+        self._drop_residents(is_short(state, plan))
+        self._load_ahead(state, plan)
         num_leaving = self.sola_copies.num_pinned
         plan = make_room(state, plan, num_leaving)
         if not num_leaving and state.cost.is_ready:
@@ -179,6 +186,88 @@ class SwapMixin(_Host):
                 self.sola_swap.save(request, done, frees_blocks=False)
                 break
         return plan
+
+    def _load_ahead(self, state: StepState, plan: StepPlan) -> None:
+        """Load requests that wait for a slot, while there is room that nobody will take.
+
+        With a free slot the plan decides: admission orders the load.
+        """
+        num_residents = len(self._residents)
+        if len(self.running) < state.max_num_running or num_residents >= _MAX_RESIDENTS:
+            return
+        from sola_sched.kv_swap.policy import inward, room_for_loads
+
+        table, room = state.table, room_for_loads(state, plan)
+        waiting = [
+            table.row_of[req_id]
+            for req_id in self.sola_copies.req_ids()
+            if table.phase[table.row_of[req_id]] == WAITING
+        ]
+        for row in inward(state, np.array(waiting, dtype=np.int64)).tolist():
+            request = self.requests[table.req_id[row]]
+            room -= -(-request.num_tokens // self.block_size) + 1
+            if room < 0 or len(self._residents) >= _MAX_RESIDENTS:
+                break
+            if self._start_load(request):
+                self._residents.add(request.request_id)
+
+    def _start_load(self, request: Request) -> bool:
+        """What vLLM's loop over waiting requests does for an asynchronous load, without a slot."""
+        is_stale = request.num_stale_output_tokens and not request.drop_stale_output
+        if request.status != RequestStatus.PREEMPTED or request.num_computed_tokens or is_stale:
+            return False
+        if request.skip_reading_prefix_cache or self.prefix_replay_tokens:
+            return False
+        connector, manager = self.sola_swap, self.kv_cache_manager
+        assert connector is not None
+        blocks, num_local, boundary, _ = self._get_local_prefix_cache_hit(request)
+        if num_local % self.block_size:
+            return False
+        num_loaded, _ = connector.get_num_new_matched_tokens(request, num_local)
+        if not num_loaded:
+            return False
+        allocated = manager.allocate_slots(
+            request,
+            0,
+            num_new_computed_tokens=num_local,
+            new_computed_blocks=blocks,
+            num_external_computed_tokens=num_loaded,
+            delay_cache_blocks=True,
+            full_sequence_must_fit=True,
+            reserved_blocks=self._inflight_prefill_reserved_blocks() + len(self.running),
+            skip_zeroing_group_ids=connector.get_loaded_kv_cache_group_ids(request),
+        )
+        if allocated is None:
+            return False
+        request.shared_prefix_boundary = boundary
+        connector.update_state_after_alloc(
+            request, manager.get_blocks(request.request_id), num_loaded
+        )
+        self.waiting.remove_request(request)
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        request.num_computed_tokens = num_local + num_loaded
+        self._inflight_prefills.add(request)
+        self._enqueue_waiting_request(request)
+        self.sola_copies.counts.num_loaded_ahead += num_loaded
+        return True
+
+    def _drop_residents(self, is_short: bool) -> None:
+        """Take the blocks of requests loaded ahead, while memory is short: their copy is kept."""
+        for req_id in list(self._residents):
+            request = self.requests.get(req_id)
+            if request is None or request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
+                self._residents.discard(req_id)  # it runs, or has ended
+            elif is_short and req_id in self.finished_recving_kv_req_ids:
+                self._residents.discard(req_id)
+                self.finished_recving_kv_req_ids.discard(req_id)
+                self.failed_recving_kv_req_ids.discard(req_id)
+                self.kv_holding_waiting.remove_requests([request])
+                self.deferred_waiting.discard(request)
+                self._inflight_prefills.discard(request)
+                self.kv_cache_manager.free(request)
+                request.status = RequestStatus.PREEMPTED
+                request.num_computed_tokens = 0
+                self.waiting.prepend_request(request)
 
     # Figures --------------------------------------------------------------------------------
 

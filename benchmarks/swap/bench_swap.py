@@ -134,8 +134,8 @@ def fig8(args: argparse.Namespace) -> str:
         base = Point(profile, _dataset(args, dataset), 1.0, 60.0, 1.0, "stock",
                      num_requests=args.num_requests)  # fmt: skip
         rows = _rows(args, "fig8", [
-            Case(replace(base, rate_per_s=rate, scheduler=text, seed=seed), name, num_blocks, policy)
-            for rate in rates for seed in args.seeds for name, (text, policy) in variants.items()
+            Case(replace(base, rate_per_s=rate, scheduler=text, seed=seed), name, num_blocks, how)
+            for rate in rates for seed in args.seeds for name, (text, how) in variants.items()
         ])  # fmt: skip
         table = _table(rows, list(variants), rates, "normalized_s", lambda v: f"{1e3 * v:.0f}")
         best = []

@@ -187,6 +187,24 @@ def test_without_room_on_the_host_requests_are_computed_again(
     assert_nothing_left_behind(result)
 
 
+@pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_requests_without_a_slot_are_loaded_ahead(is_async, model_dir, reference):
+    """Preempted at random with few slots and some room: KV is back before the slot is free."""
+    result = run(
+        requests=make_workload(30),
+        model_dir=model_dir,
+        async_scheduling=is_async,
+        max_num_seqs=6,
+        swap_faults={"preempted_share": 0.03, "max_delay_polls": 2},
+        **swap() | {"num_blocks": 60},
+    )
+
+    assert result.stats["swap"]["num_loaded_ahead"] > 1000
+    assert result.num_recomputed == 0
+    assert num_different(result, reference) == 0
+    assert_nothing_left_behind(result)
+
+
 def continued(result: RunResult) -> list[EngineRequest]:
     """The next turn of each conversation: prompt and answer, and something new."""
     return [

@@ -128,6 +128,7 @@ def disturbed(seed: int) -> dict[str, Any]:
         "max_delay_polls": rng.choice((1, 2, 4)),
         "fail_ratio": rng.choice((0.0, 0.1, 0.3)),
         "num_host_slots": rng.choice((None, 4, 12)),
+        "preempted_share": rng.choice((0.0, 0.0, 0.05)),
         "seed": seed,
     }
     scheduler_cls = rng.choice(("sola_sched.Scheduler", "chaos.ChaosScheduler"))
@@ -137,7 +138,8 @@ def disturbed(seed: int) -> dict[str, Any]:
         "requests": requests,
         "async_scheduling": rng.random() < 0.5,
         "prefix_caching": rng.random() < 0.5,
-        "num_blocks": rng.randrange(17, 24),
+        "num_blocks": rng.choice((17, 19, 22, 60)),
+        "max_num_seqs": rng.choice((4, 16)),
         "swap_faults": faults,
         **options,
     }
