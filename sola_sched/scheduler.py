@@ -24,12 +24,13 @@ from vllm.v1.request import Request, RequestStatus
 from sola_sched.config import CONFIG_KEY, SolaConfig
 from sola_sched.cost_model import CostModel
 from sola_sched.errors import SloError
-from sola_sched.ewt import mean_and_longest, update_waits
+from sola_sched.ewt import update_waits
 from sola_sched.length_predictor.client import make_client
 from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.monitor import StateMonitor
 from sola_sched.planner import make_planner
 from sola_sched.queues import PlannedQueue
+from sola_sched.reporting import engine_stats, summary_line
 from sola_sched.slo import SloTarget, request_target
 from sola_sched.state import DECODE, PARKED, WAITING, IntArray, StepPlan
 from sola_sched.swapping import SwapMixin
@@ -416,24 +417,8 @@ class SolaSchedulerMixin(SwapMixin):
 
     def sola_stats(self) -> dict[str, Any]:
         """Counters since start: requests, attainment, interventions, cost-model error."""
-        stats, monitor = self.sola_monitor.stats, self.sola_monitor
-        done = max(1, stats.num_finished)
-        mean_ewt_s, longest_ewt_s = mean_and_longest(monitor.table)
         return {
-            "policy": self.sola_config.policy,
-            "num_steps": stats.num_steps,
-            "num_finished": stats.num_finished,
-            "num_aborted": stats.num_aborted,
-            "attainment": stats.num_attained / done,
-            "ttft_attainment": stats.num_ttft_met / done,
-            "tpot_attainment": stats.num_tpot_met / done,
-            "max_wait_s": stats.max_wait_s,
-            "mean_ewt_s": mean_ewt_s,
-            "longest_ewt_s": longest_ewt_s,
-            "num_predicted": stats.num_predicted,
-            "num_late_predictions": stats.num_late_predictions,
-            "cost_model_error": monitor.cost.mean_abs_error,
-            "cost_model_ready": monitor.cost.is_ready,
+            **engine_stats(self.sola_config.policy, self.sola_monitor),
             "problems": dict(self._problems),
             "predictor": (
                 self.sola_predictions.stats() if self.sola_predictions is not None else {}
@@ -445,25 +430,9 @@ class SolaSchedulerMixin(SwapMixin):
     def _log(self) -> None:
         first = self._next_log_s == 0.0
         self._next_log_s = self.sola_clock() + self.sola_config.log_interval_s
-        if first:
-            return
-        stats = self.sola_stats()
-        logger.info(
-            "sola_sched: %d finished, attained %.1f %% (TTFT %.1f %%, TPOT %.1f %%), %d running, "
-            "%d waiting (longest estimate %.1f s), %d holds, %d preemptions by policy, "
-            "%d rejected, step model error %.1f %%",
-            stats["num_finished"],
-            100 * stats["attainment"],
-            100 * stats["ttft_attainment"],
-            100 * stats["tpot_attainment"],
-            len(self.running),
-            len(self.waiting),
-            stats["longest_ewt_s"],
-            stats["num_held"],
-            stats["num_preempted_by_policy"],
-            stats["num_rejected"],
-            100 * stats["cost_model_error"],
-        )
+        if not first:
+            summary = summary_line(self.sola_stats(), len(self.running), len(self.waiting))
+            logger.info("sola_sched: %s", summary)
 
 
 class Scheduler(SolaSchedulerMixin, AsyncScheduler):

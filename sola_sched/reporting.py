@@ -1,0 +1,43 @@
+"""What the scheduler tells an operator: counters since start and the line in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sola_sched.ewt import mean_and_longest
+from sola_sched.monitor import StateMonitor
+
+
+def engine_stats(policy: str, monitor: StateMonitor) -> dict[str, Any]:
+    """Counters of requests and attainment since start, waits and the cost model's error now."""
+    stats, done = monitor.stats, max(1, monitor.stats.num_finished)
+    mean_ewt_s, longest_ewt_s = mean_and_longest(monitor.table)
+    return {
+        "policy": policy,
+        "num_steps": stats.num_steps,
+        "num_finished": stats.num_finished,
+        "num_aborted": stats.num_aborted,
+        "attainment": stats.num_attained / done,
+        "ttft_attainment": stats.num_ttft_met / done,
+        "tpot_attainment": stats.num_tpot_met / done,
+        "max_wait_s": stats.max_wait_s,
+        "mean_ewt_s": mean_ewt_s,
+        "longest_ewt_s": longest_ewt_s,
+        "num_predicted": stats.num_predicted,
+        "num_late_predictions": stats.num_late_predictions,
+        "cost_model_error": monitor.cost.mean_abs_error,
+        "cost_model_ready": monitor.cost.is_ready,
+    }
+
+
+def summary_line(stats: Mapping[str, Any], num_running: int, num_waiting: int) -> str:
+    """One line of `SolaSchedulerMixin.sola_stats` for the log."""
+    return (
+        f"{stats['num_finished']} finished, attained {stats['attainment']:.1%} "
+        f"(TTFT {stats['ttft_attainment']:.1%}, TPOT {stats['tpot_attainment']:.1%}), "
+        f"{num_running} running, {num_waiting} waiting "
+        f"(longest estimate {stats['longest_ewt_s']:.1f} s), {stats['num_held']} holds, "
+        f"{stats['num_preempted_by_policy']} preemptions by policy, "
+        f"{stats['num_rejected']} rejected, step model error {stats['cost_model_error']:.1%}"
+    )

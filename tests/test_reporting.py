@@ -1,0 +1,39 @@
+"""Counters and the log line, from the events of two requests."""
+
+from __future__ import annotations
+
+import numpy as np
+from states import FixedLengths, make_cost
+
+from sola_sched.monitor import StateMonitor
+from sola_sched.reporting import engine_stats, summary_line
+from sola_sched.slo import SloTarget
+
+COUNTS = {"num_held": 3, "num_preempted_by_policy": 1, "num_rejected": 0}
+
+
+def test_the_log_line_tells_how_many_met_their_targets() -> None:
+    now = [0.0]
+    monitor = StateMonitor(make_cost(), FixedLengths(), lambda: now[0])
+    nothing = np.empty(0, dtype=np.int64)
+    for name, ttft_s in (("met", 2.0), ("missed", 0.5)):
+        row = monitor.add(
+            name, num_prompt_tokens=10, max_tokens=9, slo=SloTarget(ttft_s, 1.0), arrival_s=now[0]
+        )
+        monitor.admitted(row, num_computed=0, prefill_target=10)
+        monitor.scheduled(nothing, np.array([row]), np.array([10]))
+        now[0] += 1.0
+        monitor.completed()
+        monitor.finished(name)
+    stats = engine_stats("attain", monitor)
+    assert (stats["num_finished"], stats["attainment"], stats["max_wait_s"]) == (2, 0.5, 1.0)
+    line = summary_line(stats | COUNTS, num_running=4, num_waiting=7)
+    assert line.startswith("2 finished, attained 50.0% (TTFT 50.0%, TPOT 100.0%), 4 running, 7 wa")
+    assert "3 holds, 1 preemptions by policy, 0 rejected" in line
+
+
+def test_nothing_has_happened_yet() -> None:
+    monitor = StateMonitor(make_cost(), FixedLengths(), lambda: 0.0)
+    assert "0 finished, attained 0.0%" in summary_line(
+        engine_stats("paper", monitor) | COUNTS, 0, 0
+    )
