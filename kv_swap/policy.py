@@ -91,12 +91,16 @@ class Link:
 def leaving_order(state: StepState, plan: StepPlan) -> IntArray:
     """Running rows, the first to leave first.
 
-    By class, the lowest first; then those that sit this step out, under ``attain`` the ones that
+    The reverse of the planner's order of service, in which waits grow, where it has one. Else by
+    class, the lowest first; then those that sit this step out, under ``attain`` the ones that
     can no longer meet their SLO; then by estimated wait, the longest first; then the latest
     arrival, as vLLM chooses its victims.
     """
     table, rows = state.table, state.running
     rows = rows[~np.isin(rows, plan.preempt)]
+    if plan.order is not None:
+        reverse: IntArray = plan.order[np.isin(plan.order, rows)][::-1]
+        return reverse
     held = np.zeros(len(rows)) if plan.run is None else ~np.isin(rows, plan.run)
     waits_s = np.nan_to_num(table.ewt_s[rows], nan=0.0)
     order: IntArray = rows[

@@ -33,6 +33,13 @@ def test_the_held_leave_first_then_the_longest_wait_then_the_latest_arrival() ->
     assert builder.names(order) == ["held longer", "held", "second", "first"]
 
 
+def test_where_the_plan_has_an_order_the_last_leave_first() -> None:
+    builder, state, plan = four_decodes(100)
+    plan.order = state.running[[2, 0, 3, 1]]
+
+    assert builder.names(leaving_order(state, plan)) == ["second", "held longer", "first", "held"]
+
+
 def test_lower_classes_leave_before_all_others() -> None:
     builder, state, plan = four_decodes(100)
     builder.table.priority[state.running[0]] = 3
