@@ -16,6 +16,11 @@ from sola_sched.kv_swap.transfer import Ended, StreamTransfers, ThreadTransfers,
 logger = logging.getLogger("vllm.sola_sched")
 
 
+_GIB = 1 << 30
+#: Most of the available host memory that one worker takes: the others and the rest need some too.
+_MAX_SHARE = 0.5
+
+
 class SwapWorker:
     """Carries out the jobs of a scheduler on one worker.
 
@@ -157,6 +162,16 @@ class SwapWorker:
 
 def _pool(slot_bytes: int, limit_bytes: int) -> HostPool | None:
     """The pool, None where not a single slot fits or the machine refuses the memory."""
+    available = _available_bytes()
+    if available is not None and limit_bytes > available * _MAX_SHARE:
+        logger.warning(
+            "sola_sched: 'swap.host_gib' asks for %.1f GiB of host memory, %.1f GiB are available; "
+            "this worker takes %.1f GiB",
+            limit_bytes / _GIB,
+            available / _GIB,
+            available * _MAX_SHARE / _GIB,
+        )
+        limit_bytes = int(available * _MAX_SHARE)
     if limit_bytes < slot_bytes:
         return None
     try:
@@ -168,4 +183,14 @@ def _pool(slot_bytes: int, limit_bytes: int) -> HostPool | None:
             limit_bytes,
             error,
         )
+        return None
+
+
+def _available_bytes(path: str = "/proc/meminfo") -> int | None:
+    """Host memory that can be taken without swapping; None where the system does not tell."""
+    try:
+        with open(path, encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -14,7 +15,7 @@ from sola_sched.kv_swap.jobs import Job, Piece, Report  # noqa: E402
 from sola_sched.kv_swap.packing import Packer  # noqa: E402
 from sola_sched.kv_swap.tiles import TokenOrder  # noqa: E402
 from sola_sched.kv_swap.transfer import StreamTransfers, ThreadTransfers  # noqa: E402
-from sola_sched.kv_swap.worker import SwapWorker  # noqa: E402
+from sola_sched.kv_swap.worker import SwapWorker, _available_bytes  # noqa: E402
 
 NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, CHANNELS = 12, 2, 8, 6
 
@@ -258,6 +259,28 @@ def test_without_host_memory_there_are_no_slots() -> None:
 
     assert worker.poll()[0].num_slots == 0
     worker.close()
+
+
+def test_a_worker_leaves_half_of_the_hosts_memory(monkeypatch, caplog) -> None:
+    monkeypatch.setattr("sola_sched.kv_swap.worker._available_bytes", lambda: 1 << 16)
+    monkeypatch.setattr(logging.getLogger("vllm.sola_sched"), "propagate", True)
+    worker, _ = make_worker()
+
+    assert worker.pool is not None
+    assert worker.pool.num_bytes <= 1 << 15
+    assert "this worker takes" in caplog.text
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("MemTotal: 9 kB\nMemAvailable:   3 kB\n", 3072), ("MemTotal: 9 kB\n", None), ("?", None)],
+)
+def test_available_memory_is_read_where_the_system_tells(tmp_path, text, expected) -> None:
+    (tmp_path / "meminfo").write_text(text)
+
+    assert _available_bytes(str(tmp_path / "meminfo")) == expected
+    assert _available_bytes(str(tmp_path / "nothing")) is None
 
 
 class FakeCuda:
