@@ -1,4 +1,4 @@
-"""Copies that a scheduler orders and its workers carry out: plain data, the same on every rank."""
+"""Copies that a scheduler orders and its workers carry out, and what came of them: plain data."""
 
 from __future__ import annotations
 
@@ -94,3 +94,32 @@ class Report:
     def is_empty(self) -> bool:
         """Whether there is nothing to say."""
         return not self.num_ended and self.num_slots is None
+
+
+@dataclass(slots=True)
+class SwapCounts:
+    """Counters since start; tokens unless named otherwise.
+
+    Attributes:
+        num_swapped_out: Copies ordered of requests that were preempted.
+        num_saved_ahead: Copies ordered of requests that went on running.
+        num_swapped_in: Loads ordered.
+        num_loaded: Loads that have ended, failed ones included.
+        num_loaded_ahead: Loads ordered of requests that had no slot yet.
+        num_refused: Not copied because the host was full; computed again.
+        num_failed: Lost to copies that failed; computed again.
+        num_evicted: Copies of running requests that gave way to others.
+        num_not_worth: Not copied because computing them again delays less.
+        num_failed_jobs: Copies that failed.
+    """
+
+    num_swapped_out: int = 0
+    num_swapped_in: int = 0
+    num_loaded: int = 0
+    num_loaded_ahead: int = 0
+    num_saved_ahead: int = 0
+    num_refused: int = 0
+    num_failed: int = 0
+    num_evicted: int = 0
+    num_not_worth: int = 0
+    num_failed_jobs: int = 0

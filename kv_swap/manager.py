@@ -14,7 +14,7 @@ from typing import Any
 from sola_sched.kv_swap.geometry import Geometry
 from sola_sched.kv_swap.host_copy import HostCopy, Image, Segment, first_held
 from sola_sched.kv_swap.host_pool import PoolExhaustedError, SlotAllocator
-from sola_sched.kv_swap.jobs import Job, Piece, Report
+from sola_sched.kv_swap.jobs import Job, Piece, Report, SwapCounts
 
 
 @dataclass(slots=True, eq=False)
@@ -24,35 +24,6 @@ class _InFlight:
     pins: list[Any]
     num_left: int
     frees_blocks: bool = False
-
-
-@dataclass(slots=True)
-class SwapCounts:
-    """Counters since start; tokens unless named otherwise.
-
-    Attributes:
-        num_swapped_out: Copies ordered of requests that were preempted.
-        num_saved_ahead: Copies ordered of requests that went on running.
-        num_swapped_in: Loads ordered.
-        num_loaded: Loads that have ended, failed ones included.
-        num_loaded_ahead: Loads ordered of requests that had no slot yet.
-        num_refused: Not copied because the host was full; computed again.
-        num_failed: Lost to copies that failed; computed again.
-        num_evicted: Copies of running requests that gave way to others.
-        num_not_worth: Not copied because computing them again delays less.
-        num_failed_jobs: Copies that failed.
-    """
-
-    num_swapped_out: int = 0
-    num_swapped_in: int = 0
-    num_loaded: int = 0
-    num_loaded_ahead: int = 0
-    num_saved_ahead: int = 0
-    num_refused: int = 0
-    num_failed: int = 0
-    num_evicted: int = 0
-    num_not_worth: int = 0
-    num_failed_jobs: int = 0
 
 
 class SwapManager:
@@ -116,6 +87,11 @@ class SwapManager:
     def num_pinned(self) -> int:
         """Blocks that are free but for a copy under way."""
         return sum(len(e.pins) for e in self._in_flight.values() if e.frees_blocks)
+
+    @property
+    def num_copies(self) -> int:
+        """Requests with a copy on the host, or on the way there."""
+        return len(self._copies)
 
     def req_ids(self) -> list[str]:
         """Requests with a copy on the host, or on the way there."""

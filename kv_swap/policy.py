@@ -147,8 +147,10 @@ def give_way(state: StepState, plan: StepPlan) -> StepPlan:
     to nobody else. When the most urgent waiting request could still meet its TTFT but finds no
     blocks, they leave, the longest wait first.
     """
-    if plan.run is None or plan.admit is None or not len(state.waiting):
+    if plan.run is None or plan.admit is None or not state.cost.is_ready:
         return plan
+    if len(plan.run) == len(state.running) or not len(state.waiting):
+        return plan  # nobody is held, or nobody waits
     table = state.table
     waiting = state.waiting[~np.isin(state.waiting, plan.admit)]
     waiting = waiting[np.isnan(table.first_token_s[waiting])]
@@ -171,6 +173,12 @@ def give_way(state: StepState, plan: StepPlan) -> StepPlan:
     if count > len(held):
         return plan
     return dataclasses.replace(plan, preempt=np.concatenate([plan.preempt, held[:count]]))
+
+
+def has_plenty(state: StepState) -> bool:
+    """Whether even the fastest growth of all that run leaves blocks free; costs nothing to ask."""
+    most = _AHEAD_STEPS * state.tokens_per_decode // state.block_size + 1
+    return state.num_free_blocks >= len(state.running) * most
 
 
 def room_for_loads(state: StepState, plan: StepPlan) -> int:

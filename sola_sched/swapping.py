@@ -165,27 +165,37 @@ class SwapMixin(_Host):
             plan = replace(plan, token_budget=plan.token_budget + more)
         if not self.sola_swap.options.ahead:
             return plan
-        from sola_sched.kv_swap.policy import give_way, is_short, make_room, outward
+        from sola_sched.kv_swap.policy import give_way, has_plenty, is_short, make_room
 
+        if has_plenty(state):  # the usual case, and cheap to see
+            self._drop_residents(False)
+            self._load_ahead(state, plan)
+            return plan if not len(state.waiting) else give_way(state, plan)
         self._drop_residents(is_short(state, plan))
         self._load_ahead(state, plan)
         num_leaving = self.sola_copies.num_pinned
         plan = make_room(state, plan, num_leaving)
-        if not num_leaving and state.cost.is_ready:
+        if not num_leaving:
             plan = give_way(state, plan)
-        if self.sola_copies.num_saving_ahead < _MAX_AHEAD:
-            unit = self.sola_copies.geometry.alignment
-            for row in outward(state, plan).tolist():
-                request = self.requests[state.table.req_id[row]]
-                done = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
-                done -= done % unit
-                if done <= self.sola_copies.covered_tokens(request.request_id):
-                    continue
-                if not self._is_worth_loading(request.request_id, 0, done):
-                    continue
-                self.sola_swap.save(request, done, frees_blocks=False)
-                break
+        self._save_ahead(state, plan)
         return plan
+
+    def _save_ahead(self, state: StepState, plan: StepPlan) -> None:
+        """Copy full blocks of a request that would leave next, while it runs."""
+        if self.sola_swap is None or self.sola_copies.num_saving_ahead >= _MAX_AHEAD:
+            return
+        from sola_sched.kv_swap.policy import outward
+
+        unit = self.sola_copies.geometry.alignment
+        for row in outward(state, plan).tolist():
+            request = self.requests[state.table.req_id[row]]
+            done = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+            done -= done % unit
+            if done <= self.sola_copies.covered_tokens(request.request_id):
+                continue
+            if self._is_worth_loading(request.request_id, 0, done):
+                self.sola_swap.save(request, done, frees_blocks=False)
+                return
 
     def _load_ahead(self, state: StepState, plan: StepPlan) -> None:
         """Load requests that wait for a slot, while there is room that nobody will take.
@@ -193,7 +203,8 @@ class SwapMixin(_Host):
         With a free slot the plan decides: admission orders the load.
         """
         num_residents = len(self._residents)
-        if len(self.running) < state.max_num_running or num_residents >= _MAX_RESIDENTS:
+        has_slot = len(self.running) < state.max_num_running
+        if has_slot or num_residents >= _MAX_RESIDENTS or not self.sola_copies.num_copies:
             return
         from sola_sched.kv_swap.policy import inward, room_for_loads
 
