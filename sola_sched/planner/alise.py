@@ -32,8 +32,8 @@ class AlisePlanner:
        aging (`PriorityLevels`). Within a level what runs goes on, then the shorter goes first.
     2. *Who holds KV?* Requests are admitted in that order while slots and blocks last. One that
        finds none displaces running requests of lower levels, the last ones first, if that
-       shortens the wait by more than it costs to compute their KV again, and while no more than a
-       tenth of the engine's time goes into that (`Recompute`).
+       saves more than it costs to compute their KV again, even if they end as early as one in
+       twenty does, and while no more than a tenth of the engine's time goes into that.
     3. *Who takes part?* All decodes: leaving one out of a batch saves little of its step. Prefills
        in order of level up to the length of the chunk; a started prefill beyond it is held.
 

@@ -14,8 +14,10 @@ from sola_sched.state import DECODE, BoolArray, FloatArray, IntArray, StepPlan, 
 #: Output tokens of the quantum of level 0.
 _QUANTUM_TOKENS = 16.0
 #: Tokens that running requests are given room for before another is admitted, unless one of them
-#: ends sooner. Planning for their peak leaves memory idle that a displaced request can give back.
+#: will have ended sooner: by its prediction, or after so many times the mean time between ends.
+#: Planning for their peak leaves memory idle that a displaced request can give back.
 _HORIZON_TOKENS = 64.0
+_HORIZON_ENDS = 2.0
 #: Requests displaced in one step, at most.
 _MAX_VICTIMS = 8
 #: Displacing one must save so many times what it costs to compute its KV again.
@@ -194,7 +196,10 @@ class AliseStep:
             return False
         if self.lifted[other]:
             return True
-        saved_s = self.work_s[holder] - self.work_s[other]
+        # What is certain to be saved: a vague prediction is no reason to give up KV.
+        row = self.rows[[holder]]
+        surely = float(self.state.surely_remaining(row)[0]) / float(self.left[holder])
+        saved_s = min(1.0, surely) * self.work_s[holder] - self.work_s[other]
         return bool(saved_s > _MIN_GAIN * self._again_s(np.array([holder])))
 
     def _again_s(self, index: IntArray) -> float:
@@ -214,10 +219,13 @@ class AliseStep:
         if not len(wanted):
             return 0
         free = float(state.num_free_blocks) + float((self._held_tokens(gone) // size).sum())
-        # Those that stay finish their prefill and grow until the first of them ends.
+        # Those that stay finish their prefill and grow until one of them ends.
         free -= float(self.new[stay].sum()) / size
-        grows = min(_HORIZON_TOKENS, float(self.left[stay].min(initial=np.inf)))
-        free -= float(np.minimum(self.left[stay], grows).sum()) / size if len(stay) else 0.0
+        if len(stay):
+            left = self.left[stay]
+            first_end = _HORIZON_ENDS * float(left.mean()) / len(stay)
+            grows = min(_HORIZON_TOKENS, float(left.min()), first_end)
+            free -= float(np.minimum(left, grows).sum()) / size
         target = state.table.prefill_target[self.rows[wanted]]
         ends = np.cumsum(np.ceil((target + 1.0) / size))
         count = int(np.searchsorted(ends, free, side="right"))

@@ -6,6 +6,7 @@ decodes a token costs about 10 ms of engine time, so level 0 is up to about 16 t
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -192,12 +193,14 @@ def test_aging_lets_a_long_request_pass_a_short_one() -> None:
 
 
 def test_an_overrun_request_is_demoted() -> None:
-    b = StateBuilder(max_num_running=1)
-    decode(b, "overrun", 400, out=401, first_ago_s=1.0)
-    waiting(b, "short", 60)
-    plan = make_alise().plan(b.build())
-    assert b.names(plan.preempt) == ["overrun"]
-    assert b.names(plan.admit) == ["short"]
+    for out, order in ((399, ["overruns", "other", "w"]), (401, ["other", "overruns", "w"])):
+        b = StateBuilder()
+        decode(b, "overruns", 400, out=out, first_ago_s=1.0)
+        decode(b, "other", 61)
+        waiting(b, "w", 5000)
+        plan = make_alise().plan(b.build())
+        assert plan.order is not None
+        assert b.names(plan.order) == order
 
 
 def test_a_higher_class_displaces_whatever_is_left() -> None:
@@ -300,3 +303,14 @@ def test_with_one_level_and_no_prediction_nobody_is_displaced(num_levels) -> Non
     waiting(b, "short", 5)
     plan = make_alise(levels=num_levels).plan(b.build())
     assert len(plan.preempt) == (num_levels == 8)
+
+
+def test_a_vague_prediction_is_no_reason_to_give_up_kv() -> None:
+    b = StateBuilder(max_num_running=1)
+    row = b.decode("vague", first_ago_s=1.0, out=1)
+    quantiles = np.array([4.0, 10, 50, 100, 200, 400, 800, 1600, 2000, 3000])
+    b.table.predict(row, LengthPrediction(quantiles, "lexical"))
+    waiting(b, "short", 10)
+    assert b.names(make_alise().plan(b.build()).preempt) == []
+    b.table.predict(row, LengthPrediction(np.maximum(quantiles, 700), "lexical"))
+    assert b.names(make_alise().plan(b.build()).preempt) == ["vague"]
