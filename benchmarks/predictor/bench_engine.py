@@ -4,8 +4,9 @@
 
 One engine serves a constant number of requests; each that ends is replaced. In blocks of steps, in
 random order, the scheduler talks to its predictor process or does not. The same engine, the same
-minutes: what is left between the two kinds of block is the predictor. The calls of the client
-(submit, poll, ended) are also timed one by one.
+minutes: what is left between the two kinds of block is the predictor. The engine's CPU time, which
+other processes do not change much, is compared likewise, and the calls of the client (submit, poll,
+ended) are timed one by one.
 """
 
 from __future__ import annotations
@@ -134,19 +135,24 @@ def measure(kind: str, args: argparse.Namespace) -> dict[str, Any]:
             time.sleep(0.05)
         engine.steps(_WARM_UP_STEPS)
         rng = random.Random(args.seed)
-        pairs, calls_us, num_on = [], [], 0
+        pairs, cpu_pairs, calls_us, num_on = [], [], [], 0
         for _ in range(args.num_pairs):
-            seconds = {}
+            seconds, cpu = {}, {}
             for is_on in rng.sample([True, False], 2):
                 engine.scheduler.sola_predictions = timed if is_on else None
                 timed.total_s = 0.0
+                start_cpu = time.process_time()
                 seconds[is_on] = sum(engine.steps(args.block))
+                cpu[is_on] = time.process_time() - start_cpu
                 if is_on:
                     num_on += args.block
                     calls_us.append(1e6 * timed.total_s / args.block)
             pairs.append((seconds[True], seconds[False]))
+            cpu_pairs.append((cpu[True], cpu[False]))
         losses = [on / off - 1.0 for on, off in pairs]
+        cpu_losses = [on / off - 1.0 for on, off in cpu_pairs]
         low, high = _interval(losses, rng)
+        cpu_low, cpu_high = _interval(cpu_losses, rng)
         return {
             "predictor": kind,
             "num_running": args.num_running,
@@ -154,6 +160,9 @@ def measure(kind: str, args: argparse.Namespace) -> dict[str, Any]:
             "loss": statistics.median(losses),
             "loss_low": low,
             "loss_high": high,
+            "cpu_loss": statistics.median(cpu_losses),
+            "cpu_loss_low": cpu_low,
+            "cpu_loss_high": cpu_high,
             "client_us_per_step": statistics.median(calls_us),
             "client_share": statistics.median(calls_us)
             / (1e6 * statistics.median(off for _, off in pairs) / args.block),
@@ -186,14 +195,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file")
     args = parser.parse_args()
-    print("| predictor | running | step ms | steps/s lost | 95 % | client µs/step | of a step |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    print("| predictor | running | step ms | time | 95 % | CPU time | 95 % | client µs/step |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for kind in args.predictors:
         row = measure(kind, args)
         print(
             f"| {kind} | {row['num_running']} | {row['step_ms']:.2f} | {row['loss']:.2%} | "
-            f"{row['loss_low']:.2%} to {row['loss_high']:.2%} | {row['client_us_per_step']:.1f} | "
-            f"{row['client_share']:.2%} |",
+            f"{row['loss_low']:.2%} to {row['loss_high']:.2%} | {row['cpu_loss']:.2%} | "
+            f"{row['cpu_loss_low']:.2%} to {row['cpu_loss_high']:.2%} | "
+            f"{row['client_us_per_step']:.1f} ({row['client_share']:.2%}) |",
             flush=True,
         )
         if args.json is not None:
