@@ -84,7 +84,7 @@ class PredictionClient:
         self._is_closed = False
         self._back_off_s = _FIRST_BACK_OFF_S
         self._start_at_s = 0.0
-        self._started_s = 0.0
+        self._started_s = self._ready_s = 0.0
         self._next_handle = 0
         self._handle_of: dict[str, int] = {}
         self._name_of: dict[int, str] = {}
@@ -257,6 +257,7 @@ class PredictionClient:
                         yield name, prediction
             elif kind == protocol.READY:
                 self._is_ready = True
+                self._ready_s = self._clock()
                 logger.info(
                     "sola_sched: predictor %r ready after %.1f s",
                     self.settings.kind,
@@ -283,7 +284,7 @@ class PredictionClient:
                 self._lost(f"not ready after {_START_TIMEOUT_S:g} s")
             return
         oldest = next(iter(self._unanswered.values()))
-        waited = now - max(oldest, self._started_s)
+        waited = now - max(oldest, self._ready_s)
         if waited > _ANSWER_TIMEOUT_S:
             self._lost(f"no answer for {waited:.0f} s")
 

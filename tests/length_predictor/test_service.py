@@ -333,3 +333,30 @@ def test_process_that_never_answers_is_replaced() -> None:
     finally:
         client._process.kill()  # type: ignore[union-attr]
         client.close()
+
+
+def test_time_to_load_is_not_time_to_answer() -> None:
+    now = [0.0]
+    says_ready = (
+        sys.executable,
+        "-c",
+        "import json, socket, sys, time\n"
+        "end = socket.socket(fileno=json.loads(sys.argv[1])['fd'])\n"
+        "end.send(b'R')\n"
+        "time.sleep(600)",
+    )
+    client = PredictionClient(
+        ServiceSettings("lexical", "none"), clock=lambda: now[0], command=says_ready
+    )
+    try:
+        client.submit("r", [1])
+        now[0] = 2.0 * client_module._ANSWER_TIMEOUT_S  # it loads slowly
+        until(lambda: client.is_ready, client)
+        client.poll()
+        assert client.counts["num_restarts"] == 0
+
+        now[0] += client_module._ANSWER_TIMEOUT_S + 1.0  # and then says nothing
+        client.poll()
+        assert client.counts["num_restarts"] == 1
+    finally:
+        client.close()
