@@ -33,7 +33,7 @@ from sola_sched.state import StepPlan, StepState
 
 NUM_RUNNING = (16, 64, 256)
 NUM_WAITING = (0, 256, 2000)
-POLICIES = ("attain", "paper")
+POLICIES = ("attain", "paper", "alise")
 #: All slots taken, so that nobody can start; or room for more, and a prefill in every step.
 SLOTS = ("full", "free")
 #: Prompt and output tokens: long decodes run, long prompts wait.

@@ -41,6 +41,8 @@ examples:
   python -m sola_sched.bench --schedulers stock:512 stock:2048 sola sola:policy=paper
   python -m sola_sched.bench --backend openai --base-url http://localhost:8000 --request-rate 8
   python -m sola_sched.bench --backend sim --profile llama-3-70b-h100 --num-prompts 2000
+  python -m sola_sched.bench --backend sim --schedulers stock sola:policy=alise \\
+      sola:policy=alise,sim.predictor=oracle
   python -m sola_sched.bench fidelity    # how near virtual time comes to real engines
 """
 
@@ -90,7 +92,9 @@ def _target_group(group: Any) -> None:
         metavar="SPEC",
         help="stock[:max_num_batched_tokens] and sola[:option=value,...], each also with "
         f"engine.<argument>=<value> (default: {' '.join(DEFAULT_SCHEDULERS)}; with sim: "
-        f"{' '.join(SIM_SCHEDULERS)}); with sim also {' '.join(BASELINES)}",
+        f"{' '.join(SIM_SCHEDULERS)}); with sim also {' '.join(BASELINES)}, and "
+        "sola:sim.predictor=NAME with a length predictor: oracle, noisy:SIGMA, wrong:FACTOR, "
+        "recorded:FILE",
     )
     add(
         "--slo",
