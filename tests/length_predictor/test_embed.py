@@ -92,6 +92,8 @@ def test_threads_of_the_process_are_put_back(int8: SentenceEncoder) -> None:
 
     before = torch.get_num_threads()
     torch.set_num_threads(2)
+    if torch.get_num_threads() != 2:
+        pytest.skip("the number of threads cannot be changed once vLLM's engine runs here")
     try:
         int8.encode(TEXTS)
         assert torch.get_num_threads() == 2
