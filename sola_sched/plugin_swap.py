@@ -86,6 +86,13 @@ def _reason_against(args: Any, model_config: Any) -> str | None:
         return ""
     if model_config.runner_type == "pooling":
         return ""
+    from vllm.platforms import current_platform
+
+    if swap.mode == "auto" and not current_platform.is_cpu():
+        return (
+            "'swap.mode' is 'auto', which waits until swapping has been tested on "
+            f"{current_platform.device_name}; set it to 'raw' or 'int8' to swap"
+        )
     if getattr(args, "kv_offloading_size", None):
         return "--kv-offloading-size selects vLLM's own connector"
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1

@@ -13,7 +13,7 @@ from sola_sched.errors import ConfigError
 #: Name of the KV connector, as in ``--kv-transfer-config``.
 CONNECTOR = "SolaKVSwapConnector"
 
-MODES = ("raw", "int8", "off")
+MODES = ("auto", "raw", "int8", "off")
 
 #: `group_tokens` that makes one group of all tokens of a copied piece.
 WHOLE = "whole"
@@ -24,7 +24,8 @@ class SwapConfig:
     """What happens to the KV of a request that loses its place on the accelerator.
 
     Attributes:
-        mode: ``raw`` copies the bytes as they are: the tokens of a swapped request are those it
+        mode: ``auto`` is ``raw`` on devices where swapped requests have been shown to keep their
+            tokens, the CPU build of vLLM so far, and ``off`` elsewhere. ``raw`` copies the bytes as they are: the tokens of a swapped request are those it
             would have had. ``int8`` quantizes them, half the bytes of bf16, and may change
             tokens. ``off`` computes preempted requests again, as vLLM does.
         host_gib: Host memory for swapped KV, GiB per worker process; page-locked on CUDA, taken
@@ -40,7 +41,7 @@ class SwapConfig:
             computed again.
     """
 
-    mode: str = "raw"
+    mode: str = "auto"
     host_gib: float = 4.0
     group_tokens: int | str = 64
     segment_tokens: int = 256

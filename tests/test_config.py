@@ -57,7 +57,10 @@ def test_classes_are_read() -> None:
         (["policy"], r"'sola_sched' must be an object of options"),
         ({"swap": "raw"}, r"'swap' must be an object of options"),
         ({"swap": {"gib": 1}}, r"Unknown option 'gib' in 'swap'; known options: mode, host_gib"),
-        ({"swap": {"mode": "int4"}}, r"'swap.mode' must be one of raw, int8, off \(got 'int4'\)"),
+        (
+            {"swap": {"mode": "int4"}},
+            r"'swap.mode' must be one of auto, raw, int8, off \(got 'int4'\)",
+        ),
         ({"swap": {"host_gib": -1}}, r"'swap.host_gib' must be a number >= 0 \(got -1\)"),
         ({"swap": {"group_tokens": 0}}, r"'swap.group_tokens' must be an integer >= 1"),
         ({"swap": {"group_tokens": "all"}}, r"use 'whole' for one group"),

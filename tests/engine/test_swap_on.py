@@ -61,6 +61,21 @@ def test_which_connector_an_engine_gets(options, expected, model_dir):
     assert connector_of(model_dir, **options) == expected
 
 
+@pytest.mark.parametrize(("mode", "swaps"), [("auto", False), ("raw", True), ("int8", True)])
+def test_a_device_without_a_test_swaps_only_when_told_to(mode, swaps, monkeypatch):
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    args = SimpleNamespace(
+        additional_config={"sola_sched": {"swap": {"mode": mode}}}, kv_transfer_config=None
+    )
+    reason = _reason_against(args, SimpleNamespace(runner_type="generate"))
+    assert (reason is None) == swaps
+    if not swaps:
+        assert reason is not None
+        assert "set it to 'raw' or 'int8' to swap" in reason
+
+
 def test_an_unknown_option_is_refused_at_start(model_dir):
     with pytest.raises(ValueError, match=r"Unknown option 'mod' in 'swap'; known options: mode"):
         connector_of(model_dir, additional_config={"sola_sched": {"swap": {"mod": "raw"}}})
