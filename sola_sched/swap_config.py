@@ -25,9 +25,10 @@ class SwapConfig:
 
     Attributes:
         mode: ``auto`` is ``raw`` on devices where swapped requests have been shown to keep their
-            tokens, the CPU build of vLLM so far, and ``off`` elsewhere. ``raw`` copies the bytes as they are: the tokens of a swapped request are those it
-            would have had. ``int8`` quantizes them, half the bytes of bf16, and may change
-            tokens. ``off`` computes preempted requests again, as vLLM does.
+            tokens, the CPU build of vLLM so far, and ``off`` elsewhere. ``raw`` copies the bytes
+            as they are: the tokens of a swapped request are those it would have had. ``int8``
+            quantizes them, half the bytes of bf16, and may change tokens. ``off`` computes
+            preempted requests again, as vLLM does.
         host_gib: Host memory for swapped KV, GiB per worker process; page-locked on CUDA, taken
             at start. 0 keeps nothing, every preempted request is computed again.
         group_tokens: Tokens that share one scale and offset per channel in ``int8`` mode, >= 1,
