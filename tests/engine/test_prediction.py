@@ -25,8 +25,8 @@ STOCK = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
 LEXICAL = {"sola_sched": {"predictor": "lexical", "log_interval_s": 0}}
 #: Until the process has loaded its models; a busy machine may take its time.
 PATIENCE_S = 60.0
-#: One call of `poll` that finds the process dead, or starts the next one: a fork and an exec, a few
-#: tenths of a second on a machine that others keep busy. Waiting for the process would take seconds.
+#: One call of `poll` that finds the process dead, or starts the next one: a fork and an exec, a
+#: few tenths of a second on a busy machine. Waiting for the process would take seconds.
 MAX_POLL_S = 1.0
 
 
