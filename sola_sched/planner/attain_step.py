@@ -361,26 +361,46 @@ class AttainStep:
             before = arrival <= prefill_arrival[oldest]
             decodes, added_s, arrival = decodes[before], added_s[before], arrival[before]
         order = np.argsort(arrival, kind="stable")
-        num_run = 0
+        num_run, spare_used_s = 0, 0.0
         for added in added_s[order].tolist():
             if added <= spare_s:
                 spare_s -= added
-                credit.received(added)
+                spare_used_s += added
             elif credit.credit_s > 0:
                 credit.credit_s -= added
             else:
                 break
             num_run += 1
         run = decodes[order[:num_run]]
-        if num_run < len(order) or oldest < 0:
-            return run, None
-        index = int(prefills[oldest])
-        if not self._has_room(index):
-            # Once it has waited long enough to fill its credit, room is kept for it.
-            credit.is_blocked = was_blocked or credit.is_full
-            return run, None
         room -= num_run * state.tokens_per_decode
+        index = int(prefills[oldest]) if oldest >= 0 else -1
+        if index >= 0 and not self._has_room(index, run):
+            # Once it has waited long enough to fill its credit, room is kept for it. What others
+            # get from slack in the meantime does not count.
+            credit.is_blocked = was_blocked or credit.is_full
+            started = prefills[prefills < self.num_prefills]
+            if num_run < len(order) or not len(started):
+                return run, None
+            index = int(started[np.argmin(table.arrival_s[self.pending[started]])])
+            num_tokens = self._from_slack(index, spare_s, room, served, tokens)
+            return run, (index, num_tokens, False) if num_tokens else None
+        credit.received(spare_used_s)
+        if num_run < len(order) or index < 0:
+            return run, None
         return run, self._lost_prefill(index, limit_s, spare_s, room, served, tokens)
+
+    def _from_slack(
+        self, index: int, spare_s: float, room: int, served: IntArray, served_tokens: int
+    ) -> int:
+        """Tokens of a lost request that what others leave over pays for."""
+        if spare_s <= 0:
+            return 0
+        need, has = int(self.new[index]), float(self.has[index])
+        tokens = min(need, self._tokens_in(self.decode_s + spare_s, room - served_tokens, has))
+        # vLLM serves running requests before waiting ones: a long one must not take the chunk of
+        # those admitted beside it.
+        overtakes = index < self.num_prefills and bool((served >= self.num_prefills).any())
+        return tokens if tokens == need or not overtakes else 0
 
     def _lost_prefill(
         self,
@@ -393,14 +413,10 @@ class AttainStep:
     ) -> tuple[int, int, bool] | None:
         """The chunk of one lost request: from what is left over, else alone and on credit."""
         credit, need, has = self.best_effort, int(self.new[index]), float(self.has[index])
-        if spare_s > 0:
-            tokens = min(need, self._tokens_in(self.decode_s + spare_s, room - served_tokens, has))
-            # vLLM serves running requests before waiting ones: a long one must not take the
-            # chunk of those admitted beside it.
-            overtakes = index < self.num_prefills and bool((served >= self.num_prefills).any())
-            if tokens and (tokens == need or not overtakes):
-                credit.received(float(self.state.cost.prefill_marginal_s(float(tokens), has)))
-                return index, tokens, False
+        tokens = self._from_slack(index, spare_s, room, served, served_tokens)
+        if tokens:
+            credit.received(float(self.state.cost.prefill_marginal_s(float(tokens), has)))
+            return index, tokens, False
         tokens = min(need, self._tokens_in(limit_s, room, has))
         if not tokens and credit.is_full:
             tokens = min(need, self.tile)
@@ -410,12 +426,13 @@ class AttainStep:
         credit.credit_s -= seconds
         return index, tokens, True
 
-    def _has_room(self, index: int) -> bool:
-        """Whether slot and memory can be had for a lost request."""
+    def _has_room(self, index: int, lost_run: IntArray) -> bool:
+        """Whether slot and memory can be had for a lost request, from decodes that sit out."""
         if index < self.num_prefills:
             return True
         state = self.state
-        held = self.decodes.lost
+        held = self.decodes.lost.copy()
+        held[lost_run] = False
         free = state.num_free_blocks + int(self.decodes.ctx[held].sum()) // state.block_size
         slots = state.max_num_running - len(self.rows) + int(held.sum())
         return slots > 0 and free > self.new[index] / state.block_size + 1

@@ -220,6 +220,24 @@ def test_service_from_slack_counts_towards_the_share() -> None:
     assert [served(num_others=10) for _ in range(20)].index(True) in (10, 11)
 
 
+def test_while_the_oldest_lost_finds_no_slot_slack_goes_to_one_that_has_it_and_is_no_debt() -> None:
+    planner = make_attain(best_effort_share=0.1)
+    b = StateBuilder(max_num_running=3)
+    b.decode("lost decode", first_ago_s=5.0, out=40, arrived_ago_s=20.0)
+    b.decode("fine", first_ago_s=0.1, out=2)
+    started = b.prefill("started", waited_s=8.0, computed=900)
+    b.waiting("oldest", waited_s=9.0)
+    plan = planner.plan(b.build())
+    assert plan.run is not None
+    assert set(b.names(plan.run)) == {"lost decode", "fine", "started"}
+    assert not len(plan.admit)
+    assert not len(plan.preempt)
+    assert planner.best_effort.credit_s >= 0.0
+    b.table.remove("started")
+    b.running.remove(started)
+    assert b.names(planner.plan(b.build()).admit) == ["oldest"]
+
+
 def test_where_slots_are_short_the_longest_output_is_given_up() -> None:
     b = StateBuilder(max_num_running=3)
     b.decode("a", first_ago_s=0.1, out=2)
