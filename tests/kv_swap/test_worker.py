@@ -261,14 +261,17 @@ def test_without_host_memory_there_are_no_slots() -> None:
     worker.close()
 
 
-def test_a_worker_leaves_half_of_the_hosts_memory(monkeypatch, caplog) -> None:
+def test_a_worker_leaves_half_of_the_hosts_memory(monkeypatch) -> None:
     monkeypatch.setattr("sola_sched.kv_swap.worker._available_bytes", lambda: 1 << 16)
-    monkeypatch.setattr(logging.getLogger("vllm.sola_sched"), "propagate", True)
+    warnings: list[str] = []  # whatever an engine has done to vLLM's loggers
+    monkeypatch.setattr(
+        logging.getLogger("vllm.sola_sched"), "warning", lambda text, *args: warnings.append(text)
+    )
     worker, _ = make_worker()
 
     assert worker.pool is not None
     assert worker.pool.num_bytes <= 1 << 15
-    assert "this worker takes" in caplog.text
+    assert any("this worker takes" in text for text in warnings)
     worker.close()
 
 
