@@ -113,7 +113,8 @@ class EngineBackend:
         probe = SchedulerProbe(live_scheduler)
         clock = make_clock(self.options.clock)
         try:
-            replay = Replay(engine, clock, self.options.stall_timeout_s)
+            driven = self._watched(engine, live_scheduler, clock.now_s)
+            replay = Replay(driven, clock, self.options.stall_timeout_s)
             if clock.name != "wall" and scheduler.kind == "sola":
                 live_scheduler.sola_clock = clock.now_s
                 live_scheduler.sola_wall_clock = replay.wall_s
@@ -121,6 +122,7 @@ class EngineBackend:
             gc.collect()
             gc.freeze()
             probe.reset()
+            self._warmed_up()
             outcome = replay.run(workload.requests, max_concurrency, on_done)
             outcome.scheduler = probe.stats()
             if clock.name == "wall" and not has_accelerator():
@@ -136,6 +138,13 @@ class EngineBackend:
             engine.engine_core.shutdown()
             del engine
             _release_memory()
+
+    def _watched(self, engine: Any, scheduler: Any, clock: Callable[[], float]) -> Any:
+        """What the replay drives; for subclasses that look on."""
+        return engine
+
+    def _warmed_up(self) -> None:
+        """Called before the requests that count, for the same."""
 
     def _engine_args(self, scheduler: SchedulerSpec, slo: SloTarget) -> Any:
         from vllm.engine.arg_utils import EngineArgs

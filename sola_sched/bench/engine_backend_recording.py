@@ -9,19 +9,14 @@ outputs for the client (``output_s``).
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sola_sched.bench.backend import OnDone, RunOutcome, SchedulerSpec
-from sola_sched.bench.clock import make_clock
 from sola_sched.bench.engine_backend import EngineBackend, EngineOptions
-from sola_sched.bench.scheduler_probe import SchedulerProbe
 from sola_sched.bench.workload import RequestSpec, Workload
 from sola_sched.cost_fit import kind_of
 from sola_sched.simulator.step_curves import Batch, batch_of
-from sola_sched.slo import SloTarget
 
 #: Parts of a cycle, in order.
 PARTS = ("admit_s", "schedule_s", "model_s", "update_s", "output_s")
@@ -183,46 +178,19 @@ class RecordingBackend(EngineBackend):
         self.warmup: list[RequestSpec] = []
         self.facts: EngineFacts | None = None
 
-    def run(
-        self,
-        workload: Workload,
-        scheduler: SchedulerSpec,
-        slo: SloTarget,
-        *,
-        max_concurrency: int | None = None,
-        on_done: OnDone | None = None,
-    ) -> RunOutcome:
-        """See ``Backend.run``."""
-        from vllm.v1.engine.llm_engine import LLMEngine
+    def _watched(self, engine: Any, scheduler: Any, clock: Callable[[], float]) -> Any:
+        self.facts = _facts(engine.vllm_config, scheduler)
+        self._recorder = CycleRecorder(engine, scheduler, clock)
+        return self._recorder
 
-        from sola_sched.bench.engine_backend_replay import Replay
+    def _warmup(self, workload: Workload) -> list[RequestSpec]:
+        self.warmup = super()._warmup(workload)
+        return self.warmup
 
-        engine = LLMEngine.from_engine_args(self._engine_args(scheduler, slo))
-        live = engine.engine_core.engine_core.scheduler
-        clock = make_clock(self.options.clock)
-        probe = SchedulerProbe(live)
-        recorder = CycleRecorder(engine, live, clock.now_s)
-        try:
-            replay = Replay(recorder, clock, self.options.stall_timeout_s)
-            if clock.name != "wall" and scheduler.kind == "sola":
-                live.sola_clock = clock.now_s
-                live.sola_wall_clock = replay.wall_s
-            self.facts = _facts(engine.vllm_config, live)
-            self.warmup = self._warmup(workload)
-            replay.run(self.warmup, max_concurrency)
-            gc.collect()
-            gc.freeze()
-            probe.reset()
-            recorder.reset()
-            outcome = replay.run(workload.requests, max_concurrency, on_done)
-            outcome.scheduler = probe.stats()
-            self.cycles = recorder.cycles
-            return outcome
-        finally:
-            gc.unfreeze()
-            engine.engine_core.shutdown()
-            del engine
-            gc.collect()
+    def _warmed_up(self) -> None:
+        self._recorder.reset()
+        self.cycles = self._recorder.cycles
+        del self._recorder  # it would keep the engine
 
 
 def _facts(config: Any, scheduler: Any) -> EngineFacts:
