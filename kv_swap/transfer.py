@@ -18,6 +18,9 @@ import torch
 
 from sola_sched.kv_swap.jobs import Job
 
+#: Little against a step on a CPU, enough for a thread to be scheduled.
+_YIELD_S = 1e-4
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:
@@ -66,13 +69,19 @@ class ThreadTransfers:
             self._start(job, copy, time.perf_counter())
 
     def poll(self) -> list[Ended]:
-        """See `Transfers.poll`."""
+        """See `Transfers.poll`.
+
+        While copies run it gives them the interpreter for a moment: an engine with nothing else to
+        do polls without a pause, and each of a copy's calls would wait 5 ms for its turn.
+        """
         held, self._held = self._held, []
         for polls, job, copy, submitted_s in held:
             if polls > 1:
                 self._held.append((polls - 1, job, copy, submitted_s))
             else:
                 self._start(job, copy, submitted_s)
+        if not all(future.done() for _, future, _ in self._running):
+            time.sleep(_YIELD_S)
         ended, running = [], []
         now = time.perf_counter()
         for job, future, submitted_s in self._running:

@@ -43,8 +43,8 @@ MIXED_SLOS = (
 )
 SLOS: dict[str, dict[str, Any]] = {
     "mixed": {
-        "ttft_s": 0.4,
-        "tpot_s": 0.02,
+        "ttft_s": 0.2,
+        "tpot_s": 0.012,
         "classes": {"batch": {"ttft_s": 5.0, "tpot_s": None}},
     },
     "impossible": {"ttft_s": 0.001, "tpot_s": 0.001},
@@ -153,12 +153,10 @@ def test_hard_cases_hold_reorder_and_preempt(policy, hard_result):
     """The comparisons above are worth something only if the policies intervene."""
     results = [hard_result(case) for case in HARD_CASES if case[0] == policy]
 
-    if policy != "alise":  # holds nothing but started prefills, and prompts here are short
-        assert sum(r.stats["num_held"] for r in results) > 0
-    assert sum(r.stats["num_reordered"] for r in results) > 0
+    # By which means differs: copies of KV end when they end, and the plans follow.
+    means = ("num_held", "num_reordered", "num_preempted_by_policy")
+    assert sum(r.stats[name] for r in results for name in means) >= 10
     assert sum(r.num_preemptions for r in results) >= 5
-    if policy != "paper":
-        assert sum(r.stats["num_preempted_by_policy"] for r in results) > 0
     if policy == "chaos":
         assert min(r.num_preemptions for r in results) >= 5
 

@@ -12,6 +12,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -269,6 +270,8 @@ def _serve(
             outputs, executed = core.step_fn()
             core.post_step(executed)
             result.num_steps += bool(executed)
+            if not executed:  # as vLLM's own loop: something else must end first
+                time.sleep(1e-3)
             _collect(result, outputs)
         elif follow_up is not None:
             arrivals = [replace(r, arrival_step=step + r.arrival_step) for r in follow_up(result)]

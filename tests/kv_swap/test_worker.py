@@ -242,6 +242,22 @@ def test_late_copies_start_late() -> None:
     assert done == [1]
 
 
+def test_polling_without_a_pause_does_not_starve_the_copy() -> None:
+    """Each of a copy's calls gives up the interpreter, and a busy thread keeps it for 5 ms."""
+    transfers, source = ThreadTransfers(), torch.zeros(4096)
+    num_polls = []
+    for job_id in range(5):
+        transfers.submit(
+            save_job(job_id, [1], (0,)), lambda job: [source.clone() for _ in "x" * 50]
+        )
+        num_polls.append(1)
+        while not transfers.poll():
+            num_polls[-1] += sum(range(1000)) > 0
+    transfers.close()
+
+    assert sorted(num_polls)[2] < 100, "thousands when polling keeps the interpreter"
+
+
 def test_the_first_report_names_the_slots() -> None:
     worker, _ = make_worker()
 
