@@ -86,7 +86,7 @@ class StateMonitor:
         self._elapsed_s = 0.0
         self._next_pos = 1
         self._front_pos = -1
-        self._num_limited = 0
+        self._num_limited = self._num_ranked = 0
         self._num_ended = 0
         self._last_end_s = math.nan
         self.end_interval_s = math.nan
@@ -119,6 +119,7 @@ class StateMonitor:
         table.queue_pos[row] = self._next_pos
         self._next_pos += 1
         self._num_limited += not slo.is_unlimited
+        self._num_ranked += priority != 0
         return row
 
     def predicted(self, req_id: str, prediction: LengthPrediction) -> bool:
@@ -266,6 +267,7 @@ class StateMonitor:
         self._num_limited -= bool(
             math.isfinite(table.ttft_s[row]) or math.isfinite(table.tpot_s[row])
         )
+        self._num_ranked -= bool(table.priority[row] != 0)
         if rejected:
             stats.num_rejected += 1
         elif not by_itself:
@@ -335,7 +337,7 @@ class StateMonitor:
                 pending[record.prefill_rows] += 1
             ahead = pending[rows]
             start = max(now, free_s)
-        waiting = np.flatnonzero(table.phase == WAITING)
+        (waiting,) = (table.phase == WAITING).nonzero()
         elapsed, self._elapsed_s = self._elapsed_s, 0.0
         return StepState(
             now_s=start,
@@ -356,4 +358,5 @@ class StateMonitor:
             prefill_share=self.prefill_share,
             end_interval_s=self.end_interval_s,
             has_slo=self._num_limited > 0,
+            has_classes=self._num_ranked > 0,
         )

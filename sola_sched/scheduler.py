@@ -32,7 +32,7 @@ from sola_sched.planner import make_planner
 from sola_sched.queues import PlannedQueue
 from sola_sched.reporting import engine_stats, summary_line
 from sola_sched.slo import SloTarget, request_target
-from sola_sched.state import DECODE, PARKED, WAITING, IntArray, StepPlan
+from sola_sched.state import DECODE, PREFILL, IntArray, StepPlan
 from sola_sched.swapping import SwapMixin
 from sola_sched.vllm_compat import Seams, check_version
 
@@ -96,7 +96,10 @@ class SolaSchedulerMixin(SwapMixin):
             self.block_size if getattr(self, "need_mamba_block_aligned_split", False) else 1
         )
         self._running_rows: IntArray = np.empty(0, dtype=np.int64)  # rows of `running`, aligned
+        #: `running` as the last step left it, and its rows.
+        self._left: tuple[list[Request], IntArray] = ([], self._running_rows)
         self._shown_rows: IntArray | None = None  # those that vLLM sees in this step, if known
+        self._hidden_rows = self._running_rows  # those that sit it out
         self._next_lookup = 0
         self._is_updating = False
         self._stalled = False
@@ -220,9 +223,11 @@ class SolaSchedulerMixin(SwapMixin):
         row_of = self.sola_monitor.table.row_of
         self.sola_monitor.parked([row_of[r.request_id] for r in self._seams.parked()])
         pool = self.kv_cache_manager.block_pool
-        self._running_rows = self._shown_rows = np.array(
-            [row_of[request.request_id] for request in self.running], dtype=np.int64
-        )
+        left, rows = self._left
+        if self.running != left:  # the same objects, as long as nobody has come or gone
+            rows = np.array([row_of[r.request_id] for r in self.running], dtype=np.int64)
+            self._left = self.running.copy(), rows
+        self._running_rows = self._shown_rows = rows
         state = self.sola_monitor.state(
             self._running_rows,
             max_num_tokens=self.max_num_scheduled_tokens,
@@ -278,9 +283,12 @@ class SolaSchedulerMixin(SwapMixin):
         if plan.token_budget is not None:
             self.max_num_scheduled_tokens = min(budget, max(self._min_budget, plan.token_budget))
         setattr(self, slots, num_slots - len(hidden))
+        shown = self.running.copy()
         try:
             yield
         finally:
+            if hidden and self.running == shown:
+                self._left = shown + hidden, np.concatenate([self._shown_rows, self._hidden_rows])
             self.running.extend(hidden)
             self.max_num_scheduled_tokens = budget
             setattr(self, slots, num_slots)
@@ -298,11 +306,12 @@ class SolaSchedulerMixin(SwapMixin):
         places = places[places >= 0]
         sits_out = np.ones(len(rows), dtype=bool)
         sits_out[places] = False
-        hidden = [running[place] for place in np.flatnonzero(sits_out).tolist()]
+        (held,) = sits_out.nonzero()
+        hidden = [running[place] for place in held.tolist()]
         shown = [running[place] for place in places.tolist()]
-        self._counts["num_reordered"] += bool((places[1:] < places[:-1]).any())
+        self._counts["num_reordered"] += bool(np.count_nonzero(places[1:] < places[:-1]))
         self._counts["num_held"] += len(hidden)
-        self.running, self._shown_rows = shown, rows[places]
+        self.running, self._shown_rows, self._hidden_rows = shown, rows[places], rows[held]
         return hidden
 
     def _requests(self, rows: IntArray) -> Iterable[Request]:
@@ -348,21 +357,22 @@ class SolaSchedulerMixin(SwapMixin):
         ):  # somebody was admitted, preempted or left out
             rows = np.fromiter((row_of[name] for name in scheduled), np.int64, len(scheduled))
         is_decode = table.phase[rows] == DECODE
-        if is_decode.all():
-            monitor.scheduled(rows, rows[:0], rows[:0])
+        prefills = rows[~is_decode]
+        if not len(prefills):
+            monitor.scheduled(rows, prefills, prefills)
             return
-        tokens = np.fromiter(scheduled.values(), np.int64, len(scheduled))
-        phase = table.phase[rows]
-        for place in np.flatnonzero((phase == WAITING) | (phase == PARKED)).tolist():
-            row = int(rows[place])
+        tokens = []
+        for row in prefills.tolist():
             name = table.req_id[row]
-            request = self.requests[name]
-            monitor.admitted(
-                row,
-                num_computed=request.num_computed_tokens - scheduled[name],
-                prefill_target=request.num_tokens,
-            )
-        monitor.scheduled(rows[is_decode], rows[~is_decode], tokens[~is_decode])
+            tokens.append(scheduled[name])
+            if table.phase[row] != PREFILL:
+                request = self.requests[name]
+                monitor.admitted(
+                    row,
+                    num_computed=request.num_computed_tokens - scheduled[name],
+                    prefill_target=request.num_tokens,
+                )
+        monitor.scheduled(rows[is_decode], prefills, np.array(tokens, dtype=np.int64))
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self._is_updating = True
@@ -371,9 +381,8 @@ class SolaSchedulerMixin(SwapMixin):
         finally:
             self._is_updating = False
         monitor = self.sola_monitor
-        delivered = [out for group in outputs.values() for out in group.outputs]
         if (
-            len(delivered) == monitor.num_expected
+            sum(len(group.outputs) for group in outputs.values()) == monitor.num_expected
             and self._tokens_per_decode == 1
             and all(by_itself for _, by_itself in self._ended)
         ):
@@ -383,7 +392,8 @@ class SolaSchedulerMixin(SwapMixin):
             received = np.array(
                 [
                     (row_of[out.request_id], len(out.new_token_ids))
-                    for out in delivered
+                    for group in outputs.values()
+                    for out in group.outputs
                     if out.new_token_ids
                 ],
                 dtype=np.int64,

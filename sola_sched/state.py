@@ -213,6 +213,7 @@ class StepState:
         prefill_share: Recent share of engine time spent on prefill, in [0, 1).
         end_interval_s: Recent mean time between two ends of requests, seconds; NaN at first.
         has_slo: Whether any live request has a target.
+        has_classes: Whether the priorities of live requests may differ.
         reload_s_per_token: What it takes to swap KV back in, seconds per token; ``inf`` where it
             is computed again, None where it is not known yet.
     """
@@ -235,6 +236,7 @@ class StepState:
     prefill_share: float = 0.0
     end_interval_s: float = math.nan
     has_slo: bool = True
+    has_classes: bool = True
     reload_s_per_token: float | None = math.inf
 
     def remaining(self, rows: IntArray, num_ahead: IntArray | int = 0) -> FloatArray:

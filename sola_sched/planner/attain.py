@@ -13,14 +13,10 @@ import dataclasses
 import numpy as np
 
 from sola_sched.config import SolaConfig
-from sola_sched.planner.attain_state import BestEffort, Decodes
+from sola_sched.planner.attain_state import BestEffort, Decodes, Prefills, StepView
 from sola_sched.planner.attain_step import AttainStep
 from sola_sched.planner.base import neutral, priority_victims, with_useful_victims
-from sola_sched.state import DECODE, BoolArray, FloatArray, IntArray, StepPlan, StepState
-
-#: A decode counts as lost only if it misses its target by more than this share of the step time:
-#: predictions of the step time are a few per cent off.
-_GIVE_UP_MARGIN = 0.9
+from sola_sched.state import DECODE, BoolArray, IntArray, StepPlan, StepState
 
 #: While slots are all that is short, the swap of a late decode for a waiting request is weighed
 #: once in so many steps.
@@ -84,25 +80,14 @@ class AttainPlanner:
         is_decode = table.phase[rows] == DECODE
         if self._is_settled(state, rows, is_decode):
             return StepPlan(preempt=victims, admit=rows[:0], problem="decode")
-        present = table.priority[np.concatenate([rows, state.waiting])]
-        lowest = int(present.max()) if len(present) else 0
-        remaining = state.remaining(rows, ahead)
-        decodes = self._decodes(
-            state, rows[is_decode], remaining[is_decode], ahead[is_decode], lowest
-        )
-        return AttainStep(
-            state,
-            decodes,
-            rows,
-            is_decode,
-            remaining,
-            victims,
-            best_effort=self.best_effort,
-            lowest=lowest,
-            tile=self.tile,
-            keep=self.keep,
-            rejects=self.rejects,
-        ).plan()
+        lowest = 0
+        if state.has_classes and len(rows) + len(state.waiting):
+            lowest = int(table.priority[np.concatenate([rows, state.waiting])].max())
+        keep = self.keep
+        decodes = Decodes.of(state, rows[is_decode], ahead[is_decode], keep=keep, lowest=lowest)
+        prefills = Prefills.of(state, rows[~is_decode], decodes.decode_s, keep=keep, lowest=lowest)
+        view = StepView(state, decodes, prefills, self.tile, keep)
+        return AttainStep(view, self.best_effort, rejects=self.rejects).plan(victims)
 
     def _is_settled(self, state: StepState, rows: IntArray, is_decode: BoolArray) -> bool:
         """Nothing can be decided: only decodes, all served within their targets, no free slot."""
@@ -120,57 +105,3 @@ class AttainPlanner:
         ctx = int(table.num_prompt[rows].sum() + table.num_output[rows].sum())
         step_s = float(state.cost.decode_s(len(rows), ctx))
         return step_s <= self.keep * float(table.tpot_s[rows].min()) * state.accepted_per_decode
-
-    def _decodes(
-        self,
-        state: StepState,
-        rows: IntArray,
-        remaining: FloatArray,
-        ahead: IntArray,
-        lowest: int,
-    ) -> Decodes:
-        table = state.table
-        out = np.maximum(table.num_output[rows] + ahead, 1)
-        ctx = table.num_prompt[rows] + out
-        known = table.first_token_s[rows]
-        first = np.where(np.isnan(known), state.now_s, known)
-        tpot = table.tpot_s[rows] * self.keep
-        per_step = state.accepted_per_decode
-        bank = first + tpot * (out - 1 + per_step) - state.now_s
-        steps = np.maximum(remaining / per_step, 1.0)
-        with np.errstate(invalid="ignore"):
-            end = bank + (steps - 1.0) * (per_step * tpot)
-        sustain = end / steps
-        late = first - table.arrival_s[rows] > table.ttft_s[rows]
-        lost = late | self._too_slow(state, ctx, sustain, late)
-        alive = ~lost
-        decode_s = float(state.cost.decode_s(int(alive.sum()), float(ctx[alive].sum())))
-        # One behind its schedule catches up by steps halfway to what it could bear for long.
-        behind = decode_s + 0.5 * np.maximum(sustain - decode_s, 0.0)
-        allowed = np.where(bank >= behind, bank, np.minimum(behind, tpot * per_step))
-        is_upper = table.priority[rows] < lowest
-        if is_upper.any():  # classes are strict: an upper one is served even when it has lost
-            free = is_upper & lost
-            lost &= ~is_upper
-            sustain[free] = allowed[free] = np.inf
-        return Decodes(rows, ahead, ctx, bank, sustain, allowed, lost)
-
-    @staticmethod
-    def _too_slow(
-        state: StepState, ctx: IntArray, sustain: FloatArray, late: BoolArray
-    ) -> BoolArray:
-        """The largest set of decodes whose bare steps are short enough for all its members."""
-        lost = np.zeros(len(ctx), dtype=bool)
-        order = np.flatnonzero(~late)
-        if not len(order):
-            return lost
-        total = float(state.cost.decode_s(len(order), float(ctx[order].sum())))
-        if total * _GIVE_UP_MARGIN <= float(sustain[order].min()):
-            return lost
-        order = order[np.argsort(-sustain[order], kind="stable")]
-        step_s = state.cost.decode_s(
-            np.arange(1.0, len(order) + 1), np.cumsum(ctx[order]).astype(np.float64)
-        )
-        fits = np.flatnonzero(step_s * _GIVE_UP_MARGIN <= sustain[order])
-        lost[order[(fits[-1] + 1 if len(fits) else 0) :]] = True
-        return lost

@@ -87,7 +87,7 @@ def priority_victims(state: StepState) -> IntArray:
     class (larger number); the lowest class goes first, the latest arrival first within it.
     """
     table, rows = state.table, state.running
-    if len(rows) < state.max_num_running or not len(state.waiting):
+    if not state.has_classes or len(rows) < state.max_num_running or not len(state.waiting):
         return rows[:0]
     running, waiting = table.priority[rows], np.sort(table.priority[state.waiting])
     if waiting[0] >= running.max():
