@@ -282,12 +282,9 @@ def ablation(setup: Setup) -> Outcome:
 
 def prediction(setup: Setup) -> Outcome:
     """What knowing output lengths is worth: constant, histogram (`sola`), noisy, exact."""
-    models = [f"stock:engine.scheduler_cls=length_models:{n}" for n in _LENGTH_MODELS]
-    compared = (*STOCK, models[0], "sola", *models[1:])
+    constant, *known = (f"sola:sim.predictor={n}" for n in ("constant:256", "noisy:0.5", "oracle"))
+    compared = (*STOCK, constant, "sola", *known)
     return _by_load(setup, ("sharegpt", "azure-conv"), (1.0, 1.5, 2.0), compared)
-
-
-_LENGTH_MODELS = ("Constant", "Noisy", "Oracle")
 
 
 def bursts(setup: Setup) -> Outcome:

@@ -106,7 +106,7 @@ def best_stock_rows(rows: Sequence[Row]) -> list[Row]:
 def short(scheduler: str) -> str:
     if scheduler == PAPER:
         return "paper"
-    return scheduler.rpartition(":")[2].lower() if "scheduler_cls" in scheduler else scheduler
+    return scheduler.removeprefix("sola:sim.predictor=")
 
 
 def percent(rows: Sequence[Row], column: str = "attainment") -> str:

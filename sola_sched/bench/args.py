@@ -93,8 +93,8 @@ def _target_group(group: Any) -> None:
         help="stock[:max_num_batched_tokens] and sola[:option=value,...], each also with "
         f"engine.<argument>=<value> (default: {' '.join(DEFAULT_SCHEDULERS)}; with sim: "
         f"{' '.join(SIM_SCHEDULERS)}); with sim also {' '.join(BASELINES)}, and "
-        "sola:sim.predictor=NAME with a length predictor: oracle, noisy:SIGMA, wrong:FACTOR, "
-        "recorded:FILE",
+        "sola:sim.predictor=NAME with a length predictor: constant:TOKENS, oracle, noisy:SIGMA, "
+        "wrong:FACTOR, recorded:FILE",
     )
     add(
         "--slo",

@@ -3,6 +3,7 @@
 A predictor is named where the scheduler is: ``sola:policy=alise,sim.predictor=oracle``.
 
 - ``none``: none; the scheduler has its own histogram of finished requests.
+- ``constant:TOKENS``: the same length for every request.
 - ``oracle``: the true length.
 - ``given``: the request's own `RequestSpec.prediction`, made from its text beforehand.
 - ``noisy:SIGMA``: the true length x a lognormal factor of median 1; the quantiles admit to SIGMA.
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from statistics import NormalDist
@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sola_sched.bench.values import positive_number
 from sola_sched.bench.workload import RequestSpec
 from sola_sched.errors import ConfigError
 from sola_sched.prediction import LEVELS, NUM_LEVELS, LengthPrediction
@@ -54,15 +55,16 @@ def make_predictor(name: str, seed: int = 0) -> Predict | None:
         return lambda request: LengthPrediction.exactly(request.output_tokens)
     if kind == "given" and not argument:
         return lambda request: request.prediction
-    if kind == "noisy":
-        return _noisy(_positive(name, argument), seed)
-    if kind == "wrong":
-        return _wrong(_positive(name, argument), seed)
+    if kind in ("constant", "noisy", "wrong"):
+        number = positive_number(argument, f"sim.predictor={name}")
+        if kind == "constant":
+            return lambda request: LengthPrediction.exactly(number, "histogram")
+        return _noisy(number, seed) if kind == "noisy" else _wrong(number, seed)
     if kind == "recorded" and argument:
         return RecordedErrors.read(Path(argument)).predictor(seed)
     raise ConfigError(
-        "'sim.predictor' must be none, oracle, given, noisy:SIGMA, wrong:FACTOR or recorded:FILE "
-        f"(got {name!r})."
+        "'sim.predictor' must be none, constant:TOKENS, oracle, given, noisy:SIGMA, wrong:FACTOR "
+        f"or recorded:FILE (got {name!r})."
     )
 
 
@@ -146,13 +148,3 @@ def _share(name: str, seed: int) -> float:
     """A number in (0, 1) that the name and the seed decide."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest()
     return (int.from_bytes(digest, "little") + 0.5) / 2**32
-
-
-def _positive(name: str, argument: str) -> float:
-    try:
-        value = float(argument)
-    except ValueError:
-        value = math.nan
-    if not 0.0 < value < math.inf:
-        raise ConfigError(f"'sim.predictor' needs a number > 0 after the colon (got {name!r}).")
-    return value

@@ -20,7 +20,7 @@ def parse_slo(items: list[str]) -> SloTarget:
         name, _, value = item.partition(":")
         if name not in ("ttft", "tpot") or name in targets:
             raise ConfigError(f"'--slo' takes ttft:<ms> and tpot:<ms>, each once (got {item!r}).")
-        targets[name] = _milliseconds(value, f"--slo {item}") / 1e3
+        targets[name] = positive_number(value, f"--slo {item}") / 1e3
     return SloTarget(ttft_s=targets.get("ttft", math.inf), tpot_s=targets.get("tpot", math.inf))
 
 
@@ -31,7 +31,7 @@ def parse_slo_class(text: str) -> SloClass:
         raise ConfigError(
             f"'--slo-class' takes NAME:SHARE:TTFT_MS:TPOT_MS (got {text!r}); e.g. chat:0.7:500:50."
         )
-    share, ttft_ms, tpot_ms = (_milliseconds(part, f"--slo-class {text}") for part in parts[1:])
+    share, ttft_ms, tpot_ms = (positive_number(part, f"--slo-class {text}") for part in parts[1:])
     return SloClass(parts[0], share, SloTarget(ttft_s=ttft_ms / 1e3, tpot_s=tpot_ms / 1e3))
 
 
@@ -68,13 +68,14 @@ def parse_metric_names(text: str) -> list[str]:
     return names
 
 
-def _milliseconds(text: str, flag: str) -> float:
+def positive_number(text: str, what: str) -> float:
+    """A finite number > 0; `what` names it in the error."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise ConfigError(f"'{flag}' must hold finite numbers > 0 (got {text!r}).")
+        raise ConfigError(f"'{what}' must hold finite numbers > 0 (got {text!r}).")
     return value
 
 

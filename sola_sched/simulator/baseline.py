@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,6 +132,6 @@ class Ordered(Baseline):
         )
         return Rule(admit=[request for request, _ in order])
 
+    @abstractmethod
     def keys(self, waiting: list[Request]) -> list[float] | None:
         """A number per request, smallest first; None for the order of arrival."""
-        raise NotImplementedError

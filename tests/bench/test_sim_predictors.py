@@ -31,6 +31,10 @@ def test_the_oracle_knows_and_none_is_none():
     assert set(medians("oracle", 10)) == {100.0}
 
 
+def test_a_constant_is_one():
+    assert set(medians("constant:256", 10)) == {256.0}
+
+
 def test_noise_has_the_median_and_the_spread_it_admits_to():
     logs = np.log(medians("noisy:0.5") / 100.0)
 
@@ -91,7 +95,8 @@ def test_recorded_errors_are_drawn_from_lengths_like_the_requests(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "name", ["orcale", "oracle:1", "noisy", "noisy:x", "noisy:0", "wrong:-1", "recorded"]
+    "name",
+    ["orcale", "oracle:1", "constant", "noisy", "noisy:x", "noisy:0", "wrong:-1", "recorded"],
 )
 def test_an_unknown_predictor_is_refused(name):
     with pytest.raises(ConfigError, match=r"sim\.predictor"):
