@@ -308,7 +308,7 @@ class SolaSchedulerMixin(SwapMixin):
         sits_out[places] = False
         (held,) = sits_out.nonzero()
         hidden = [running[place] for place in held.tolist()]
-        shown = [running[place] for place in places.tolist()]
+        shown = list(map(running.__getitem__, places.tolist()))
         self._counts["num_reordered"] += bool(np.count_nonzero(places[1:] < places[:-1]))
         self._counts["num_held"] += len(hidden)
         self.running, self._shown_rows, self._hidden_rows = shown, rows[places], rows[held]

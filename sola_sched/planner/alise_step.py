@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -206,8 +207,9 @@ class AliseStep:
         """Time to get the KV of these back, by computing it or from host memory, seconds."""
         tokens = self._held_tokens(index).astype(np.float64)
         seconds = np.asarray(self.state.cost.prefill_marginal_s(tokens, 0.0))
-        if self.state.reload_s_per_token is not None:
-            seconds = np.minimum(seconds, tokens * self.state.reload_s_per_token)
+        reload_s = self.state.reload_s_per_token
+        if reload_s is not None and math.isfinite(reload_s):
+            seconds = np.minimum(seconds, tokens * reload_s)
         return float(seconds.sum())
 
     def _num_that_fit(self, kept: IntArray, wanted: IntArray, num_victims: int) -> int:

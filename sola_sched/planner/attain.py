@@ -85,7 +85,14 @@ class AttainPlanner:
             lowest = int(table.priority[np.concatenate([rows, state.waiting])].max())
         keep = self.keep
         decodes = Decodes.of(state, rows[is_decode], ahead[is_decode], keep=keep, lowest=lowest)
-        prefills = Prefills.of(state, rows[~is_decode], decodes.decode_s, keep=keep, lowest=lowest)
+        prefills = Prefills.of(
+            state,
+            rows[~is_decode],
+            decodes.decode_s,
+            keep=keep,
+            lowest=lowest,
+            finds_hopeless=self.rejects,
+        )
         view = StepView(state, decodes, prefills, self.tile, keep)
         return AttainStep(view, self.best_effort, rejects=self.rejects).plan(victims)
 

@@ -150,7 +150,8 @@ class Prefills:
         service_s: What computing the rest adds to steps that run anyway, seconds.
         deadline_s: Time left until it must end, seconds; inf without a target.
         feasible: Whether it can still end in time; false without a target.
-        hopeless: Whether it waits for its first token and can no longer get it in time.
+        hopeless: Whether it waits for its first token and can no longer get it in time; false
+            where nobody asks.
     """
 
     rows: IntArray
@@ -164,7 +165,14 @@ class Prefills:
 
     @classmethod
     def of(
-        cls, state: StepState, started: IntArray, decode_s: float, *, keep: float, lowest: int
+        cls,
+        state: StepState,
+        started: IntArray,
+        decode_s: float,
+        *,
+        keep: float,
+        lowest: int,
+        finds_hopeless: bool,
     ) -> Prefills:
         """Judge the prefills in `started` and the waiting requests.
 
@@ -174,6 +182,7 @@ class Prefills:
             decode_s: Time of a step without prefill, seconds.
             keep: Share of a target that is planned for.
             lowest: Priority of the lowest class present.
+            finds_hopeless: Whether `hopeless` is needed.
         """
         table = state.table
         rows = np.concatenate([started, state.waiting])
@@ -186,7 +195,9 @@ class Prefills:
         deadline_s = _deadlines(state, rows, num_output, need_s, decode_s, keep)
         has_deadline = np.isfinite(deadline_s)
         feasible = has_deadline & (_PREFILL_MARGIN * need_s <= deadline_s)
-        hopeless = (num_output == 0) & has_deadline & ~feasible
+        hopeless = np.zeros(len(rows), dtype=bool)
+        if finds_hopeless:
+            hopeless = (num_output == 0) & has_deadline & ~feasible
         if state.has_classes:
             # They are strict: what an upper one has lost still goes before a lower one.
             upper = ~feasible & (table.priority[rows] < lowest)
@@ -211,9 +222,8 @@ def _deadlines(
     table = state.table
     target = table.ttft_s[rows]
     waited = state.now_s - table.arrival_s[rows]
-    deadline: FloatArray = (
-        np.where(need_s <= keep * target - waited, keep * target, target) - waited
-    )
+    early = keep * target - waited
+    deadline: FloatArray = np.where(need_s <= early, early, target - waited)
     (again,) = num_output.nonzero()
     if len(again):  # preempted after its first token: what counts is TPOT
         back = rows[again]

@@ -73,7 +73,9 @@ class AttainStep:
 
     def _rejected(self) -> IntArray:
         """Waiting requests that had a TTFT target and can no longer meet it."""
-        first = self.prefills.num_started if self.rejects else len(self.prefills.rows)
+        first = self.prefills.num_started
+        if not self.rejects:
+            return self.prefills.rows[:0]
         rejected: IntArray = self.prefills.rows[first:][self.prefills.hopeless[first:]]
         return rejected
 

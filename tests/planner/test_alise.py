@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from states import StateBuilder
 
@@ -249,6 +249,8 @@ def test_rejects_who_would_wait_longer_than_its_target() -> None:
     assert rejected == {"tight"}
 
 
+#: A holder without KV yet, where swapped KV is never loaded: 0 tokens x no speed.
+@example([("decode", 1, 1, 0.0, 0), ("decode", 1, 1, 0.0, 0), ("prefill", 1, 1, 0.0, 0)], 0, 3, 64)
 @given(
     st.lists(
         st.tuples(
