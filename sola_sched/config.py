@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sola_sched import options as rules
 from sola_sched.errors import ConfigError, SloError
 from sola_sched.slo import SloTarget
 from sola_sched.swap_config import SwapConfig
@@ -82,28 +82,28 @@ class SolaConfig:
     swap: SwapConfig = field(default_factory=SwapConfig)
 
     def __post_init__(self) -> None:
-        _one_of("policy", self.policy, POLICIES)
-        _one_of("overload", self.overload, OVERLOAD_MODES)
+        rules.one_of("policy", self.policy, POLICIES)
+        rules.one_of("overload", self.overload, OVERLOAD_MODES)
         for name in ("ttft_s", "tpot_s"):
             value = getattr(self, name)
             if value is not None:
-                _number(name, value, low=0.0, low_open=True, hint="use null to disable it")
-        _number("best_effort_share", self.best_effort_share, low=0.0, high=1.0, high_open=True)
-        _number("alpha", self.alpha, low=0.0, low_open=True, high=1.0)
-        _number("safety", self.safety, low=0.0, high=1.0, high_open=True)
-        _number("log_interval_s", self.log_interval_s, low=0.0)
+                rules.number(name, value, low=0.0, low_open=True, hint="use null to disable it")
+        rules.number("best_effort_share", self.best_effort_share, low=0.0, high=1.0, high_open=True)
+        rules.number("alpha", self.alpha, low=0.0, low_open=True, high=1.0)
+        rules.number("safety", self.safety, low=0.0, high=1.0, high_open=True)
+        rules.number("log_interval_s", self.log_interval_s, low=0.0)
         if self.aging_s is not None:
-            _number("aging_s", self.aging_s, low=0.0, low_open=True, hint="use null to disable it")
+            rules.number(
+                "aging_s", self.aging_s, low=0.0, low_open=True, hint="use null to disable it"
+            )
         for name in ("tile", "window", "levels"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"'{name}' must be an integer >= 1 (got {value!r}).")
+            rules.count(name, getattr(self, name))
         for name in ("profile", "predictor_path", "predictor_encoder"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str | Path):
                 raise ConfigError(f"'{name}' must be a path or null (got {value!r}).")
-        _one_of("predictor", self.predictor, PREDICTORS)
-        _number("predictor_save_s", self.predictor_save_s, low=0.0)
+        rules.one_of("predictor", self.predictor, PREDICTORS)
+        rules.number("predictor_save_s", self.predictor_save_s, low=0.0)
         if self.predictor_save_s and self.predictor_path is None:
             raise ConfigError(
                 f"'predictor_save_s' {self.predictor_save_s!r} needs 'predictor_path', the file "
@@ -137,14 +137,7 @@ class SolaConfig:
                 f"'{CONFIG_KEY}' must be an object of options (got {options!r}); "
                 f'e.g. {{"{CONFIG_KEY}": {{"ttft_s": 0.5, "tpot_s": 0.05}}}}.'
             )
-        known = [f.name for f in dataclasses.fields(cls)]
-        unknown = sorted(set(options) - set(known))
-        if unknown:
-            raise ConfigError(
-                f"Unknown option{'s' if len(unknown) > 1 else ''} "
-                f"{', '.join(map(repr, unknown))} in '{CONFIG_KEY}'; known options: "
-                f"{', '.join(known)}."
-            )
+        rules.known(cls, options, CONFIG_KEY)
         values = dict(options)
         if "classes" in values:
             values["classes"] = _classes(values["classes"])
@@ -175,30 +168,3 @@ def _classes(raw: Any) -> dict[str, SloTarget]:
         except SloError as error:
             raise ConfigError(f"SLO class {name!r}: {error}") from error
     return classes
-
-
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"'{name}' must be one of {', '.join(allowed)} (got {value!r}).")
-
-
-def _number(
-    name: str,
-    value: Any,
-    *,
-    low: float,
-    high: float = math.inf,
-    low_open: bool = False,
-    high_open: bool = False,
-    hint: str = "",
-) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    inside = is_number and (low < value if low_open else low <= value)
-    inside = inside and (value < high if high_open or math.isinf(high) else value <= high)
-    if not inside:
-        left = "(" if low_open else "["
-        right = ")" if high_open or math.isinf(high) else "]"
-        raise ConfigError(
-            f"'{name}' must be a number in {left}{low:g}, {high:g}{right} (got {value!r})"
-            f"{'; ' + hint if hint else ''}."
-        )

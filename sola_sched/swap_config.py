@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sola_sched import options as rules
 from sola_sched.errors import ConfigError
 
 #: Name of the KV connector, as in ``--kv-transfer-config``.
@@ -50,12 +49,14 @@ class SwapConfig:
     always: bool = False
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ConfigError(f"'swap.mode' must be one of {', '.join(MODES)} (got {self.mode!r}).")
-        _non_negative("host_gib", self.host_gib)
+        rules.one_of("swap.mode", self.mode, MODES)
+        rules.number(
+            "swap.host_gib", self.host_gib, low=0.0, hint="use 0 to keep nothing on the host"
+        )
         if self.group_tokens != WHOLE:
-            _positive("group_tokens", self.group_tokens, f"; use {WHOLE!r} for one group a copy")
-        _positive("segment_tokens", self.segment_tokens)
+            hint = f"use {WHOLE!r} for one group a copy"
+            rules.count("swap.group_tokens", self.group_tokens, hint)
+        rules.count("swap.segment_tokens", self.segment_tokens)
         for name in ("ahead", "always"):
             if getattr(self, name) not in (True, False):
                 raise ConfigError(
@@ -86,25 +87,5 @@ class SwapConfig:
                 f"'swap' must be an object of options (got {options!r}); "
                 'e.g. {"mode": "int8", "host_gib": 16}.'
             )
-        known = [f.name for f in dataclasses.fields(cls)]
-        unknown = sorted(set(options) - set(known))
-        if unknown:
-            raise ConfigError(
-                f"Unknown option{'s' if len(unknown) > 1 else ''} "
-                f"{', '.join(map(repr, unknown))} in 'swap'; known options: {', '.join(known)}."
-            )
+        rules.known(cls, options, "swap")
         return cls(**options)
-
-
-def _non_negative(name: str, value: Any) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf:
-        raise ConfigError(
-            f"'swap.{name}' must be a number >= 0 (got {value!r}); use 0 to keep nothing on the "
-            "host."
-        )
-
-
-def _positive(name: str, value: Any, hint: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"'swap.{name}' must be an integer >= 1 (got {value!r}){hint}.")

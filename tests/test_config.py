@@ -61,7 +61,7 @@ def test_classes_are_read() -> None:
             {"swap": {"mode": "int4"}},
             r"'swap.mode' must be one of auto, raw, int8, off \(got 'int4'\)",
         ),
-        ({"swap": {"host_gib": -1}}, r"'swap.host_gib' must be a number >= 0 \(got -1\)"),
+        ({"swap": {"host_gib": -1}}, r"'swap.host_gib' must be a number in \[0, inf\) \(got -1\)"),
         ({"swap": {"group_tokens": 0}}, r"'swap.group_tokens' must be an integer >= 1"),
         ({"swap": {"group_tokens": "all"}}, r"use 'whole' for one group"),
         ({"swap": {"segment_tokens": 1.5}}, r"'swap.segment_tokens' must be an integer >= 1"),

@@ -1,0 +1,58 @@
+"""Rules for options that an operator sets; every error says what must hold and what was given."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from sola_sched.errors import ConfigError
+
+
+def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Require one of the `allowed` words."""
+    if value not in allowed:
+        raise ConfigError(f"'{name}' must be one of {', '.join(allowed)} (got {value!r}).")
+
+
+def number(
+    name: str,
+    value: Any,
+    *,
+    low: float,
+    high: float = math.inf,
+    low_open: bool = False,
+    high_open: bool = False,
+    hint: str = "",
+) -> None:
+    """Require a number between `low` and `high`; an open end excludes its limit."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    inside = is_number and (low < value if low_open else low <= value)
+    inside = inside and (value < high if high_open or math.isinf(high) else value <= high)
+    if not inside:
+        left = "(" if low_open else "["
+        right = ")" if high_open or math.isinf(high) else "]"
+        raise ConfigError(
+            f"'{name}' must be a number in {left}{low:g}, {high:g}{right} (got {value!r})"
+            f"{'; ' + hint if hint else ''}."
+        )
+
+
+def count(name: str, value: Any, hint: str = "") -> None:
+    """Require an integer >= 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            f"'{name}' must be an integer >= 1 (got {value!r}){'; ' + hint if hint else ''}."
+        )
+
+
+def known(cls: type[Any], names: Iterable[str], where: str) -> None:
+    """Require `names` to be fields of the dataclass `cls`, which is the option `where`."""
+    fields = [field.name for field in dataclasses.fields(cls)]
+    unknown = sorted(set(names) - set(fields))
+    if unknown:
+        raise ConfigError(
+            f"Unknown option{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))} in "
+            f"'{where}'; known options: {', '.join(fields)}."
+        )
