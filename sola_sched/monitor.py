@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sola_sched.cost_model import CostModel, StepShape
-from sola_sched.prediction import LengthPrediction
+from sola_sched.prediction import LEVELS, LengthPrediction
 from sola_sched.slo import SloTarget
 from sola_sched.state import (
     DECODE,
@@ -27,6 +27,7 @@ from sola_sched.state import (
     RequestTable,
     StepState,
 )
+from sola_sched.trust import PredictionTrust
 
 #: Weight of the newest step in the running averages of the system state.
 _AVERAGING = 0.05
@@ -78,6 +79,7 @@ class StateMonitor:
         self.clock = clock
         self.table = RequestTable()
         self.stats = MonitorStats()
+        self.trust = PredictionTrust()
         self.prefill_share = 0.0
         self.accepted_per_decode = 1.0
         self._in_flight: deque[_StepRecord] = deque()
@@ -274,6 +276,7 @@ class StateMonitor:
             stats.num_aborted += 1
         else:
             num_output = int(table.num_output[row])
+            self._compare_prediction(row, num_output)
             self.lengths.observe(int(table.length_class[row]), num_output)
             stats.num_finished += 1
             if num_output:
@@ -289,6 +292,24 @@ class StateMonitor:
         self._num_ended += 1
         self._book_end()
         table.remove(req_id)
+
+    def _compare_prediction(self, row: int, num_output: int) -> None:
+        """Hold the prediction of a request that ended by itself against the histogram's."""
+        table = self.table
+        if not num_output or not table.predicted[row, 0] > 0.0:  # NaN: none
+            return
+        rows = np.array([row])
+        usual = self.lengths.remaining_quantile(
+            0.5, table.length_class[rows], np.zeros(1, dtype=np.int64), table.max_tokens[rows]
+        )
+        has_changed = self.trust.compare(
+            float(np.interp(0.5, LEVELS, table.predicted[row])),
+            float(usual[0]),
+            num_output,
+            max(num_output, int(table.max_tokens[row])),
+        )
+        if has_changed:
+            table.num_predictions += 1  # what a planner knows has changed for all
 
     def _book_end(self) -> None:
         """Average the time between the ends of requests, which is that between free slots."""
@@ -359,4 +380,5 @@ class StateMonitor:
             end_interval_s=self.end_interval_s,
             has_slo=self._num_limited > 0,
             has_classes=self._num_ranked > 0,
+            trusts_predictions=self.trust.is_trusted,
         )

@@ -26,6 +26,9 @@ def engine_stats(policy: str, monitor: StateMonitor) -> dict[str, Any]:
         "longest_ewt_s": longest_ewt_s,
         "num_predicted": stats.num_predicted,
         "num_late_predictions": stats.num_late_predictions,
+        "prediction_error": monitor.trust.error,
+        "histogram_error": monitor.trust.usual_error,
+        "trusts_predictions": monitor.trust.is_trusted,
         "cost_model_error": monitor.cost.mean_abs_error,
         "cost_model_ready": monitor.cost.is_ready,
     }
@@ -33,6 +36,12 @@ def engine_stats(policy: str, monitor: StateMonitor) -> dict[str, Any]:
 
 def summary_line(stats: Mapping[str, Any], num_running: int, num_waiting: int) -> str:
     """One line of `SolaSchedulerMixin.sola_stats` for the log."""
+    ignored = ""
+    if not stats["trusts_predictions"]:
+        ignored = (
+            f", length predictions not used (error {stats['prediction_error']:.2f}, without a "
+            f"predictor {stats['histogram_error']:.2f})"
+        )
     return (
         f"{stats['num_finished']} finished, attained {stats['attainment']:.1%} "
         f"(TTFT {stats['ttft_attainment']:.1%}, TPOT {stats['tpot_attainment']:.1%}), "
@@ -40,4 +49,5 @@ def summary_line(stats: Mapping[str, Any], num_running: int, num_waiting: int) -
         f"(longest estimate {stats['longest_ewt_s']:.1f} s), {stats['num_held']} holds, "
         f"{stats['num_preempted_by_policy']} preemptions by policy, "
         f"{stats['num_rejected']} rejected, step model error {stats['cost_model_error']:.1%}"
+        f"{ignored}"
     )

@@ -75,7 +75,7 @@ class RequestTable:
 
     Attributes:
         num_predicted: Live rows with a prediction.
-        num_predictions: Calls of `predict` so far; moves whenever a prediction changes.
+        num_predictions: Moves whenever a prediction, or whether it is used, changes.
     """
 
     phase: NDArray[np.int8]
@@ -214,6 +214,7 @@ class StepState:
         end_interval_s: Recent mean time between two ends of requests, seconds; NaN at first.
         has_slo: Whether any live request has a target.
         has_classes: Whether the priorities of live requests may differ.
+        trusts_predictions: Whether a row's own prediction is used; see `PredictionTrust`.
         reload_s_per_token: What it takes to swap KV back in, seconds per token; ``inf`` where it
             is computed again, None where it is not known yet.
     """
@@ -237,17 +238,18 @@ class StepState:
     end_interval_s: float = math.nan
     has_slo: bool = True
     has_classes: bool = True
+    trusts_predictions: bool = True
     reload_s_per_token: float | None = math.inf
 
     def remaining(self, rows: IntArray, num_ahead: IntArray | int = 0) -> FloatArray:
         """Predicted output tokens left (>= 1) for `rows`, after `num_ahead` in flight.
 
-        From a row's own prediction where there is one, from `lengths` otherwise.
+        From a row's own prediction where there is a trusted one, from `lengths` otherwise.
         """
         table = self.table
         output, limit = table.num_output[rows] + num_ahead, table.max_tokens[rows]
         left = self.lengths.remaining(table.length_class[rows], output, limit)
-        if table.num_predicted:
+        if table.num_predicted and self.trusts_predictions:
             own, quantiles = self._own(rows)
             left[own] = _limited(
                 remaining_mean(quantiles, output[own], left[own]), output[own], limit[own]
@@ -259,7 +261,7 @@ class StepState:
         table = self.table
         output, limit = table.num_output[rows] + num_ahead, table.max_tokens[rows]
         left = self.lengths.remaining_quantile(_RARE, table.length_class[rows], output, limit)
-        if table.num_predicted:
+        if table.num_predicted and self.trusts_predictions:
             own, quantiles = self._own(rows)
             left[own] = _limited(
                 remaining_at(_RARE, quantiles, output[own], left[own]), output[own], limit[own]
