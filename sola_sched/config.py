@@ -51,7 +51,7 @@ class SolaConfig:
         predictor: What output lengths are predicted from: ``histogram`` of finished requests;
             ``lexical``, the words of the prompt; ``retrieval``, similar past prompts as well. The
             last two run in a process of their own and fall back to the histogram, also while they
-            are worse than it.
+            are much worse than it.
         predictor_path: File of ``python -m sola_sched.length_predictor build``; None starts from
             nothing and learns.
         predictor_save_s: Seconds between two writes of what was learned to ``predictor_path``; 0

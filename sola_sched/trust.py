@@ -2,8 +2,10 @@
 
 A predictor that was built for another model or other traffic, or that has gone wrong, may be worse
 than no predictor. Both guesses at a request's length, the predictor's and the histogram's, are
-compared with the truth when it ends; while the predictor's are the worse ones, nobody uses them.
-They are still compared, so that a predictor that has learned is used again.
+compared with the truth when it ends; while the predictor's are much worse, nobody uses them. They
+are still compared, so that a predictor that has learned is used again. Much worse, because equally
+large errors are not equally bad: the predictor tells single requests apart, and the histogram's
+guesses are near the middle for all.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from dataclasses import dataclass
 _MIN_COMPARED = 20
 #: Requests that the running means remember.
 _MEMORY = 100
-#: Error by which predictions must be better before they are used again: no flapping.
-_MARGIN = 0.1
+#: Predictions are used up to so many times the histogram's error, and used again below the latter:
+#: no flapping.
+_TOLERATED, _REGAINED = 1.5, 1.35
 
 
 @dataclass(slots=True)
@@ -59,6 +62,6 @@ class PredictionTrust:
         if self.num_compared < _MIN_COMPARED:
             return False
         was_trusted = self.is_trusted
-        margin = 0.0 if was_trusted else _MARGIN
-        self.is_trusted = self.error <= self.usual_error - margin
+        most = _TOLERATED if was_trusted else _REGAINED
+        self.is_trusted = self.error <= most * self.usual_error
         return self.is_trusted != was_trusted

@@ -1,4 +1,4 @@
-"""Predictions are used while they are better than the lengths of finished requests."""
+"""Predictions are used unless they are much worse than the lengths of finished requests."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ def test_trust_comes_back_when_the_predictor_has_learned() -> None:
         trust.compare(100.0, 150.0, 100, 10_000)
 
     assert 100 < num_needed < 400  # of 100 or so that are remembered the old ones must fade
-    assert trust.error < trust.usual_error - 0.09
+    assert trust.error <= 1.35 * trust.usual_error
 
 
-def test_equal_errors_keep_what_is() -> None:
+def test_somewhat_larger_errors_are_tolerated() -> None:
+    """The predictor tells requests apart, the histogram does not."""
     trust = PredictionTrust()
     for _ in range(100):
-        assert not trust.compare(120.0, 120.0, 100, 10_000)
+        assert not trust.compare(130.0, 120.0, 100, 10_000)
     assert trust.is_trusted
 
 
