@@ -74,9 +74,9 @@ def serve(core: Any, requests: list[EngineRequest]) -> dict[str, list[int]]:
     return tokens
 
 
-def until_ready(client: client_module.PredictionClient) -> None:
+def until_ready(client: client_module.PredictionClient, num_restarts: int = 0) -> None:
     give_up_s = time.monotonic() + PATIENCE_S
-    while not client.is_ready:
+    while not client.is_ready or client.counts["num_restarts"] < num_restarts:
         client.poll()
         assert time.monotonic() < give_up_s, client.stats()
         time.sleep(0.01)
@@ -134,10 +134,9 @@ def test_killed_in_mid_run_no_request_is_lost_or_waits(
         assert tokens == expected
         # A plan that leaves nothing to run is followed by a step in vLLM's order, as always.
         assert all(one or other for one, other in pairwise(ran))
-        assert client.counts["num_restarts"] == 1
         assert max(polls) < MAX_POLL_S
-        # Back after the back-off, on the same engine.
-        until_ready(client)
+        # Back after the back-off, on the same engine, which may have been faster.
+        until_ready(client, num_restarts=1)
         serve(core, [EngineRequest("again", tuple(range(10, 40)), 300)])
         stats = core.scheduler.sola_stats()
         assert stats["num_predicted"] >= 13
