@@ -5,7 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from sola_sched.planner.attain_state import BestEffort, StepView
-from sola_sched.state import IntArray
+from sola_sched.state import FloatArray, IntArray
+
+#: Shares of the slots and of the KV blocks that stay free when several lost requests start at once.
+_SPARE_SLOTS, _SPARE_BLOCKS = 0.125, 0.5
+#: Lost prefills in one step, but for the oldest, at most.
+_MAX_MORE = 256
 
 
 class LostStep:
@@ -16,7 +21,7 @@ class LostStep:
 
     def serve(
         self, limit_s: float, served: IntArray, tokens: int, has_backlog: bool
-    ) -> tuple[IntArray, tuple[int, int, bool] | None]:
+    ) -> tuple[IntArray, tuple[IntArray, int, bool] | None]:
         """Lost requests for this step, strictly in the order of arrival.
 
         What the others leave over is free; beyond that a lost request spends the credit. A
@@ -29,7 +34,7 @@ class LostStep:
             has_backlog: Whether some of them must wait.
 
         Returns:
-            Lost decodes to run, as indices; a prefill as (index, tokens, is_alone) or None.
+            Lost decodes to run, as indices; prefills as (indices, tokens, is_alone) or None.
         """
         view, state, table, credit = self.view, self.view.state, self.view.state.table, self.credit
         was_blocked, credit.is_blocked = credit.is_blocked, False
@@ -58,6 +63,8 @@ class LostStep:
             prefill_arrival = table.arrival_s[view.prefills.rows[prefills]]
             oldest = int(prefill_arrival.argmin())
             before = arrival <= prefill_arrival[oldest]
+            later, later_s = decodes[~before], added_s[~before]
+            later_order = arrival[~before].argsort(kind="stable")
             decodes, added_s, arrival = decodes[before], added_s[before], arrival[before]
         order = arrival.argsort(kind="stable")
         added_s = added_s[order]
@@ -86,11 +93,88 @@ class LostStep:
                 return run, None
             index = int(started[np.argmin(table.arrival_s[view.prefills.rows[started]])])
             num_tokens = self._from_slack(index, spare_s, room, served, tokens)
-            return run, (index, num_tokens, False) if num_tokens else None
+            return run, (np.array([index]), num_tokens, False) if num_tokens else None
         credit.received(spare_used_s)
         if num_run < len(order) or index < 0:
             return run, None
-        return run, self._lost_prefill(index, limit_s, spare_s, room, served, tokens)
+        lost_prefill = self._lost_prefill(index, limit_s, spare_s, room, served, tokens)
+        if lost_prefill is None:
+            return run, None
+        num_tokens, is_alone = lost_prefill
+        chosen = np.array([index])
+        if not is_alone and num_tokens >= view.prefills.new[index]:
+            spare_s -= float(view.prefills.service_s[index])
+            others = prefills[prefill_arrival.argsort(kind="stable")[1:]]
+            more = self._more(others, spare_s, room - tokens - num_tokens, served, index)
+            chosen = np.concatenate([chosen, more])
+            num_tokens += int(view.prefills.new[more].sum())
+            spare_s -= float(view.prefills.service_s[more].sum())
+            starting = np.concatenate([served, chosen])
+            places = self._later(
+                later_s[later_order], spare_s, room - tokens - num_tokens, starting
+            )
+            run = np.concatenate([run, later[later_order[:places]]])
+        return run, (chosen, num_tokens, is_alone)
+
+    def _later(self, added_s: FloatArray, spare_s: float, room: int, starting: IntArray) -> int:
+        """How many lost decodes that came after the oldest prefill go on beside it, from the first.
+
+        They use what is left when nobody older can use it, and end sooner; but those whose slots
+        the starting requests need, the last ones, sit out.
+
+        Args:
+            added_s: What each adds to the step, seconds, by arrival.
+            spare_s: Time left over, seconds.
+            room: Tokens left over.
+            starting: Places of the prefills of the step.
+        """
+        view, state, prefills = self.view, self.view.state, self.view.prefills
+        starting = starting[starting >= prefills.num_started]
+        blocks = float((prefills.new[starting] / state.block_size + 1.0).sum())
+        if blocks + len(view.decodes.rows) > state.num_free_blocks:
+            return 0  # whose KV gives way is seen to by `victims`
+        num_displaced = max(0, len(starting) - view.num_free_slots)
+        most = min(len(added_s) - num_displaced, room // state.tokens_per_decode)
+        used_s = added_s[: max(0, most)].cumsum()
+        count = int(used_s.searchsorted(spare_s, side="right"))
+        if count:
+            self.credit.received(float(used_s[count - 1]))
+        return count
+
+    def _more(
+        self, others: IntArray, spare_s: float, room: int, served: IntArray, first: int
+    ) -> IntArray:
+        """Of `others`, in order, those that also fit what is left over: prompts may be short.
+
+        They end in this step, and start with slots and memory to spare: nobody is displaced for
+        them, and those that arrive next find room.
+
+        Args:
+            others: Places of further lost prefills, by arrival.
+            spare_s: Time left over, seconds.
+            room: Tokens left over.
+            served: Places of the prefills that are on time.
+            first: Place of the lost prefill that goes before these.
+        """
+        view, state, prefills = self.view, self.view.state, self.view.prefills
+        if room <= 0 or spare_s <= 0 or not len(others):
+            return others[:0]
+        # Those that have begun hold slots and KV: the sooner they end, the better.
+        is_waiting = others >= prefills.num_started
+        others = np.concatenate([others[~is_waiting], others[is_waiting]])[:_MAX_MORE]
+        starts = others >= prefills.num_started
+        num_starting = int(np.count_nonzero(served >= prefills.num_started))
+        num_starting += first >= prefills.num_started
+        slots = view.num_free_slots - num_starting - int(_SPARE_SLOTS * state.max_num_running)
+        blocks = state.num_free_blocks - int(_SPARE_BLOCKS * state.num_blocks)
+        new = prefills.new[others]
+        fits = prefills.service_s[others].cumsum() <= spare_s
+        fits &= new.cumsum() <= room
+        fits &= ~starts | (starts.cumsum() <= slots)
+        fits &= ~starts | ((starts * (new / state.block_size + 1.0)).cumsum() <= blocks)
+        more: IntArray = others[: len(fits) if fits.all() else int(fits.argmin())]
+        self.credit.received(float(prefills.service_s[more].sum()))
+        return more
 
     def _from_slack(
         self, index: int, spare_s: float, room: int, served: IntArray, served_tokens: int
@@ -116,14 +200,18 @@ class LostStep:
         room: int,
         served: IntArray,
         served_tokens: int,
-    ) -> tuple[int, int, bool] | None:
-        """The chunk of one lost request: from what is left over, else alone and on credit."""
+    ) -> tuple[int, bool] | None:
+        """The chunk of one lost request: from what is left over, else alone and on credit.
+
+        Returns:
+            Its tokens, and whether nobody else computes a prompt beside it.
+        """
         credit, cost, prefills = self.credit, self.view.state.cost, self.view.prefills
         need, has = int(prefills.new[index]), float(prefills.has[index])
         tokens = self._from_slack(index, spare_s, room, served, served_tokens)
         if tokens:
             credit.received(float(cost.prefill_marginal_s(float(tokens), has)))
-            return index, tokens, False
+            return tokens, False
         tokens = min(need, self.view.tokens_in(limit_s, room, has))
         if not tokens and credit.is_full:
             tokens = min(need, self.view.tile)
@@ -131,7 +219,7 @@ class LostStep:
         if not tokens or (credit.credit_s < seconds and not credit.is_full):
             return None
         credit.credit_s -= seconds
-        return index, tokens, True
+        return tokens, True
 
     def _has_room(self, index: int, lost_run: IntArray) -> bool:
         """Whether slot and memory can be had for a lost request, from decodes that sit out."""

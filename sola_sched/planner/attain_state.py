@@ -17,6 +17,8 @@ _PREFILL_MARGIN = 0.95
 #: leaves out would be a large share of them.
 _MANY_TILES = 8
 _SUB_TILE = 16
+#: Tokens and times are turned into each other and back.
+_ROUNDING = 1.0 + 1e-6
 #: Steps of a request that is predicted to end with the next one: with one step exactly, 0 further
 #: steps x no target would have no value.
 _ONE_STEP = 1.0 + 1e-9
@@ -265,13 +267,17 @@ class StepView:
         """Tokens of the step that the decodes on course leave over."""
         return self.state.max_num_tokens - self.decodes.num_alive * self.state.tokens_per_decode
 
-    def tokens_in(self, limit_s: float, room: int, has: float) -> int:
+    def tokens_in(
+        self, limit_s: float, room: int, has: float, ends: FloatArray | None = None
+    ) -> int:
         """Tokens of a chunk, at most `room`, beside the decodes on course in a step of `limit_s`.
 
         Args:
             limit_s: Time for the step, seconds.
             room: Tokens.
             has: Tokens that the request has computed.
+            ends: Where whole prompts end, tokens, ascending: a chunk that ends there is not
+                rounded down further.
         """
         if room <= 0:
             return 0
@@ -281,7 +287,12 @@ class StepView:
             limit_s, self.decodes.num_alive, int(self.decodes.ctx_alive), float(has)
         )
         step = self.tile if tokens >= _MANY_TILES * self.tile else _SUB_TILE
-        return int(min(room, tokens // step * step))
+        rounded = tokens // step * step
+        if ends is not None:
+            num_whole = int(ends.searchsorted(tokens * _ROUNDING, side="right"))
+            if num_whole:
+                rounded = max(rounded, float(ends[num_whole - 1]))
+        return int(min(room, rounded))
 
 
 @dataclass(slots=True)

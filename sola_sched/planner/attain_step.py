@@ -43,16 +43,17 @@ class AttainStep:
         if num_on_time:  # its first token comes when the step ends, whatever else is in the step
             first = chosen[0]
             need_s = decodes.decode_s + float(prefills.service_s[first])
+            need_s += state.cost.chunk_overhead_s if decodes.num_alive else 0.0
             limit_s = min(limit_s, max(float(prefills.deadline_s[first]), need_s))
         served, offered, tokens = self._serve(chosen, limit_s)
         has_backlog = len(served) < len(chosen) or tokens < prefills.new[served].sum()
         lost = LostStep(self.view, self.credit, rejects=self.rejects)
         lost_run, lost_prefill = lost.serve(limit_s, served, tokens, has_backlog)
         if lost_prefill is not None:
-            index, lost_tokens, is_alone = lost_prefill
+            lost_places, lost_tokens, is_alone = lost_prefill
             if is_alone:
                 served, offered, tokens = served[:0], offered[:0], 0
-            served, tokens = np.concatenate([served, [index]]), tokens + lost_tokens
+            served, tokens = np.concatenate([served, lost_places]), tokens + lost_tokens
         is_waiting = served >= prefills.num_started
         run_prefills = prefills.rows[served[~is_waiting]]
         starting = prefills.rows[served[is_waiting]]
@@ -185,10 +186,10 @@ class AttainStep:
         if not len(chosen):
             return chosen, chosen, 0
         view, prefills = self.view, self.prefills
-        budget = view.tokens_in(limit_s, view.token_room, prefills.has[chosen[0]])
+        ends = np.cumsum(prefills.new[chosen])
+        budget = view.tokens_in(limit_s, view.token_room, prefills.has[chosen[0]], ends)
         if not budget or self._is_wasteful(budget, int(chosen[0])):
             return chosen[:0], chosen[:0], 0
-        ends = np.cumsum(prefills.new[chosen])
         num_served = int(np.searchsorted(ends, budget, side="left")) + 1
         candidates = chosen[: num_served + _NUM_SPARE_OFFERS]
         is_admissible = self._admissible(candidates)
