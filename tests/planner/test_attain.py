@@ -187,6 +187,52 @@ def test_the_lost_run_on_what_is_left_over() -> None:
     assert b.names(plan.admit) == ["lost too"]
 
 
+def test_a_prompt_whose_deadline_is_next_is_not_cut_short_by_rounding() -> None:
+    """18 tokens need 12.8 ms beside the decode, 14 ms are left: 16 would be late by 2 tokens."""
+    b = StateBuilder()
+    b.decode("a", first_ago_s=5.0, out=100, slo=LOOSE)
+    b.waiting("short", waited_s=0.986, prompt=18)
+    b.waiting("next", waited_s=0.5, prompt=18)
+    plan = make_attain().plan(b.build())
+    assert b.names(plan.admit)[0] == "short"
+    assert plan.token_budget is not None
+    assert plan.token_budget >= 1 + 18
+
+
+def test_lost_prompts_start_together_where_others_leave_room_but_for_an_eighth_of_the_slots() -> (
+    None
+):
+    b = StateBuilder(max_num_running=64)
+    for i in range(100):
+        b.waiting(f"lost {i:02}", waited_s=100.0 - i, prompt=4)
+    plan = make_attain().plan(b.build())
+    assert b.names(plan.admit) == [f"lost {i:02}" for i in range(56)]
+    assert plan.token_budget == 56 * 4
+
+
+def test_lost_prefills_that_hold_a_slot_end_before_others_start() -> None:
+    b = StateBuilder(max_num_running=8)
+    b.waiting("oldest", waited_s=100.0, prompt=4)
+    b.waiting("second", waited_s=99.0, prompt=4)
+    b.prefill("begun", waited_s=50.0, prompt=20, computed=16)
+    plan = make_attain().plan(b.build())
+    assert plan.run is not None
+    assert b.names(plan.run) == ["begun"]
+    assert b.names(plan.admit) == ["oldest", "second"]
+    assert plan.token_budget == 12
+
+
+def test_lost_decodes_that_came_later_go_on_beside_the_oldest_prompt() -> None:
+    b = StateBuilder(max_num_running=4)
+    for i in range(3):
+        b.decode(f"later {i}", first_ago_s=0.1, out=2, arrived_ago_s=50.0 - i)
+    b.waiting("oldest", waited_s=100.0, prompt=4)
+    plan = make_attain().plan(b.build())
+    assert plan.run is None or set(b.names(plan.run)) == {"later 0", "later 1", "later 2"}
+    assert b.names(plan.admit) == ["oldest"]
+    assert not len(plan.preempt)
+
+
 def test_best_effort_credit_serves_the_oldest_lost_request_first() -> None:
     planner = make_attain(best_effort_share=0.1)
     served = []
