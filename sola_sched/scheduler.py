@@ -287,7 +287,7 @@ class SolaSchedulerMixin(SwapMixin):
         try:
             yield
         finally:
-            if hidden and self.running == shown:
+            if plan.run is not None and self.running == shown:
                 self._left = shown + hidden, np.concatenate([self._shown_rows, self._hidden_rows])
             self.running.extend(hidden)
             self.max_num_scheduled_tokens = budget
