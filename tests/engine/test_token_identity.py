@@ -153,10 +153,14 @@ def test_hard_cases_hold_reorder_and_preempt(policy, hard_result):
     """The comparisons above are worth something only if the policies intervene."""
     results = [hard_result(case) for case in HARD_CASES if case[0] == policy]
 
-    # By which means differs: copies of KV end when they end, and the plans follow.
+    if policy != "alise":  # holds nothing but started prefills, and prompts here are short
+        assert sum(r.stats["num_held"] for r in results) > 0
+    assert sum(r.stats["num_reordered"] for r in results) > 0
+    assert sum(r.num_preemptions for r in results) >= 5
+    if policy != "paper":
+        assert sum(r.stats["num_preempted_by_policy"] for r in results) > 0
     means = ("num_held", "num_reordered", "num_preempted_by_policy")
     assert sum(r.stats[name] for r in results for name in means) >= 10
-    assert sum(r.num_preemptions for r in results) >= 5
     if policy == "chaos":
         assert min(r.num_preemptions for r in results) >= 5
 
