@@ -105,11 +105,12 @@ class LostStep:
         if not is_alone and num_tokens >= view.prefills.new[index]:
             spare_s -= float(view.prefills.service_s[index])
             others = prefills[prefill_arrival.argsort(kind="stable")[1:]]
-            more = self._more(others, spare_s, room - tokens - num_tokens, served, index)
+            starting = np.concatenate([served, chosen])
+            more = self._more(others, spare_s, room - tokens - num_tokens, starting)
             chosen = np.concatenate([chosen, more])
             num_tokens += int(view.prefills.new[more].sum())
             spare_s -= float(view.prefills.service_s[more].sum())
-            starting = np.concatenate([served, chosen])
+            starting = np.concatenate([starting, more])
             places = self._later(
                 later_s[later_order], spare_s, room - tokens - num_tokens, starting
             )
@@ -141,9 +142,7 @@ class LostStep:
             self.credit.received(float(used_s[count - 1]))
         return count
 
-    def _more(
-        self, others: IntArray, spare_s: float, room: int, served: IntArray, first: int
-    ) -> IntArray:
+    def _more(self, others: IntArray, spare_s: float, room: int, starting: IntArray) -> IntArray:
         """Of `others`, in order, those that also fit what is left over: prompts may be short.
 
         They end in this step, and start with slots and memory to spare: nobody is displaced for
@@ -153,8 +152,7 @@ class LostStep:
             others: Places of further lost prefills, by arrival.
             spare_s: Time left over, seconds.
             room: Tokens left over.
-            served: Places of the prefills that are on time.
-            first: Place of the lost prefill that goes before these.
+            starting: Places of the prefills that go before these.
         """
         view, state, prefills = self.view, self.view.state, self.view.prefills
         if room <= 0 or spare_s <= 0 or not len(others):
@@ -163,8 +161,7 @@ class LostStep:
         is_waiting = others >= prefills.num_started
         others = np.concatenate([others[~is_waiting], others[is_waiting]])[:_MAX_MORE]
         starts = others >= prefills.num_started
-        num_starting = int(np.count_nonzero(served >= prefills.num_started))
-        num_starting += first >= prefills.num_started
+        num_starting = int(np.count_nonzero(starting >= prefills.num_started))
         slots = view.num_free_slots - num_starting - int(_SPARE_SLOTS * state.max_num_running)
         blocks = state.num_free_blocks - int(_SPARE_BLOCKS * state.num_blocks)
         new = prefills.new[others]
