@@ -39,8 +39,10 @@ class AttainPlanner:
        few decodes in the way are weighed against the prefills they would cost. A step ends
        before the deadline of the first prefill in it: nobody gets a token earlier.
     3. *Which prefills?* Moore-Hodgson over the deadlines: the largest set that can be on time,
-       the costliest given up first. Admission stops where decode steps would outgrow the TPOT
-       targets, where slots end or where the predicted peak memory does (SOLA 5.1).
+       the costliest given up first; where a step could hold several prompts, on time a step
+       early, so that steps need not end for the sake of one. Admission stops where decode steps
+       would outgrow the TPOT targets, where slots end (those that the lost hold count as free) or
+       where the predicted peak memory does (SOLA 5.1).
     4. *The lost* get what is left over, and a guaranteed `best_effort_share` of the engine time
        in which they wait; the one that arrived first is always next. Requests without a TTFT
        target count here.

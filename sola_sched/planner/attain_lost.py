@@ -229,20 +229,25 @@ class LostStep:
         slots = view.num_free_slots + int(np.count_nonzero(held))
         return slots > 0 and free > prefills.new[index] / state.block_size + 1
 
-    def victims(self, admit: IntArray, lost_run: IntArray) -> IntArray:
-        """Held decodes that leave for the slots and blocks this step needs, the youngest first.
+    def victims(self, admit: IntArray, lost_run: IntArray, served: IntArray) -> IntArray:
+        """Held requests that leave for the slots and blocks this step needs, the youngest first.
 
         Args:
             admit: Rows that start in the step.
             lost_run: Places of the lost decodes that run.
+            served: Places of the prefills in the step.
         """
         view, state, table = self.view, self.view.state, self.view.state.table
         decodes = view.decodes
         is_held = decodes.lost.copy()
         is_held[lost_run] = False
-        if not np.count_nonzero(is_held):
-            return decodes.rows[:0]
-        held, decoding = decodes.rows[is_held], decodes.rows[~is_held]
+        is_pending = view.held_prefills
+        is_pending[served[served < view.prefills.num_started]] = False
+        (pending,) = is_pending.nonzero()
+        held = np.concatenate([decodes.rows[is_held], view.prefills.rows[pending]])
+        if not len(held):
+            return held
+        decoding = decodes.rows[~is_held]
         tokens = table.num_prompt[decoding] + table.num_output[decoding]
         blocks = int((tokens % state.block_size == 0).sum())
         blocks += int(np.ceil(table.prefill_target[admit] / state.block_size).sum()) + 1
@@ -254,6 +259,5 @@ class LostStep:
                 break
             chosen.append(row)
             num_slots -= 1
-            size = int(table.num_prompt[row] + table.num_output[row])
-            short -= -(-size // state.block_size)
+            short -= -(-int(table.num_computed[row]) // state.block_size)
         return np.array(chosen, dtype=np.int64)

@@ -263,6 +263,12 @@ class StepView:
         return self.state.max_num_running - taken
 
     @property
+    def held_prefills(self) -> BoolArray:
+        """Mask of the prefills that hold a slot and are lost; shape [num_started]."""
+        held: BoolArray = ~self.prefills.feasible[: self.prefills.num_started]
+        return held
+
+    @property
     def token_room(self) -> int:
         """Tokens of the step that the decodes on course leave over."""
         return self.state.max_num_tokens - self.decodes.num_alive * self.state.tokens_per_decode

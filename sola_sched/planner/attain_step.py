@@ -59,7 +59,7 @@ class AttainStep:
         starting = prefills.rows[served[is_waiting]]
         run = np.concatenate([decodes.rows[decodes.alive], decodes.rows[lost_run], run_prefills])
         budget = (decodes.num_alive + len(lost_run)) * state.tokens_per_decode + tokens
-        victims = np.concatenate([victims, lost.victims(starting, lost_run)])
+        victims = np.concatenate([victims, lost.victims(starting, lost_run, served)])
         if not len(run) and not len(starting) and not len(offered):
             return neutral(state, "stalled")
         runs_all = len(run) == len(state.running) and not len(run_prefills)
@@ -98,18 +98,23 @@ class AttainStep:
         ranks = state.table.priority[prefills.rows[candidates]] if state.has_classes else None
         overhead_s = state.cost.chunk_overhead_s if decodes.num_alive else 0.0
         slots = self._slots(candidates)
+        # The step ends with the deadline of its first prefill. Where a step could hold many, those
+        # who are to be on time are a step ahead of it, or steps would end with one each.
+        fixed_s = decodes.decode_s + overhead_s
+        lead_s = fixed_s if float(prefills.service_s[candidates].mean()) < fixed_s else 0.0
         weigh = functools.cache(lambda: self._total_cost(candidates, slots is not None))
 
         def on_time(limit: float) -> tuple[IntArray, int]:
             share = 1.0
             if not np.isinf(limit):
-                share = max(0.02, 1.0 - (decodes.decode_s + overhead_s) / max(limit, 1e-9))
+                share = max(0.02, 1.0 - fixed_s / max(limit, 1e-9))
             return on_time_first(
                 prefills.service_s[candidates] / share,
                 prefills.deadline_s[candidates] - decodes.decode_s,
                 weigh,
                 ranks,
                 slots,
+                lead_s,
             )
 
         order, count = on_time(limit_s)
@@ -138,6 +143,7 @@ class AttainStep:
         state, decodes = self.state, self.decodes
         is_needed = candidates >= self.prefills.num_started
         num_free = self.view.num_free_slots + len(decodes.rows) - decodes.num_alive
+        num_free += int(np.count_nonzero(self.view.held_prefills))
         if np.isnan(state.end_interval_s) or int(is_needed.sum()) <= num_free:
             return None
         return Slots(is_needed, num_free, state.end_interval_s)
@@ -215,7 +221,8 @@ class AttainStep:
         if not len(places) or self.credit.is_blocked:
             return mask
         waiting = candidates[places]
-        slots = state.max_num_running - decodes.num_alive - num_started
+        num_held = int(np.count_nonzero(self.view.held_prefills))
+        slots = state.max_num_running - decodes.num_alive - (num_started - num_held)
         count = min(len(waiting), max(0, slots))
         # New decodes must not make bare decode steps outgrow the targets.
         edge = float(decodes.sustain_s[decodes.alive].min(initial=np.inf))

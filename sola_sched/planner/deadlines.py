@@ -35,6 +35,7 @@ def on_time_first(
     weigh: Callable[[], FloatArray],
     rank: IntArray | None,
     slots: Slots | None = None,
+    lead_s: float = 0.0,
 ) -> tuple[IntArray, int]:
     """Order jobs so that as many as possible end before their deadlines.
 
@@ -50,6 +51,8 @@ def on_time_first(
             some job is late.
         rank: Priority class of each job, smaller first and strictly before; None for one class.
         slots: What else a job must wait for; None if there is enough of it.
+        lead_s: How long before its deadline a job is to end where not all can be on time, unless
+            none could then.
 
     Returns:
         (order, num_on_time): indices of all jobs; the first `num_on_time` are expected on time,
@@ -61,7 +64,7 @@ def on_time_first(
         order = np.lexsort((deadline_s, rank))
     if not len(order):
         return order, 0
-    machine = _Machine(service_s, deadline_s, slots)
+    machine = _Machine(service_s, deadline_s, slots, lead_s)
     if machine.all_on_time(order):
         return order, len(order)
     weight_s = weigh()
@@ -87,8 +90,14 @@ def _by_class(
 class _Machine:
     """Jobs one after the other; those that need a slot also in the order in which slots come."""
 
-    def __init__(self, service_s: FloatArray, deadline_s: FloatArray, slots: Slots | None) -> None:
-        self.service_s, self.deadline_s = service_s, deadline_s
+    def __init__(
+        self,
+        service_s: FloatArray,
+        deadline_s: FloatArray,
+        slots: Slots | None,
+        lead_s: float,
+    ) -> None:
+        self.service_s, self.deadline_s, self.lead_s = service_s, deadline_s, lead_s
         # Slots are a machine of their own that is ahead by the free ones.
         self.slot_s: FloatArray | None = None
         self.busy_s = self.slots_busy_s = 0.0
@@ -109,6 +118,14 @@ class _Machine:
 
     def choose(self, order: IntArray, weight_s: FloatArray) -> tuple[list[int], list[int]]:
         """Jobs kept, by deadline, and given up, by weight; the former occupy the machine."""
+        kept, dropped = self._choose(order, weight_s, self.lead_s)
+        if not kept and self.lead_s:
+            kept, dropped = self._choose(order, weight_s, 0.0)
+        return kept, dropped
+
+    def _choose(
+        self, order: IntArray, weight_s: FloatArray, lead_s: float
+    ) -> tuple[list[int], list[int]]:
         head, tail = order[:_MAX_EXAMINED], order[_MAX_EXAMINED:]
         slot_s = np.zeros(len(head)) if self.slot_s is None else self.slot_s[head]
         costliest: list[tuple[float, int, float, float]] = []
@@ -119,7 +136,7 @@ class _Machine:
             head.tolist(),
             self.service_s[head].tolist(),
             slot_s.tolist(),
-            self.deadline_s[head].tolist(),
+            (self.deadline_s[head] - lead_s).tolist(),
             strict=True,
         )
         for weight, job, service, slot, deadline in jobs:

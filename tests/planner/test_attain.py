@@ -199,6 +199,18 @@ def test_a_prompt_whose_deadline_is_next_is_not_cut_short_by_rounding() -> None:
     assert plan.token_budget >= 1 + 18
 
 
+def test_where_steps_could_hold_many_prompts_none_is_cut_short_for_the_first() -> None:
+    """The first has 14 ms left, room for one prompt of 2 ms beside the decode."""
+    b = StateBuilder()
+    b.decode("a", first_ago_s=5.0, out=100, slo=LOOSE)
+    b.waiting("first", waited_s=0.986, prompt=19)
+    for i in range(60):
+        b.waiting(f"w{i:02}", waited_s=0.986 - 0.001 * i, prompt=20)
+    plan = make_attain().plan(b.build())
+    assert plan.token_budget is not None
+    assert plan.token_budget >= 1 + 5 * 20
+
+
 def test_lost_prompts_start_together_where_others_leave_room_but_for_an_eighth_of_the_slots() -> (
     None
 ):
@@ -350,6 +362,18 @@ def test_a_held_lost_decode_gives_its_slot_to_a_request_that_can_make_it() -> No
     assert young in plan.preempt
     assert b.names(plan.admit)[0] == "w0"
     assert old not in plan.run
+
+
+def test_a_lost_prefill_that_sits_out_gives_its_slot_to_a_request_that_can_make_it() -> None:
+    b = StateBuilder(max_num_running=2, max_num_tokens=512)
+    b.decode("fine", first_ago_s=0.0, out=1)
+    begun = b.prefill("begun", waited_s=9.0, prompt=2000, computed=1000)
+    for i in range(3):
+        b.waiting(f"w{i}", waited_s=0.4, prompt=400)
+    plan = make_attain().plan(b.build())
+    assert plan.preempt.tolist() == [begun]
+    assert b.names(plan.admit)[0] == "w0"
+    assert begun not in plan.run
 
 
 def test_a_higher_priority_class_displaces_a_running_lower_one_when_slots_are_full() -> None:

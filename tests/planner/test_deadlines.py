@@ -96,6 +96,26 @@ def test_slots_alone_are_shared_out_as_time_is(jobs: list[tuple[int, int]], free
     assert count == most_on_time(as_time)
 
 
+def test_where_not_all_are_on_time_those_that_are_have_the_lead() -> None:
+    service = np.array([1.0, 1.0, 1.0, 10.0])
+    deadline = np.array([1.5, 4.0, 4.0, 5.0])
+    order, count = on_time_first(service, deadline, lambda: service, None)
+    assert order[:count].tolist() == [0, 1, 2]
+    order, count = on_time_first(service, deadline, lambda: service, None, lead_s=1.0)
+    assert order[:count].tolist() == [1, 2]
+    first = slice(3)  # all can be on time
+    order, count = on_time_first(
+        service[first], deadline[first], lambda: service[first], None, lead_s=1.0
+    )
+    assert order[:count].tolist() == [0, 1, 2]
+
+
+def test_no_lead_is_asked_for_that_nobody_can_have() -> None:
+    service, deadline = np.array([1.0, 1.0]), np.array([1.2, 1.3])
+    _, count = on_time_first(service, deadline, lambda: service, None, lead_s=1.0)
+    assert count == 1
+
+
 def test_no_jobs() -> None:
     order, count = on_time_first(np.empty(0), np.empty(0), lambda: np.empty(0), None)
     assert not len(order)
