@@ -97,6 +97,8 @@ class LostStep:
         credit.received(spare_used_s)
         if num_run < len(order) or index < 0:
             return run, None
+        if not self._has_room(index, run, served):
+            spare_s = 0.0
         lost_prefill = self._lost_prefill(index, limit_s, spare_s, room, served, tokens)
         if lost_prefill is None:
             return run, None
@@ -218,15 +220,25 @@ class LostStep:
         credit.credit_s -= seconds
         return tokens, True
 
-    def _has_room(self, index: int, lost_run: IntArray) -> bool:
-        """Whether slot and memory can be had for a lost request, from decodes that sit out."""
+    def _has_room(self, index: int, lost_run: IntArray, beside: IntArray | None = None) -> bool:
+        """Whether slot and memory can be had for a lost request, from decodes that sit out.
+
+        Args:
+            index: Its place.
+            lost_run: Places of the lost decodes that run.
+            beside: Places of other prefills of the step, which come first.
+        """
         view, state, prefills = self.view, self.view.state, self.view.prefills
         if index < prefills.num_started:
             return True
         held = view.decodes.lost.copy()
         held[lost_run] = False
-        free = state.num_free_blocks + int(view.decodes.ctx[held].sum()) // state.block_size
         slots = view.num_free_slots + int(np.count_nonzero(held))
+        free = state.num_free_blocks + int(view.decodes.ctx[held].sum()) // state.block_size
+        if beside is not None:
+            starting = beside[beside >= prefills.num_started]
+            slots -= len(starting)
+            free -= int((prefills.new[starting] / state.block_size + 1.0).sum())
         return slots > 0 and free > prefills.new[index] / state.block_size + 1
 
     def victims(self, admit: IntArray, lost_run: IntArray, served: IntArray) -> IntArray:

@@ -278,6 +278,17 @@ def test_service_from_slack_counts_towards_the_share() -> None:
     assert [served(num_others=10) for _ in range(20)].index(True) in (10, 11)
 
 
+def test_a_lost_request_that_finds_no_slot_beside_the_others_is_not_charged_for_service() -> None:
+    planner = make_attain(best_effort_share=0.1)
+    b = StateBuilder(max_num_running=2, elapsed_s=0.05)
+    b.decode("fine", first_ago_s=0.1, out=2)
+    b.waiting("lost", waited_s=9.0)
+    b.waiting("on time", waited_s=0.2)
+    plan = planner.plan(b.build())
+    assert b.names(plan.admit)[0] == "on time"
+    assert planner.best_effort.credit_s == pytest.approx(0.005)
+
+
 def test_while_the_oldest_lost_finds_no_slot_slack_goes_to_one_that_has_it_and_is_no_debt() -> None:
     planner = make_attain(best_effort_share=0.1)
     b = StateBuilder(max_num_running=3)
