@@ -81,6 +81,8 @@ class AttainPlanner:
         table = state.table
         is_decode = table.phase[rows] == DECODE
         if self._is_settled(state, rows, is_decode):
+            if len(state.waiting):
+                self.best_effort.unseen_s += state.elapsed_s
             return StepPlan(preempt=victims, admit=rows[:0], problem="decode")
         lowest = 0
         if state.has_classes and len(rows) + len(state.waiting):

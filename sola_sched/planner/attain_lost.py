@@ -67,57 +67,73 @@ class LostStep:
             later_order = arrival[~before].argsort(kind="stable")
             decodes, added_s, arrival = decodes[before], added_s[before], arrival[before]
         order = arrival.argsort(kind="stable")
-        added_s = added_s[order]
-        used_s = added_s.cumsum()
-        num_run = int(used_s.searchsorted(spare_s, side="right"))
-        spare_used_s = float(used_s[num_run - 1]) if num_run else 0.0
+        num_run, spare_used_s = self._first(added_s[order], spare_s)
         spare_s -= spare_used_s
-        for added in added_s[num_run:].tolist():
-            if added <= spare_s:
-                spare_s -= added
-                spare_used_s += added
-            elif credit.credit_s > 0:
-                credit.credit_s -= added
-            else:
-                break
-            num_run += 1
         run = decodes[order[:num_run]]
         room -= num_run * state.tokens_per_decode
-        index = int(prefills[oldest]) if oldest >= 0 else -1
-        if index >= 0 and not self._has_room(index, run):
+        if oldest < 0:
+            credit.received(spare_used_s)
+            return run, None
+        index = int(prefills[oldest])
+        has_room = self._has_room(index, run)
+        if has_room:
+            credit.received(spare_used_s)
+        else:
             # Once it has waited long enough to fill its credit, room is kept for it. What others
             # get from slack in the meantime does not count.
             credit.is_blocked = was_blocked or credit.is_full
-            started = prefills[prefills < view.prefills.num_started]
-            if num_run < len(order) or not len(started):
-                return run, None
+        if num_run < len(order):
+            return run, None
+        chosen, num_tokens = prefills[:0], 0
+        if has_room:
+            beside_s = spare_s if self._has_room(index, run, served) else 0.0
+            lost_prefill = self._lost_prefill(index, limit_s, beside_s, room, served, tokens)
+            if lost_prefill is not None:
+                chosen, num_tokens = prefills[oldest : oldest + 1], lost_prefill[0]
+                if lost_prefill[1] or num_tokens < view.prefills.new[index]:
+                    return run, (chosen, *lost_prefill)
+                spare_s -= float(view.prefills.service_s[index])
+                others = prefills[prefill_arrival.argsort(kind="stable")[1:]]
+                starting = np.concatenate([served, chosen])
+                more = self._more(others, spare_s, room - tokens - num_tokens, starting)
+                chosen = np.concatenate([chosen, more])
+                num_tokens += int(view.prefills.new[more].sum())
+                spare_s -= float(view.prefills.service_s[more].sum())
+        elif len(started := prefills[prefills < view.prefills.num_started]):
             index = int(started[np.argmin(table.arrival_s[view.prefills.rows[started]])])
             num_tokens = self._from_slack(index, spare_s, room, served, tokens)
-            return run, (np.array([index]), num_tokens, False) if num_tokens else None
-        credit.received(spare_used_s)
-        if num_run < len(order) or index < 0:
-            return run, None
-        if not self._has_room(index, run, served):
-            spare_s = 0.0
-        lost_prefill = self._lost_prefill(index, limit_s, spare_s, room, served, tokens)
-        if lost_prefill is None:
-            return run, None
-        num_tokens, is_alone = lost_prefill
-        chosen = np.array([index])
-        if not is_alone and num_tokens >= view.prefills.new[index]:
-            spare_s -= float(view.prefills.service_s[index])
-            others = prefills[prefill_arrival.argsort(kind="stable")[1:]]
-            starting = np.concatenate([served, chosen])
-            more = self._more(others, spare_s, room - tokens - num_tokens, starting)
-            chosen = np.concatenate([chosen, more])
-            num_tokens += int(view.prefills.new[more].sum())
-            spare_s -= float(view.prefills.service_s[more].sum())
-            starting = np.concatenate([starting, more])
-            places = self._later(
-                later_s[later_order], spare_s, room - tokens - num_tokens, starting
-            )
-            run = np.concatenate([run, later[later_order[:places]]])
-        return run, (chosen, num_tokens, is_alone)
+            if num_tokens:
+                chosen = np.array([index])
+                spare_s -= float(cost.prefill_marginal_s(float(num_tokens), 0.0))
+        starting = np.concatenate([served, chosen])
+        places = self._later(later_s[later_order], spare_s, room - tokens - num_tokens, starting)
+        if places and has_room and len(chosen):
+            credit.received(float(later_s[later_order[:places]].sum()))
+        run = np.concatenate([run, later[later_order[:places]]])
+        return run, (chosen, num_tokens, False) if len(chosen) else None
+
+    def _first(self, added_s: FloatArray, spare_s: float) -> tuple[int, float]:
+        """How many lost decodes go on, from the first, on what is left over or on credit.
+
+        Args:
+            added_s: What each adds to the step, seconds, by arrival.
+            spare_s: Time left over, seconds.
+
+        Returns:
+            Their number; how much of the time left over they take, seconds.
+        """
+        used_s = added_s.cumsum()
+        count = int(used_s.searchsorted(spare_s, side="right"))
+        spare_used_s = float(used_s[count - 1]) if count else 0.0
+        for added in added_s[count:].tolist():
+            if added <= spare_s - spare_used_s:
+                spare_used_s += added
+            elif self.credit.credit_s > 0:
+                self.credit.credit_s -= added
+            else:
+                break
+            count += 1
+        return count, spare_used_s
 
     def _later(self, added_s: FloatArray, spare_s: float, room: int, starting: IntArray) -> int:
         """How many lost decodes that came after the oldest prefill go on beside it, from the first.
@@ -139,10 +155,7 @@ class LostStep:
         num_displaced = max(0, len(starting) - view.num_free_slots)
         most = min(len(added_s) - num_displaced, room // state.tokens_per_decode)
         used_s = added_s[: max(0, most)].cumsum()
-        count = int(used_s.searchsorted(spare_s, side="right"))
-        if count:
-            self.credit.received(float(used_s[count - 1]))
-        return count
+        return int(used_s.searchsorted(spare_s, side="right"))
 
     def _more(self, others: IntArray, spare_s: float, room: int, starting: IntArray) -> IntArray:
         """Of `others`, in order, those that also fit what is left over: prompts may be short.

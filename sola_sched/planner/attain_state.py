@@ -310,19 +310,24 @@ class BestEffort:
         credit_s: Engine time earned and not yet spent, seconds.
         is_blocked: The oldest lost request has credit but neither slot nor memory: nobody else
             is admitted until it has.
+        unseen_s: Engine time of steps in which nobody looked whether a lost request waits.
     """
 
     share: float
     credit_s: float = 0.0
     is_blocked: bool = False
+    unseen_s: float = 0.0
 
     def forget(self) -> None:
         """Nobody is lost: credit is earned by those who wait for it, not kept for a burst."""
         self.credit_s = min(self.credit_s, 0.0)
+        self.unseen_s = 0.0
 
     def earn(self, elapsed_s: float) -> None:
         """Book the share of the engine time that has passed while a lost request was there."""
-        self.credit_s = min(_MAX_CREDIT_S, self.credit_s + self.share * elapsed_s)
+        waited_s = self.unseen_s + elapsed_s
+        self.unseen_s = 0.0
+        self.credit_s = min(_MAX_CREDIT_S, self.credit_s + self.share * waited_s)
 
     def received(self, seconds: float) -> None:
         """Book service from what others left over: the share is a minimum, not an extra."""

@@ -245,6 +245,18 @@ def test_lost_decodes_that_came_later_go_on_beside_the_oldest_prompt() -> None:
     assert not len(plan.preempt)
 
 
+def test_lost_decodes_go_on_while_the_oldest_prompt_finds_no_memory() -> None:
+    b = StateBuilder(num_blocks=100, num_free_blocks=20)
+    b.decode("fine", first_ago_s=0.1, out=2)
+    b.decode("later", first_ago_s=0.1, out=2, arrived_ago_s=50.0)
+    b.waiting("oldest", waited_s=100.0, prompt=3000)
+    planner = make_attain(best_effort_share=0.1)
+    plan = planner.plan(b.build())
+    assert plan.run is None or set(b.names(plan.run)) == {"fine", "later"}
+    assert not len(plan.admit)
+    assert planner.best_effort.credit_s == 0.0  # what others get in the meantime is no debt
+
+
 def test_best_effort_credit_serves_the_oldest_lost_request_first() -> None:
     planner = make_attain(best_effort_share=0.1)
     served = []
@@ -260,6 +272,23 @@ def test_best_effort_credit_serves_the_oldest_lost_request_first() -> None:
     # 30 steps x 50 ms x 10 % = 150 ms of credit, 30 ms for each service
     assert served.count("oldest lost") in (4, 5)
     assert set(served) == {"oldest lost"}
+
+
+@pytest.mark.parametrize("num_full_steps", [0, 2])
+def test_the_lost_earn_their_share_also_in_steps_where_all_slots_are_taken(
+    num_full_steps: int,
+) -> None:
+    """What the lost request gets costs 10 ms, a step earns 5 ms."""
+    planner = make_attain(best_effort_share=0.1)
+    for num_slots in [2] * num_full_steps + [3]:
+        b = StateBuilder(max_num_running=num_slots, elapsed_s=0.05)
+        for i in range(2):
+            b.decode(f"fine {i}", first_ago_s=0.1, out=2)
+        b.waiting("lost", waited_s=9.0)
+        for i in range(5):
+            b.waiting(f"w{i}", waited_s=0.3, prompt=2000)
+        plan = planner.plan(b.build())
+    assert ("lost" in b.names(plan.admit)) == (num_full_steps > 0)
 
 
 def test_service_from_slack_counts_towards_the_share() -> None:
