@@ -20,6 +20,8 @@ from sola_sched.state import DECODE, FloatArray, IntArray, StepPlan, StepState
 
 #: KV use below which the peak-memory prediction is skipped (section 6.4).
 _MEMORY_THRESHOLD = 0.5
+#: New KV blocks of a decode in one step, at most: one for each kind of attention layer.
+_BLOCKS_PER_DECODE = 4
 
 
 class PaperPlanner:
@@ -32,7 +34,8 @@ class PaperPlanner:
     Where the paper is silent: p_TTFT is taken over requests without a first token and p_TPOT over
     requests that decode, since only those can still change; both as ratios to each request's own
     target, so that targets may differ; the sliding window compares the mean ratios of the last
-    `window` steps; preemption, which Algorithm 1 leaves out, is vLLM's.
+    `window` steps; preemption, which Algorithm 1 leaves out, is vLLM's. While slots are full and
+    memory is ample the order of the decodes decides nothing, and is left alone.
 
     Args:
         config: `window`, `tile` and the targets are used.
@@ -55,7 +58,6 @@ class PaperPlanner:
         is_decode = table.phase[rows] == DECODE
         if not len(state.waiting) and is_decode.all():  # no prefill: nothing to weigh
             return StepPlan(preempt=victims, problem="tpot")
-        remaining = state.remaining(rows)
         decodes, prefills = rows[is_decode], rows[~is_decode]
         slots = state.max_num_running - len(rows)
         ttft_s, ttft_limit = self._ttft(state, np.concatenate([prefills, state.waiting]))
@@ -65,9 +67,14 @@ class PaperPlanner:
         self._ratios.append((ratio_ttft.max(initial=0.0), ratio_tpot.max(initial=0.0)))
         optimize_ttft, level_ttft, level_tpot = self._problem(ratio_ttft, ratio_tpot)
 
+        can_start = bool(len(prefills)) or slots > 0
+        if not can_start and self._all_run(state, decodes):
+            problem = "ttft" if optimize_ttft else "tpot"
+            return StepPlan(admit=rows[:0], preempt=victims, problem=problem)
+        remaining = state.remaining(rows)
         predicted_tpot = self._predicted_tpot(state, decodes, tpot_s, remaining[is_decode])
         ordered_decodes = decodes[np.argsort(-predicted_tpot)]
-        if not len(prefills) and slots <= 0:  # nobody can start: the step has no prefill
+        if not can_start:  # the step has no prefill
             return StepPlan(
                 run=ordered_decodes,
                 admit=rows[:0],
@@ -118,6 +125,13 @@ class PaperPlanner:
             preempt=victims,
             problem=problem,
         )
+
+    @staticmethod
+    def _all_run(state: StepState, decodes: IntArray) -> bool:
+        """Whether tokens and memory suffice for every decode, in whatever order."""
+        tokens = state.tokens_per_decode
+        blocks = len(decodes) * _BLOCKS_PER_DECODE * (1 + tokens // state.block_size)
+        return len(decodes) * tokens <= state.max_num_tokens and blocks <= state.num_free_blocks
 
     # State (section 4.3) --------------------------------------------------------------------
 

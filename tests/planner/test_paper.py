@@ -6,6 +6,7 @@ The builder's cost model: a step takes 10 ms + 1 ms per decode + 0.1 ms per pref
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from states import StateBuilder
@@ -121,3 +122,19 @@ def test_admission_counts_requests_until_the_predicted_peak_is_full() -> None:
     assert num_that_fit(state, none, np.empty(0), 0, np.arange(10)) == 4
     assert num_that_fit(state, none, np.empty(0), 1000, np.arange(10)) == 1
     assert num_that_fit(state, none, np.empty(0), 0, np.arange(0)) == 0
+
+
+@pytest.mark.parametrize(("num_free_blocks", "is_ordered"), [(50, False), (7, True)])
+def test_full_slots_the_decodes_are_ordered_only_where_memory_may_end(
+    num_free_blocks: int, is_ordered: bool
+) -> None:
+    b = StateBuilder(max_num_running=2, num_blocks=1000, num_free_blocks=num_free_blocks)
+    b.decode("fast", first_ago_s=0.05, out=5, slo=SLO)
+    b.decode("slow", first_ago_s=0.35, out=5, slo=SLO)
+    b.waiting("w", waited_s=0.8, prompt=127, slo=SLO)
+    plan = make_paper().plan(b.build())
+    assert not len(plan.admit)
+    if is_ordered:
+        assert b.names(plan.run) == ["slow", "fast"]
+    else:
+        assert plan.run is None
