@@ -55,7 +55,9 @@ class LostStep:
             spare_s -= float(cost.prefill_marginal_s(float(tokens), 0.0)) if tokens else 0.0
         room = view.token_room
         # What each lost decode adds to the step.
-        added_s = cost.decode_s(2.0, view.decodes.ctx[decodes]) - cost.decode_s(1.0, 0.0)
+        added_s = np.empty(0)
+        if len(decodes):
+            added_s = cost.decode_s(2.0, view.decodes.ctx[decodes]) - cost.decode_s(1.0, 0.0)
         arrival = table.arrival_s[view.decodes.rows[decodes]]
         # Nobody passes the oldest lost prefill, so only the decodes before it count.
         oldest = -1
@@ -63,8 +65,9 @@ class LostStep:
             prefill_arrival = table.arrival_s[view.prefills.rows[prefills]]
             oldest = int(prefill_arrival.argmin())
             before = arrival <= prefill_arrival[oldest]
-            later, later_s = decodes[~before], added_s[~before]
-            later_order = arrival[~before].argsort(kind="stable")
+            by_arrival = (~before).nonzero()[0]
+            by_arrival = by_arrival[arrival[by_arrival].argsort(kind="stable")]
+            later, later_s = decodes[by_arrival], added_s[by_arrival]
             decodes, added_s, arrival = decodes[before], added_s[before], arrival[before]
         order = arrival.argsort(kind="stable")
         num_run, spare_used_s = self._first(added_s[order], spare_s)
@@ -106,10 +109,10 @@ class LostStep:
                 chosen = np.array([index])
                 spare_s -= float(cost.prefill_marginal_s(float(num_tokens), 0.0))
         starting = np.concatenate([served, chosen])
-        places = self._later(later_s[later_order], spare_s, room - tokens - num_tokens, starting)
-        if places and has_room and len(chosen):
-            credit.received(float(later_s[later_order[:places]].sum()))
-        run = np.concatenate([run, later[later_order[:places]]])
+        count = self._later(later_s, spare_s, room - tokens - num_tokens, starting)
+        if count and has_room and len(chosen):
+            credit.received(float(later_s[:count].sum()))
+        run = np.concatenate([run, later[:count]])
         return run, (chosen, num_tokens, False) if len(chosen) else None
 
     def _first(self, added_s: FloatArray, spare_s: float) -> tuple[int, float]:
@@ -122,6 +125,8 @@ class LostStep:
         Returns:
             Their number; how much of the time left over they take, seconds.
         """
+        if not len(added_s):
+            return 0, 0.0
         used_s = added_s.cumsum()
         count = int(used_s.searchsorted(spare_s, side="right"))
         spare_used_s = float(used_s[count - 1]) if count else 0.0
@@ -147,6 +152,8 @@ class LostStep:
             room: Tokens left over.
             starting: Places of the prefills of the step.
         """
+        if not len(added_s) or spare_s <= 0:
+            return 0
         view, state, prefills = self.view, self.view.state, self.view.prefills
         starting = starting[starting >= prefills.num_started]
         blocks = float((prefills.new[starting] / state.block_size + 1.0).sum())
@@ -224,6 +231,8 @@ class LostStep:
         if tokens:
             credit.received(float(cost.prefill_marginal_s(float(tokens), has)))
             return tokens, False
+        if credit.credit_s <= 0:
+            return None
         tokens = min(need, self.view.tokens_in(limit_s, room, has))
         if not tokens and credit.is_full:
             tokens = min(need, self.view.tile)
