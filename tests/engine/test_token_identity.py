@@ -37,7 +37,7 @@ CHAOS = "chaos.ChaosScheduler"
 #: Targets by request, cyclically: out of reach, tight, of a class, the default.
 MIXED_SLOS = (
     {"ttft_slo_ms": 1, "tpot_slo_ms": 1},
-    {"ttft_slo_ms": 200, "tpot_slo_ms": 9},
+    {"ttft_slo_ms": 200, "tpot_slo_ms": 7},
     {"slo_class": "batch"},
     None,
 )
