@@ -281,17 +281,17 @@ class LostStep:
         held = np.concatenate([decodes.rows[is_held], view.prefills.rows[pending]])
         if not len(held):
             return held
-        decoding = decodes.rows[~is_held]
-        tokens = table.num_prompt[decoding] + table.num_output[decoding]
-        blocks = int((tokens % state.block_size == 0).sum())
+        tokens = table.num_prompt[decodes.rows] + table.num_output[decodes.rows]
+        size = np.concatenate([tokens[is_held], table.num_computed[view.prefills.rows[pending]]])
+        blocks = int((tokens[~is_held] % state.block_size == 0).sum())
         blocks += int(np.ceil(table.prefill_target[admit] / state.block_size).sum()) + 1
         num_slots = len(admit) - view.num_free_slots
         short = blocks - state.num_free_blocks
         chosen: list[int] = []
-        for row in held[np.argsort(-table.arrival_s[held], kind="stable")].tolist():
+        for place in np.argsort(-table.arrival_s[held], kind="stable").tolist():
             if num_slots <= 0 and short <= 0:
                 break
-            chosen.append(row)
+            chosen.append(int(held[place]))
             num_slots -= 1
-            short -= -(-int(table.num_computed[row]) // state.block_size)
+            short -= -(-int(size[place]) // state.block_size)
         return np.array(chosen, dtype=np.int64)

@@ -404,6 +404,18 @@ def test_a_held_lost_decode_gives_its_slot_to_a_request_that_can_make_it() -> No
     assert old not in plan.run
 
 
+def test_no_more_held_decodes_leave_than_the_memory_they_give_back_is_needed() -> None:
+    b = StateBuilder(max_num_tokens=512, num_blocks=1000, num_free_blocks=20)
+    b.decode("fine", first_ago_s=0.0, out=1)
+    b.decode("old lost", first_ago_s=0.05, out=2000, arrived_ago_s=9.0)
+    young = b.decode("young lost", first_ago_s=0.05, out=2000, arrived_ago_s=5.0)
+    for i in range(3):
+        b.waiting(f"w{i}", waited_s=0.4, prompt=1000)
+    plan = make_attain().plan(b.build())
+    assert b.names(plan.admit)[0] == "w0"
+    assert plan.preempt.tolist() == [young]
+
+
 def test_a_lost_prefill_that_sits_out_gives_its_slot_to_a_request_that_can_make_it() -> None:
     b = StateBuilder(max_num_running=2, max_num_tokens=512)
     b.decode("fine", first_ago_s=0.0, out=1)
