@@ -92,9 +92,9 @@ class LostStep:
             beside_s = spare_s if self._has_room(index, run, served) else 0.0
             lost_prefill = self._lost_prefill(index, limit_s, beside_s, room, served, tokens)
             if lost_prefill is not None:
-                chosen, num_tokens = prefills[oldest : oldest + 1], lost_prefill[0]
-                if lost_prefill[1] or num_tokens < view.prefills.new[index]:
-                    return run, (chosen, *lost_prefill)
+                chosen, (num_tokens, is_alone) = np.array([index]), lost_prefill
+                if is_alone or num_tokens < view.prefills.new[index]:
+                    return run, (chosen, num_tokens, is_alone)
                 spare_s -= float(view.prefills.service_s[index])
                 others = prefills[prefill_arrival.argsort(kind="stable")[1:]]
                 starting = np.concatenate([served, chosen])
@@ -156,7 +156,7 @@ class LostStep:
             return 0
         view, state, prefills = self.view, self.view.state, self.view.prefills
         starting = starting[starting >= prefills.num_started]
-        blocks = float((prefills.new[starting] / state.block_size + 1.0).sum())
+        blocks = float(self._blocks(starting).sum())
         if blocks + len(view.decodes.rows) > state.num_free_blocks:
             return 0  # whose KV gives way is seen to by `victims`
         num_displaced = max(0, len(starting) - view.num_free_slots)
@@ -190,7 +190,7 @@ class LostStep:
         fits = prefills.service_s[others].cumsum() <= spare_s
         fits &= new.cumsum() <= room
         fits &= ~starts | (starts.cumsum() <= slots)
-        fits &= ~starts | ((starts * (new / state.block_size + 1.0)).cumsum() <= blocks)
+        fits &= ~starts | ((starts * self._blocks(others)).cumsum() <= blocks)
         more: IntArray = others[: len(fits) if fits.all() else int(fits.argmin())]
         self.credit.received(float(prefills.service_s[more].sum()))
         return more
@@ -260,8 +260,13 @@ class LostStep:
         if beside is not None:
             starting = beside[beside >= prefills.num_started]
             slots -= len(starting)
-            free -= int((prefills.new[starting] / state.block_size + 1.0).sum())
-        return slots > 0 and free > prefills.new[index] / state.block_size + 1
+            free -= int(self._blocks(starting).sum())
+        return slots > 0 and free > float(self._blocks(np.array([index]))[0])
+
+    def _blocks(self, places: IntArray) -> FloatArray:
+        """KV blocks that each prefill still needs, and one to spare."""
+        blocks: FloatArray = self.view.prefills.new[places] / self.view.state.block_size + 1.0
+        return blocks
 
     def victims(self, admit: IntArray, lost_run: IntArray, served: IntArray) -> IntArray:
         """Held requests that leave for the slots and blocks this step needs, the youngest first.

@@ -263,6 +263,12 @@ class StepView:
         return self.state.max_num_running - taken
 
     @property
+    def num_available_slots(self) -> int:
+        """Slots that nobody holds who can still meet its targets."""
+        kept = self.prefills.num_started - int(np.count_nonzero(self.held_prefills))
+        return self.state.max_num_running - self.decodes.num_alive - kept
+
+    @property
     def held_prefills(self) -> BoolArray:
         """Mask of the prefills that hold a slot and are lost; shape [num_started]."""
         held: BoolArray = ~self.prefills.feasible[: self.prefills.num_started]

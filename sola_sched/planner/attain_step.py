@@ -140,10 +140,9 @@ class AttainStep:
 
     def _slots(self, candidates: IntArray) -> Slots | None:
         """Slots as a resource, where there are fewer than requests that wait for one."""
-        state, decodes = self.state, self.decodes
+        state = self.state
         is_needed = candidates >= self.prefills.num_started
-        num_free = self.view.num_free_slots + len(decodes.rows) - decodes.num_alive
-        num_free += int(np.count_nonzero(self.view.held_prefills))
+        num_free = self.view.num_available_slots
         if np.isnan(state.end_interval_s) or int(is_needed.sum()) <= num_free:
             return None
         return Slots(is_needed, num_free, state.end_interval_s)
@@ -221,9 +220,7 @@ class AttainStep:
         if not len(places) or self.credit.is_blocked:
             return mask
         waiting = candidates[places]
-        num_held = int(np.count_nonzero(self.view.held_prefills))
-        slots = state.max_num_running - decodes.num_alive - (num_started - num_held)
-        count = min(len(waiting), max(0, slots))
+        count = min(len(waiting), max(0, self.view.num_available_slots))
         # New decodes must not make bare decode steps outgrow the targets.
         edge = float(decodes.sustain_s[decodes.alive].min(initial=np.inf))
         tpot = self.view.keep * state.table.tpot_s[prefills.rows[waiting[:count]]]

@@ -67,21 +67,19 @@ class PaperPlanner:
         self._ratios.append((ratio_ttft.max(initial=0.0), ratio_tpot.max(initial=0.0)))
         optimize_ttft, level_ttft, level_tpot = self._problem(ratio_ttft, ratio_tpot)
 
-        can_start = bool(len(prefills)) or slots > 0
-        if not can_start and self._all_run(state, decodes):
-            problem = "ttft" if optimize_ttft else "tpot"
-            return StepPlan(admit=rows[:0], preempt=victims, problem=problem)
-        remaining = state.remaining(rows)
-        predicted_tpot = self._predicted_tpot(state, decodes, tpot_s, remaining[is_decode])
-        ordered_decodes = decodes[np.argsort(-predicted_tpot)]
-        if not can_start:  # the step has no prefill
+        if not len(prefills) and slots <= 0:  # nobody can start: the step has no prefill
+            order = None
+            if not self._all_run(state, decodes):
+                order = self._by_tpot(state, decodes, tpot_s, state.remaining(decodes))
             return StepPlan(
-                run=ordered_decodes,
+                run=order,
                 admit=rows[:0],
                 preempt=victims,
                 problem="ttft" if optimize_ttft else "tpot",
             )
 
+        remaining = state.remaining(rows)
+        ordered_decodes = self._by_tpot(state, decodes, tpot_s, remaining[is_decode])
         pending = np.concatenate([prefills, state.waiting])
         new = (table.prefill_target[pending] - table.num_computed[pending]).astype(np.float64)
         has = table.num_computed[pending].astype(np.float64)
@@ -149,16 +147,20 @@ class PaperPlanner:
         return tpot
 
     @staticmethod
-    def _predicted_tpot(
+    def _by_tpot(
         state: StepState, decodes: IntArray, tpot_s: FloatArray, left: FloatArray
-    ) -> FloatArray:
-        """(t_TPOT * l_out + C^d(Q_run) * l_left) / (l_out + l_left), section 4.4.2."""
+    ) -> IntArray:
+        """Decodes by predicted TPOT, the worst first (section 4.4.2).
+
+        Predicted is (t_TPOT * l_out + C^d(Q_run) * l_left) / (l_out + l_left).
+        """
         table = state.table
         ctx = table.num_prompt[decodes].sum() + table.num_output[decodes].sum()
         step_s = float(state.cost.decode_s(len(decodes), ctx))
         out = table.num_output[decodes]
-        predicted: FloatArray = (tpot_s * out + step_s * left) / np.maximum(out + left, 1)
-        return predicted
+        predicted = (tpot_s * out + step_s * left) / np.maximum(out + left, 1)
+        ordered: IntArray = decodes[np.argsort(-predicted)]
+        return ordered
 
     # Strategy (section 4.4) -----------------------------------------------------------------
 
