@@ -63,7 +63,7 @@ def queue_order(state: StepState) -> IntArray:
     """
     table = state.table
     rows = np.concatenate([state.running, state.waiting])
-    due_s = table.arrival_s[rows] + table.ttft_s[rows]
+    due_s = table.due_s[rows]
     started = np.zeros(len(rows), dtype=np.bool_)
     started[: len(state.running)] = True
     on_time = started | (due_s > state.now_s)
@@ -86,7 +86,9 @@ def estimate_waits(state: StepState, order: IntArray, in_step: BoolArray) -> Flo
     table, size = state.table, state.block_size
     if not len(order):
         return np.empty(0)
-    holds_kv = np.isin(order, state.running)
+    is_running = np.zeros(table.capacity, dtype=np.bool_)
+    is_running[state.running] = True
+    holds_kv = is_running[order]
     left = state.remaining(order)
     is_decode = holds_kv & (table.phase[order] == DECODE)
     new = np.where(is_decode, 0, table.prefill_target[order] - table.num_computed[order])

@@ -112,6 +112,7 @@ class StateMonitor:
         table.phase[row] = WAITING
         table.arrival_s[row] = arrival_s
         table.ttft_s[row] = slo.ttft_s
+        table.due_s[row] = arrival_s + slo.ttft_s
         table.tpot_s[row] = slo.tpot_s
         table.priority[row] = priority
         table.num_prompt[row] = num_prompt_tokens
@@ -193,10 +194,10 @@ class StateMonitor:
                 prefill_sq_tokens=float(np.dot(prefill_tokens, prefill_tokens)),
                 prefill_ctx_tokens=float(np.dot(has, prefill_tokens)),
             )
-            table.num_computed[prefill_rows] = has + prefill_tokens
-            done = table.num_computed[prefill_rows] >= table.prefill_target[prefill_rows]
-            table.phase[prefill_rows[done]] = DECODE
-            sampled = prefill_rows[done]
+            computed = has + prefill_tokens
+            table.num_computed[prefill_rows] = computed
+            sampled = prefill_rows[computed >= table.prefill_target[prefill_rows]]
+            table.phase[sampled] = DECODE
         else:
             shape = StepShape(len(decode_rows), ctx, 0, 0.0, 0.0)
             sampled = prefill_rows

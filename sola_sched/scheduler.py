@@ -300,6 +300,9 @@ class SolaSchedulerMixin(SwapMixin):
         `run` names each row once; rows that have no slot (any more) are skipped.
         """
         running, rows = self.running, self._running_rows
+        if len(run) == len(rows) and (run == rows).all():
+            self._hidden_rows = run[:0]
+            return []
         place_of = np.full(self.sola_monitor.table.capacity, -1)
         place_of[rows] = np.arange(len(rows))
         places = place_of[run]

@@ -32,6 +32,7 @@ _COLUMNS: dict[str, tuple[type, Any]] = {
     "serial": (np.int64, -1),
     "arrival_s": (np.float64, 0.0),
     "ttft_s": (np.float64, np.inf),
+    "due_s": (np.float64, np.inf),
     "tpot_s": (np.float64, np.inf),
     "priority": (np.int64, 0),
     "queue_pos": (np.int64, 0),
@@ -58,6 +59,7 @@ class RequestTable:
         serial: Number of the request, counted from 0: tells two requests in one row apart.
         arrival_s: Arrival on the monitor's clock, seconds.
         ttft_s, tpot_s: Targets, seconds; ``inf`` means none.
+        due_s: When the first token is due: ``arrival_s + ttft_s``.
         priority: Smaller is more urgent, as in vLLM.
         queue_pos: First-come-first-served position; preempted requests get one in front.
         num_prompt, max_tokens: Tokens.

@@ -116,6 +116,6 @@ class AlisePlanner:
         waits_s = estimate_waits(state, order, in_step)
         if plan.promote_s is not None:
             waits_s = np.minimum(waits_s, plan.promote_s)
-        due_s = table.arrival_s[order] + table.ttft_s[order] - state.now_s
+        due_s = table.due_s[order] - state.now_s
         fresh = np.isin(order, state.waiting) & (table.num_output[order] == 0)
         plan.reject = order[fresh & ~in_step & (waits_s > due_s)]

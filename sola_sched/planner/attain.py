@@ -88,8 +88,8 @@ class AttainPlanner:
         if state.has_classes and len(rows) + len(state.waiting):
             lowest = int(table.priority[np.concatenate([rows, state.waiting])].max())
         keep = self.keep
-        decodes = Decodes.of(state, rows[is_decode], ahead[is_decode], keep=keep, lowest=lowest)
-        prefills = Prefills.of(
+        decodes = Decodes(state, rows[is_decode], ahead[is_decode], keep=keep, lowest=lowest)
+        prefills = Prefills(
             state,
             rows[~is_decode],
             decodes.decode_s,
@@ -108,7 +108,7 @@ class AttainPlanner:
         if len(state.waiting):
             if self.rejects or len(rows) < state.max_num_running:
                 return False
-            late = table.first_token_s[rows] - table.arrival_s[rows] > table.ttft_s[rows]
+            late = table.first_token_s[rows] > table.due_s[rows]
             if late.any():  # one of them could give its slot to a request that is still on time
                 self._num_settled += 1
                 if self._num_settled % _SLOT_REVIEW_STEPS == 1:

@@ -11,6 +11,7 @@ from sola_sched.state import FloatArray, IntArray
 _SPARE_SLOTS, _SPARE_BLOCKS = 0.125, 0.5
 #: Lost prefills in one step, but for the oldest, at most.
 _MAX_MORE = 256
+_NO_SECONDS: FloatArray = np.empty(0)
 
 
 class LostStep:
@@ -43,37 +44,24 @@ class LostStep:
             first = view.prefills.num_started
             is_lost[first:] &= ~view.prefills.hopeless[first:]
         (prefills,) = is_lost.nonzero()
-        (decodes,) = view.decodes.lost.nonzero()
-        if not len(prefills) and not len(decodes):
+        if not len(prefills) and view.decodes.num_alive == len(view.decodes.rows):
             credit.forget()
-            return decodes, None
+            return prefills, None
         credit.earn(state.elapsed_s)
         cost = state.cost
         spare_s = 0.0
         if not has_backlog:
             spare_s = limit_s - view.decodes.decode_s
             spare_s -= float(cost.prefill_marginal_s(float(tokens), 0.0)) if tokens else 0.0
-        room = view.token_room
-        # What each lost decode adds to the step.
-        added_s = np.empty(0)
-        if len(decodes):
-            added_s = cost.decode_s(2.0, view.decodes.ctx[decodes]) - cost.decode_s(1.0, 0.0)
-        arrival = table.arrival_s[view.decodes.rows[decodes]]
+        prefill_arrival = table.arrival_s[view.prefills.rows[prefills]]
+        oldest = int(prefill_arrival.argmin()) if len(prefills) else -1
+        oldest_s = float(prefill_arrival[oldest]) if len(prefills) else np.inf
         # Nobody passes the oldest lost prefill, so only the decodes before it count.
-        oldest = -1
-        if len(prefills):
-            prefill_arrival = table.arrival_s[view.prefills.rows[prefills]]
-            oldest = int(prefill_arrival.argmin())
-            before = arrival <= prefill_arrival[oldest]
-            by_arrival = (~before).nonzero()[0]
-            by_arrival = by_arrival[arrival[by_arrival].argsort(kind="stable")]
-            later, later_s = decodes[by_arrival], added_s[by_arrival]
-            decodes, added_s, arrival = decodes[before], added_s[before], arrival[before]
-        order = arrival.argsort(kind="stable")
-        num_run, spare_used_s = self._first(added_s[order], spare_s)
+        (before, added_s), (later, later_s) = self._decodes_around(oldest_s)
+        num_run, spare_used_s = self._first(added_s, spare_s)
         spare_s -= spare_used_s
-        run = decodes[order[:num_run]]
-        room -= num_run * state.tokens_per_decode
+        run = before[:num_run]
+        room = view.token_room - num_run * state.tokens_per_decode
         if oldest < 0:
             credit.received(spare_used_s)
             return run, None
@@ -85,7 +73,7 @@ class LostStep:
             # Once it has waited long enough to fill its credit, room is kept for it. What others
             # get from slack in the meantime does not count.
             credit.is_blocked = was_blocked or credit.is_full
-        if num_run < len(order):
+        if num_run < len(before):
             return run, None
         chosen, num_tokens = prefills[:0], 0
         if has_room:
@@ -93,7 +81,7 @@ class LostStep:
             lost_prefill = self._lost_prefill(index, limit_s, beside_s, room, served, tokens)
             if lost_prefill is not None:
                 chosen, (num_tokens, is_alone) = np.array([index]), lost_prefill
-                if is_alone or num_tokens < view.prefills.new[index]:
+                if is_alone or num_tokens < view.prefills.size_of(index)[0]:
                     return run, (chosen, num_tokens, is_alone)
                 spare_s -= float(view.prefills.service_s[index])
                 others = prefills[prefill_arrival.argsort(kind="stable")[1:]]
@@ -114,6 +102,26 @@ class LostStep:
             credit.received(float(later_s[:count].sum()))
         run = np.concatenate([run, later[:count]])
         return run, (chosen, num_tokens, False) if len(chosen) else None
+
+    def _decodes_around(
+        self, oldest_s: float
+    ) -> tuple[tuple[IntArray, FloatArray], tuple[IntArray, FloatArray]]:
+        """Lost decodes that arrived until `oldest_s`, and those after it, each by arrival.
+
+        Returns:
+            Their indices, and what each adds to the step, seconds; twice.
+        """
+        decodes = self.view.decodes
+        (places,) = decodes.lost.nonzero()
+        if not len(places):
+            return (places, _NO_SECONDS), (places, _NO_SECONDS)
+        arrival = self.view.state.table.arrival_s[decodes.rows[places]]
+        order = arrival.argsort(kind="stable")
+        places = places[order]
+        cost = self.view.state.cost
+        added_s = cost.decode_s(2.0, decodes.ctx[places]) - cost.decode_s(1.0, 0.0)
+        split = int(arrival[order].searchsorted(oldest_s, side="right"))
+        return (places[:split], added_s[:split]), (places[split:], added_s[split:])
 
     def _first(self, added_s: FloatArray, spare_s: float) -> tuple[int, float]:
         """How many lost decodes go on, from the first, on what is left over or on credit.
@@ -202,14 +210,14 @@ class LostStep:
         if spare_s <= 0:
             return 0
         view, prefills = self.view, self.view.prefills
-        need, has = int(prefills.new[index]), float(prefills.has[index])
+        need, has = prefills.size_of(index)
         limit_s = view.decodes.decode_s + spare_s
         tokens = min(need, view.tokens_in(limit_s, room - served_tokens, has))
         # vLLM serves running requests before waiting ones: a long one must not take the chunk of
         # those admitted beside it.
-        first = prefills.num_started
-        overtakes = index < first and bool((served >= first).any())
-        return tokens if tokens == need or not overtakes else 0
+        if tokens < need and index < prefills.num_started and len(served):
+            return 0 if (served >= prefills.num_started).any() else tokens
+        return tokens
 
     def _lost_prefill(
         self,
@@ -226,7 +234,7 @@ class LostStep:
             Its tokens, and whether nobody else computes a prompt beside it.
         """
         credit, cost, prefills = self.credit, self.view.state.cost, self.view.prefills
-        need, has = int(prefills.new[index]), float(prefills.has[index])
+        need, has = prefills.size_of(index)
         tokens = self._from_slack(index, spare_s, room, served, served_tokens)
         if tokens:
             credit.received(float(cost.prefill_marginal_s(float(tokens), has)))
@@ -278,6 +286,8 @@ class LostStep:
         """
         view, state, table = self.view, self.view.state, self.view.state.table
         decodes = view.decodes
+        if not len(admit) and state.num_free_blocks > len(decodes.rows):
+            return admit  # a decode takes one block at most
         is_held = decodes.lost.copy()
         is_held[lost_run] = False
         is_pending = view.held_prefills

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +28,6 @@ _ONE_STEP = 1.0 + 1e-9
 _MAX_CREDIT_S = 0.5
 
 
-@dataclass(slots=True)
 class Decodes:
     """The decoding requests of a step, all arrays aligned.
 
@@ -34,9 +35,8 @@ class Decodes:
         rows: Rows of the table.
         ahead: Output tokens in flight.
         ctx: KV tokens of each.
-        remaining: Predicted output tokens left after those in flight.
         bank_s: Time until its next token is due, seconds; < 0 if it is behind its schedule.
-        sustain_s: Longest mean step that still meets TPOT at the predicted end, seconds.
+        token_s: Its target for a step: TPOT x tokens of a step, seconds.
         allowed_s: Longest next step that keeps (or brings) the request on course, seconds.
         lost: Whether it missed an SLO or cannot meet one any more.
         alive: The others.
@@ -45,23 +45,9 @@ class Decodes:
         decode_s: Time of a step of the others alone, seconds; 0 without any.
     """
 
-    rows: IntArray
-    ahead: IntArray
-    ctx: IntArray
-    remaining: FloatArray
-    bank_s: FloatArray
-    sustain_s: FloatArray
-    allowed_s: FloatArray
-    lost: BoolArray
-    alive: BoolArray
-    num_alive: int
-    ctx_alive: float
-    decode_s: float
-
-    @classmethod
-    def of(
-        cls, state: StepState, rows: IntArray, ahead: IntArray, *, keep: float, lowest: int
-    ) -> Decodes:
+    def __init__(
+        self, state: StepState, rows: IntArray, ahead: IntArray, *, keep: float, lowest: int
+    ) -> None:
         """Judge the decodes in `rows`.
 
         Args:
@@ -72,102 +58,99 @@ class Decodes:
             lowest: Priority of the lowest class present.
         """
         table = state.table
-        remaining = state.remaining(rows, ahead)
+        self._state, self.rows, self.ahead = state, rows, ahead
         out = np.maximum(table.num_output[rows] + ahead, 1)
-        ctx = table.num_prompt[rows] + out
-        known = table.first_token_s[rows]
-        first = np.where(np.isnan(known), state.now_s, known)
+        self.ctx = table.num_prompt[rows] + out
+        # The first token is there (NaN: not yet) when this step starts.
+        first = np.fmin(table.first_token_s[rows], state.now_s)
         tpot = table.tpot_s[rows] * keep
         per_step = state.accepted_per_decode
-        bank = first + tpot * (out - 1 + per_step) - state.now_s
-        steps = np.maximum(remaining / per_step, _ONE_STEP)
-        sustain = (bank + (steps - 1.0) * (per_step * tpot)) / steps
-        lost = first - table.arrival_s[rows] > table.ttft_s[rows]
-        alone = _lose_too_slow(state, ctx, sustain, lost)
+        self.bank_s: FloatArray = first + tpot * (out + (per_step - 1.0)) - state.now_s
+        self.token_s: FloatArray = per_step * tpot
+        self.lost: BoolArray = first > table.due_s[rows]
+        self._count_alive()
+        if self._is_easy():
+            self.allowed_s = self.bank_s
+        else:
+            self._judge(lowest)
+        if not self.num_alive:
+            self.decode_s = 0.0
+
+    @functools.cached_property
+    def remaining(self) -> FloatArray:
+        """Predicted output tokens left after those in flight."""
+        return self._state.remaining(self.rows, self.ahead)
+
+    @functools.cached_property
+    def sustain_s(self) -> FloatArray:
+        """Longest mean step that still meets TPOT at the predicted end, seconds."""
+        steps = np.maximum(self.remaining / self._state.accepted_per_decode, _ONE_STEP)
+        sustain_s: FloatArray = (self.bank_s + (steps - 1.0) * self.token_s) / steps
+        return sustain_s
+
+    def _count_alive(self) -> None:
+        self.alive = ~self.lost
+        self.num_alive = int(np.count_nonzero(self.alive))
+        is_all = self.num_alive == len(self.rows)
+        self.ctx_alive = float((self.ctx if is_all else self.ctx[self.alive]).sum())
+        self.decode_s = float(self._state.cost.decode_s(self.num_alive, self.ctx_alive))
+
+    def _is_easy(self) -> bool:
+        """Whether all are ahead of their schedules and a bare step is short enough for each.
+
+        What one bears for long lies between `bank_s` and `token_s`, so that the lengths of
+        the outputs decide nothing then: nobody is too slow, and each can wait for its bank.
+        """
+        if self._state.has_classes:
+            return False
+        is_ahead = (self.bank_s >= self.token_s) & (self.token_s >= self.decode_s)
+        return bool((is_ahead | self.lost).all())
+
+    def _judge(self, lowest: int) -> None:
+        """Tell who is too slow, and how long a step those behind their schedules allow."""
+        state, sustain_s, token_s = self._state, self.sustain_s, self.token_s
+        self._lose_too_slow()
         # One behind its schedule catches up by steps halfway to what it could bear for long.
-        behind = alone.step_s + 0.5 * np.maximum(sustain - alone.step_s, 0.0)
-        allowed = np.where(bank >= behind, bank, np.minimum(behind, tpot * per_step))
-        if state.has_classes:  # they are strict: an upper one is served even when it has lost
-            is_upper = table.priority[rows] < lowest
-            free = is_upper & lost
-            sustain[free] = allowed[free] = np.inf
-            lost &= ~is_upper
-            alone = _Alone.of(state, ctx, lost)
-        return cls(
-            rows=rows,
-            ahead=ahead,
-            ctx=ctx,
-            remaining=remaining,
-            bank_s=bank,
-            sustain_s=sustain,
-            allowed_s=allowed,
-            lost=lost,
-            alive=alone.alive,
-            num_alive=alone.count,
-            ctx_alive=alone.tokens,
-            decode_s=alone.step_s if alone.count else 0.0,
+        behind_s = self.decode_s + 0.5 * np.maximum(sustain_s - self.decode_s, 0.0)
+        self.allowed_s = np.where(
+            self.bank_s >= behind_s, self.bank_s, np.minimum(behind_s, token_s)
         )
+        if state.has_classes:  # they are strict: an upper one is served even when it has lost
+            is_upper = state.table.priority[self.rows] < lowest
+            is_free = is_upper & self.lost
+            sustain_s[is_free] = self.allowed_s[is_free] = np.inf
+            self.lost &= ~is_upper
+            self._count_alive()
+
+    def _lose_too_slow(self) -> None:
+        """Keep, of those not lost, the most whose bare steps are short enough for all of them."""
+        sustain_s = self.sustain_s
+        (order,) = self.alive.nonzero()
+        if not len(order) or self.decode_s * _DECODE_MARGIN <= float(sustain_s[order].min()):
+            return
+        order = order[np.argsort(-sustain_s[order], kind="stable")]
+        step_s = self._state.cost.decode_s(
+            np.arange(1.0, len(order) + 1), np.cumsum(self.ctx[order]).astype(np.float64)
+        )
+        fits = np.flatnonzero(step_s * _DECODE_MARGIN <= sustain_s[order])
+        self.lost[order[(fits[-1] + 1 if len(fits) else 0) :]] = True
+        self._count_alive()
 
 
-@dataclass(frozen=True, slots=True)
-class _Alone:
-    """Those that are not lost, in a step of them alone."""
-
-    alive: BoolArray
-    count: int
-    tokens: float
-    step_s: float
-
-    @classmethod
-    def of(cls, state: StepState, ctx: IntArray, lost: BoolArray) -> _Alone:
-        alive = ~lost
-        count, tokens = int(np.count_nonzero(alive)), float(ctx[alive].sum())
-        return cls(alive, count, tokens, float(state.cost.decode_s(count, tokens)))
-
-
-def _lose_too_slow(state: StepState, ctx: IntArray, sustain: FloatArray, lost: BoolArray) -> _Alone:
-    """Keep, of those not `lost`, the most whose bare steps are short enough for all of them."""
-    alone = _Alone.of(state, ctx, lost)
-    if not alone.count or alone.step_s * _DECODE_MARGIN <= float(sustain[alone.alive].min()):
-        return alone
-    (order,) = alone.alive.nonzero()
-    order = order[np.argsort(-sustain[order], kind="stable")]
-    step_s = state.cost.decode_s(
-        np.arange(1.0, len(order) + 1), np.cumsum(ctx[order]).astype(np.float64)
-    )
-    fits = np.flatnonzero(step_s * _DECODE_MARGIN <= sustain[order])
-    lost[order[(fits[-1] + 1 if len(fits) else 0) :]] = True
-    return _Alone.of(state, ctx, lost)
-
-
-@dataclass(slots=True)
 class Prefills:
     """The requests that have no first token (again): those that hold a slot, then those that wait.
 
     Attributes:
         rows: Rows of the table; all arrays are aligned with it.
         num_started: How many hold a slot.
-        new: Tokens to compute, >= 1.
-        has: Tokens computed, or expected in a prefix cache.
-        service_s: What computing the rest adds to steps that run anyway, seconds.
         deadline_s: Time left until it must end, seconds; inf without a target.
         feasible: Whether it can still end in time; false without a target.
         hopeless: Whether it waits for its first token and can no longer get it in time; false
             where nobody asks.
     """
 
-    rows: IntArray
-    num_started: int
-    new: FloatArray
-    has: FloatArray
-    service_s: FloatArray
-    deadline_s: FloatArray
-    feasible: BoolArray
-    hopeless: BoolArray
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         state: StepState,
         started: IntArray,
         decode_s: float,
@@ -175,7 +158,7 @@ class Prefills:
         keep: float,
         lowest: int,
         finds_hopeless: bool,
-    ) -> Prefills:
+    ) -> None:
         """Judge the prefills in `started` and the waiting requests.
 
         Args:
@@ -187,45 +170,58 @@ class Prefills:
             finds_hopeless: Whether `hopeless` is needed.
         """
         table = state.table
-        rows = np.concatenate([started, state.waiting])
-        computed = table.num_computed[rows]
-        new = np.maximum(table.prefill_target[rows] - computed, 1.0)
-        has = computed.astype(np.float64)
-        service_s = np.asarray(state.cost.prefill_marginal_s(new, has))
-        need_s = decode_s + service_s
+        self._state, self.num_started = state, len(started)
+        self.rows = rows = np.concatenate([started, state.waiting])
         num_output = table.num_output[rows]
-        deadline_s = _deadlines(state, rows, num_output, need_s, decode_s, keep)
-        has_deadline = np.isfinite(deadline_s)
-        feasible = has_deadline & (_PREFILL_MARGIN * need_s <= deadline_s)
-        hopeless = np.zeros(len(rows), dtype=bool)
+        self.deadline_s = _deadlines(state, rows, num_output, decode_s, keep)
+        has_deadline = self.deadline_s < np.inf
+        self.feasible: BoolArray = has_deadline & (self.deadline_s >= _PREFILL_MARGIN * decode_s)
+        (hopeful,) = self.feasible.nonzero()
+        if len(hopeful):  # the others are too late whatever their length
+            need_s, left_s = decode_s + self.service_s[hopeful], self.deadline_s[hopeful]
+            self.feasible[hopeful] = _PREFILL_MARGIN * need_s <= left_s
+            # The margin is part of the deadline while the prefill alone can keep it.
+            early_s = left_s - (1.0 - keep) * table.ttft_s[rows[hopeful]]
+            is_early = (need_s <= early_s) & (num_output[hopeful] == 0)
+            self.deadline_s[hopeful[is_early]] = early_s[is_early]
+        self.hopeless = np.zeros(len(rows), dtype=bool)
         if finds_hopeless:
-            hopeless = (num_output == 0) & has_deadline & ~feasible
+            self.hopeless = (num_output == 0) & has_deadline & ~self.feasible
         if state.has_classes:
             # They are strict: what an upper one has lost still goes before a lower one.
-            upper = ~feasible & (table.priority[rows] < lowest)
-            deadline_s[upper] = np.inf
-            feasible |= upper
-        return cls(rows, len(started), new, has, service_s, deadline_s, feasible, hopeless)
+            upper = ~self.feasible & (table.priority[rows] < lowest)
+            self.deadline_s[upper] = np.inf
+            self.feasible |= upper
+
+    @functools.cached_property
+    def new(self) -> FloatArray:
+        """Tokens to compute, >= 1."""
+        new: FloatArray = np.maximum(self._state.table.prefill_target[self.rows] - self.has, 1.0)
+        return new
+
+    @functools.cached_property
+    def has(self) -> FloatArray:
+        """Tokens computed, or expected in a prefix cache."""
+        return self._state.table.num_computed[self.rows].astype(np.float64)
+
+    @functools.cached_property
+    def service_s(self) -> FloatArray:
+        """What computing the rest adds to steps that run anyway, seconds."""
+        return np.asarray(self._state.cost.prefill_marginal_s(self.new, self.has))
+
+    def size_of(self, place: int) -> tuple[int, float]:
+        """`new` and `has` of one."""
+        table, row = self._state.table, self.rows[place]
+        has = int(table.num_computed[row])
+        return max(1, int(table.prefill_target[row]) - has), float(has)
 
 
 def _deadlines(
-    state: StepState,
-    rows: IntArray,
-    num_output: IntArray,
-    need_s: FloatArray,
-    decode_s: float,
-    keep: float,
+    state: StepState, rows: IntArray, num_output: IntArray, decode_s: float, keep: float
 ) -> FloatArray:
-    """Time left until each prefill must end, seconds; inf without a target.
-
-    The margin is part of the deadline while the prefill alone can keep it; after that the
-    target itself counts.
-    """
+    """Time left until each prefill must end, seconds; inf without a target, -inf if it is lost."""
     table = state.table
-    target = table.ttft_s[rows]
-    waited = state.now_s - table.arrival_s[rows]
-    early = keep * target - waited
-    deadline: FloatArray = np.where(need_s <= early, early, target - waited)
+    deadline: FloatArray = table.due_s[rows] - state.now_s
     (again,) = num_output.nonzero()
     if len(again):  # preempted after its first token: what counts is TPOT
         back = rows[again]
@@ -233,7 +229,7 @@ def _deadlines(
         tpot = keep * table.tpot_s[back]
         slack = np.where(np.isinf(tpot), 0.0, np.maximum(tpot - decode_s, 0.0))
         due = first + tpot * out + slack * (state.remaining(back) - 1)
-        late = first - table.arrival_s[back] > table.ttft_s[back]
+        late = first > table.due_s[back]
         deadline[again] = np.where(late, -np.inf, due - state.now_s)
     return deadline
 
@@ -293,7 +289,7 @@ class StepView:
         """
         if room <= 0:
             return 0
-        if np.isinf(limit_s):
+        if math.isinf(limit_s):
             return room
         tokens = self.state.cost.max_prefill_tokens(
             limit_s, self.decodes.num_alive, int(self.decodes.ctx_alive), float(has)

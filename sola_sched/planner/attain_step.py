@@ -46,7 +46,9 @@ class AttainStep:
             need_s += state.cost.chunk_overhead_s if decodes.num_alive else 0.0
             limit_s = min(limit_s, max(float(prefills.deadline_s[first]), need_s))
         served, offered, tokens = self._serve(chosen, limit_s)
-        has_backlog = len(served) < len(chosen) or tokens < prefills.new[served].sum()
+        has_backlog = len(served) < len(chosen)
+        if len(served) and not has_backlog:
+            has_backlog = tokens < prefills.new[served].sum()
         lost = LostStep(self.view, self.credit, rejects=self.rejects)
         lost_run, lost_prefill = lost.serve(limit_s, served, tokens, has_backlog)
         if lost_prefill is not None:

@@ -145,6 +145,7 @@ class StateBuilder:
         row = self.table.add(name)
         self.table.arrival_s[row] = NOW - arrived_ago_s
         self.table.ttft_s[row] = slo.ttft_s
+        self.table.due_s[row] = NOW - arrived_ago_s + slo.ttft_s
         self.table.tpot_s[row] = slo.tpot_s
         self.table.num_prompt[row] = prompt
         self.table.prefill_target[row] = prompt
