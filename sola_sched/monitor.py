@@ -184,7 +184,7 @@ class StateMonitor:
             prefill_rows: Rows that prefill, with their `prefill_tokens` in the step.
         """
         table = self.table
-        ctx = int(table.num_prompt[decode_rows].sum() + table.num_output[decode_rows].sum())
+        ctx = int((table.num_prompt[decode_rows] + table.num_output[decode_rows]).sum())
         if len(prefill_rows):
             has = table.num_computed[prefill_rows]
             shape = StepShape(
@@ -251,7 +251,7 @@ class StateMonitor:
             return
         table = self.table
         fresh = np.isnan(table.first_token_s[rows])
-        if fresh.any():
+        if np.count_nonzero(fresh):
             table.first_token_s[rows[fresh]] = now
         table.last_token_s[rows] = now
         if num_tokens is None:

@@ -300,7 +300,7 @@ class SolaSchedulerMixin(SwapMixin):
         `run` names each row once; rows that have no slot (any more) are skipped.
         """
         running, rows = self.running, self._running_rows
-        if len(run) == len(rows) and (run == rows).all():
+        if len(run) == len(rows) == np.count_nonzero(run == rows):
             self._hidden_rows = run[:0]
             return []
         place_of = np.full(self.sola_monitor.table.capacity, -1)

@@ -102,17 +102,17 @@ class AttainPlanner:
 
     def _is_settled(self, state: StepState, rows: IntArray, is_decode: BoolArray) -> bool:
         """Nothing can be decided: only decodes, all served within their targets, no free slot."""
-        if not len(rows) or not is_decode.all():
+        if not len(rows) or np.count_nonzero(is_decode) < len(rows):
             return False
         table = state.table
         if len(state.waiting):
             if self.rejects or len(rows) < state.max_num_running:
                 return False
             late = table.first_token_s[rows] > table.due_s[rows]
-            if late.any():  # one of them could give its slot to a request that is still on time
+            if np.count_nonzero(late):  # one of them could give its slot to a request that is still on time
                 self._num_settled += 1
                 if self._num_settled % _SLOT_REVIEW_STEPS == 1:
                     return False
-        ctx = int(table.num_prompt[rows].sum() + table.num_output[rows].sum())
+        ctx = int((table.num_prompt[rows] + table.num_output[rows]).sum())
         step_s = float(state.cost.decode_s(len(rows), ctx))
         return step_s <= self.keep * float(table.tpot_s[rows].min()) * state.accepted_per_decode

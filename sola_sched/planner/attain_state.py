@@ -104,7 +104,7 @@ class Decodes:
         if self._state.has_classes:
             return False
         is_ahead = (self.bank_s >= self.token_s) & (self.token_s >= self.decode_s)
-        return bool((is_ahead | self.lost).all())
+        return int(np.count_nonzero(is_ahead | self.lost)) == len(self.rows)
 
     def _judge(self, lowest: int) -> None:
         """Tell who is too slow, and how long a step those behind their schedules allow."""
