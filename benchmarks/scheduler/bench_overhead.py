@@ -81,6 +81,7 @@ class TimedEngine(VirtualEngine):
         num_waiting: int,
         slots: str,
         policy: str = "attain",
+        ttft_s: float = 2.0,
     ) -> None:
         super().__init__(
             scheduler_cls,
@@ -90,7 +91,9 @@ class TimedEngine(VirtualEngine):
             max_model_len=_MAX_MODEL_LEN,
             max_num_seqs=num_running + (_NUM_SPARE_SLOTS if slots == "free" else 0),
             max_num_batched_tokens=num_running + _CHUNK + _NUM_SPARE_SLOTS,
-            additional_config={"sola_sched": {"log_interval_s": 0, "policy": policy}},
+            additional_config={
+                "sola_sched": {"log_interval_s": 0, "policy": policy, "ttft_s": ttft_s}
+            },
             step_time=LLAMA_3_8B_A100,
         )
         self._learn()
@@ -161,11 +164,17 @@ def _no_collection() -> Iterator[None]:
 
 
 def measure(
-    policy: str, slots: str, num_running: int, num_waiting: int, *, num_steps: int = 300
+    policy: str,
+    slots: str,
+    num_running: int,
+    num_waiting: int,
+    *,
+    num_steps: int = 300,
+    ttft_s: float = 2.0,
 ) -> Overhead:
     """Step both schedulers in turn and compare them."""
     stock = TimedEngine(AsyncScheduler, num_running, num_waiting, slots)
-    ours = TimedEngine(sola_sched.Scheduler, num_running, num_waiting, slots, policy)
+    ours = TimedEngine(sola_sched.Scheduler, num_running, num_waiting, slots, policy, ttft_s)
     for _ in range(30):
         stock.time_step()
         ours.time_step()
@@ -198,7 +207,11 @@ def test_step(benchmark: Any, slots: str, num_running: int, num_waiting: int, po
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--num-steps", type=int, default=300, help="steps measured per size")
-    steps = parser.parse_args().num_steps
+    parser.add_argument(
+        "--ttft-s", type=float, default=2.0, help="TTFT target; long: all that wait can be on time"
+    )
+    args = parser.parse_args()
+    options = {"num_steps": args.num_steps, "ttft_s": args.ttft_s}
     columns = ("policy", "slots", "running", "waiting", "vLLM us", "ours us", "added us", "added")
     print("| " + " | ".join(columns) + " |")
     print("| " + " | ".join(["---"] * 2 + ["---:"] * 6) + " |")
@@ -206,7 +219,7 @@ def main() -> None:
         for slots in SLOTS:
             for num_running in NUM_RUNNING:
                 for num_waiting in NUM_WAITING:
-                    row = measure(policy, slots, num_running, num_waiting, num_steps=steps)
+                    row = measure(policy, slots, num_running, num_waiting, **options)
                     print(
                         f"| {policy} | {slots} | {num_running} | {num_waiting} "
                         f"| {row.stock_us:.0f} | {row.ours_us:.0f} | {row.added_us:.0f} "

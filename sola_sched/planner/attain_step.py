@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 
 import numpy as np
 
 from sola_sched.planner.attain_lost import LostStep
 from sola_sched.planner.attain_state import BestEffort, StepView
 from sola_sched.planner.base import neutral, num_that_fit
-from sola_sched.planner.deadlines import Slots, on_time_first
+from sola_sched.planner.deadlines import Jobs, Slots
 from sola_sched.state import BoolArray, FloatArray, IntArray, StepPlan
 
 #: Share of the step time that new decodes may not fill: prefills come in between.
@@ -103,42 +103,53 @@ class AttainStep:
         # The step ends with the deadline of its first prefill. Where a step could hold many, those
         # who are to be on time are a step ahead of it, or steps would end with one each.
         fixed_s = decodes.decode_s + overhead_s
-        lead_s = fixed_s if float(prefills.service_s[candidates].mean()) < fixed_s else 0.0
-        weigh = functools.cache(lambda: self._total_cost(candidates, slots is not None))
+        service_s = prefills.service_s[candidates]
+        jobs = Jobs(
+            service_s,
+            prefills.deadline_s[candidates] - decodes.decode_s,
+            lambda: self._total_cost(candidates, slots is not None),
+            ranks,
+            slots,
+            fixed_s if float(service_s.mean()) < fixed_s else 0.0,
+        )
 
-        def on_time(limit: float) -> tuple[IntArray, int]:
-            share = 1.0
-            if not np.isinf(limit):
-                share = max(0.02, 1.0 - fixed_s / max(limit, 1e-9))
-            return on_time_first(
-                prefills.service_s[candidates] / share,
-                prefills.deadline_s[candidates] - decodes.decode_s,
-                weigh,
-                ranks,
-                slots,
-                lead_s,
-            )
+        def on_time(limit_s: float) -> list[int]:
+            return jobs.on_time(max(0.02, 1.0 - fixed_s / max(limit_s, 1e-9)))
 
-        order, count = on_time(limit_s)
-        alive = decodes.alive
-        if count < len(candidates) and decodes.num_alive:
-            longest = self._on_loan_s()
-            for limit in (min(2.0 * limit_s, longest), longest):
-                if limit > limit_s and count < len(candidates):
-                    other, other_count = on_time(limit)
-                    if other_count > count:
-                        order, count, limit_s = other, other_count, limit
-        if count < len(candidates) and decodes.num_alive > 1:
-            allowed = np.sort(decodes.allowed_s[alive])
-            best = count
-            for num_given_up in (1, 2, 4, 8):
-                if num_given_up >= min(len(allowed), len(candidates) - count + 1):
-                    break
-                other, other_count = on_time(float(allowed[num_given_up]))
-                if other_count - 2 * num_given_up > best:
-                    best = other_count - 2 * num_given_up
-                    order, count, limit_s = other, other_count, float(allowed[num_given_up])
-        return candidates[order], count, limit_s
+        best = on_time(limit_s)
+        if len(best) < len(candidates) and decodes.num_alive:
+            most = len(on_time(np.inf))
+            if most > len(best):
+                best, limit_s = self._with_longer_step(best, limit_s, most, on_time)
+        return candidates[jobs.order(best)], len(best), limit_s
+
+    def _with_longer_step(
+        self, best: list[int], limit_s: float, most: int, on_time: Callable[[float], list[int]]
+    ) -> tuple[list[int], float]:
+        """The prefills on time, and the limit of the step, when it may be longer.
+
+        Args:
+            best: On time in steps of `limit_s`.
+            limit_s: Limit that keeps all decodes on course, seconds.
+            most: How many are on time in steps of any length.
+            on_time: Prefills on time in steps of so many seconds.
+        """
+        longest_s = self._on_loan_s()
+        for limit in (min(2.0 * limit_s, longest_s), longest_s):
+            if limit > limit_s and len(best) < most:
+                other = on_time(limit)
+                if len(other) > len(best):
+                    best, limit_s = other, limit
+        allowed_s = np.sort(self.decodes.allowed_s[self.decodes.alive])
+        gain = len(best)
+        for num_given_up in (1, 2, 4, 8):
+            if num_given_up >= len(allowed_s) or most - 2 * num_given_up <= gain:
+                break
+            other = on_time(float(allowed_s[num_given_up]))
+            if len(other) - 2 * num_given_up > gain:
+                gain = len(other) - 2 * num_given_up
+                best, limit_s = other, float(allowed_s[num_given_up])
+        return best, limit_s
 
     def _slots(self, candidates: IntArray) -> Slots | None:
         """Slots as a resource, where there are fewer than requests that wait for one."""

@@ -8,13 +8,20 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sola_sched.planner.deadlines import Slots, on_time_first
+from sola_sched.planner.deadlines import Jobs, Slots
 
 JOBS = st.lists(
     st.tuples(st.integers(1, 20), st.integers(1, 60)),
     min_size=1,
     max_size=6,
 )
+
+
+def on_time_first(*jobs, **options) -> tuple[np.ndarray, int]:
+    """All jobs, those on time first; how many these are."""
+    all_jobs = Jobs(*jobs, **options)
+    kept = all_jobs.on_time()
+    return all_jobs.order(kept), len(kept)
 
 
 def most_on_time(jobs: list[tuple[int, int]]) -> int:
