@@ -108,10 +108,8 @@ class AttainPlanner:
         if len(state.waiting):
             if self.rejects or len(rows) < state.max_num_running:
                 return False
-            late = table.first_token_s[rows] > table.due_s[rows]
-            if np.count_nonzero(
-                late
-            ):  # one of them could give its slot to a request that is still on time
+            # One that is late could give its slot to a request that is still on time.
+            if np.count_nonzero(table.first_token_s[rows] > table.due_s[rows]):
                 self._num_settled += 1
                 if self._num_settled % _SLOT_REVIEW_STEPS == 1:
                     return False

@@ -166,6 +166,7 @@ class StateBuilder:
             "lengths": self.lengths,
             "cost": make_cost(),
             "block_size": 16,
+            "has_classes": bool(self.table.priority.any()),
             **self.options,
             **changes,
         }

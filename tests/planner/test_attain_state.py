@@ -1,0 +1,66 @@
+"""Who is judged lost, and how long a step may be: shortcuts against the whole calculation."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from states import SLO, StateBuilder
+
+from sola_sched.planner.attain_state import Decodes
+from sola_sched.slo import SloTarget
+
+#: Age of the first token, tokens since, TPOT, arrival before the first token; seconds.
+DECODES = st.lists(
+    st.tuples(
+        st.floats(0.0, 20.0),
+        st.integers(1, 200),
+        st.sampled_from([0.02, 0.05, 0.1, 0.2, np.inf]),
+        st.floats(0.0, 2.0),
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+def decodes_of(builder: StateBuilder) -> Decodes:
+    state = builder.build()
+    return Decodes(state, state.running, state.num_ahead, keep=0.95, lowest=0)
+
+
+@given(DECODES, st.sampled_from([1.0, 3.0, 500.0]))
+def test_lengths_are_looked_up_only_where_they_decide(decodes, left) -> None:
+    builder = StateBuilder(left=left)
+    for place, (first_ago_s, out, tpot_s, waited_s) in enumerate(decodes):
+        builder.decode(
+            str(place),
+            first_ago_s=first_ago_s,
+            arrived_ago_s=first_ago_s + waited_s,
+            out=out,
+            slo=SloTarget(SLO.ttft_s, tpot_s),
+        )
+    quick = decodes_of(builder)
+    with patch.object(Decodes, "_is_easy", return_value=False):
+        whole = decodes_of(builder)
+
+    np.testing.assert_array_equal(quick.lost, whole.lost)
+    np.testing.assert_array_equal(quick.allowed_s[quick.alive], whole.allowed_s[whole.alive])
+    assert quick.decode_s == whole.decode_s
+
+
+def test_nobody_asks_for_lengths_while_all_are_ahead_of_their_schedules() -> None:
+    builder = StateBuilder()
+    builder.decode("ahead", first_ago_s=1.0, out=30)
+    with patch.object(type(builder.lengths), "remaining") as remaining:
+        decodes = decodes_of(builder)
+    remaining.assert_not_called()
+    assert not decodes.lost.any()
+
+
+def test_lengths_decide_whether_one_behind_its_schedule_is_lost() -> None:
+    for left, is_lost in ((2.0, True), (500.0, False)):
+        builder = StateBuilder(left=left)
+        builder.decode("behind", first_ago_s=2.0, out=19)  # the 20th token was due at 1.9 s
+        assert decodes_of(builder).lost.tolist() == [is_lost], left
