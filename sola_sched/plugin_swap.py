@@ -55,6 +55,13 @@ def register_swap(is_ours: Any) -> None:
     EngineArgs.create_model_config = extended
 
 
+def missing_hooks() -> list[str]:
+    """What the installed vLLM lacks for the connector; empty from 0.32 on."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    return [name for name in _NEEDED if not hasattr(KVConnectorBase_V1, name)]
+
+
 def _choose_connector(args: Any, model_config: Any) -> None:
     """Set the engine's connector, or say why preempted requests are computed again."""
     reason = _reason_against(args, model_config)
@@ -95,9 +102,7 @@ def _reason_against(args: Any, model_config: Any) -> str | None:
         )
     if getattr(args, "kv_offloading_size", None):
         return "--kv-offloading-size selects vLLM's own connector"
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
-    missing = [name for name in _NEEDED if not hasattr(KVConnectorBase_V1, name)]
+    missing = missing_hooks()
     if missing:
         return f"this vLLM has no {', '.join(missing)} for connectors; it takes vLLM 0.32 or later"
     for name, what in (

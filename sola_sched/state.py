@@ -85,6 +85,7 @@ class RequestTable:
     arrival_s: FloatArray
     ttft_s: FloatArray
     tpot_s: FloatArray
+    due_s: FloatArray
     priority: IntArray
     queue_pos: IntArray
     num_prompt: IntArray

@@ -48,7 +48,9 @@ class Checks:
 
     def check_queues(self) -> None:
         running = [r.request_id for r in self.running]
-        waiting = [r.request_id for q in (self.waiting, self.kv_holding_waiting) for r in q]
+        queues = [self.waiting]  # and those that not every vLLM has
+        queues += [getattr(self, name, ()) for name in ("kv_holding_waiting", "skipped_waiting")]
+        waiting = [r.request_id for queue in queues for r in queue]
         assert len(running) <= self.scheduler_config.max_num_seqs
         assert sorted(running + waiting) == sorted(self.requests), "in one queue, and in one only"
         assert sorted(self.sola_monitor.table.row_of) == sorted(self.requests)

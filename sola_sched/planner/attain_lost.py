@@ -295,7 +295,7 @@ class LostStep:
         is_pending = view.held_prefills
         is_pending[served[served < view.prefills.num_started]] = False
         (pending,) = is_pending.nonzero()
-        held = np.concatenate([decodes.rows[is_held], view.prefills.rows[pending]])
+        held: IntArray = np.concatenate([decodes.rows[is_held], view.prefills.rows[pending]])
         if not len(held):
             return held
         tokens = table.num_prompt[decodes.rows] + table.num_output[decodes.rows]

@@ -202,12 +202,14 @@ class Prefills:
     @functools.cached_property
     def has(self) -> FloatArray:
         """Tokens computed, or expected in a prefix cache."""
-        return self._state.table.num_computed[self.rows].astype(np.float64)
+        has: FloatArray = self._state.table.num_computed[self.rows].astype(np.float64)
+        return has
 
     @functools.cached_property
     def service_s(self) -> FloatArray:
         """What computing the rest adds to steps that run anyway, seconds."""
-        return np.asarray(self._state.cost.prefill_marginal_s(self.new, self.has))
+        service_s: FloatArray = np.asarray(self._state.cost.prefill_marginal_s(self.new, self.has))
+        return service_s
 
     def size_of(self, place: int) -> tuple[int, float]:
         """`new` and `has` of one."""

@@ -22,6 +22,8 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
+from sola_sched.plugin_swap import missing_hooks
+
 pytestmark = pytest.mark.vllm
 
 #: Targets around what the tiny model does on a CPU, so that requests are held and reordered.
@@ -173,3 +175,20 @@ def test_speculative_decoding(model_dir: Path) -> None:
         return result
 
     assert run("sola_sched.Scheduler") == run(None)
+
+
+def test_vllm_without_hooks_for_swapping_gets_no_connector(model_dir, monkeypatch):
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.delattr(KVConnectorBase_V1, "has_pending_push_work", raising=False)
+    arguments = EngineArgs(
+        model=str(model_dir),
+        scheduler_cls="sola_sched.Scheduler",
+        skip_tokenizer_init=True,
+        max_model_len=512,
+    )
+    config = arguments.create_engine_config()
+
+    assert config.kv_transfer_config is None
+    assert "has_pending_push_work" in missing_hooks()

@@ -16,9 +16,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from engine_harness import EngineRequest, RunResult, make_workload, run
+from needs import NEEDS_SWAPPING
 from tiny_llama import write_tiny_llama
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, NEEDS_SWAPPING]
 
 STOCK = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
 #: Blocks that make vLLM preempt at least 20 times.

@@ -14,9 +14,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from engine_harness import RunResult, make_workload, run, run_on_v2
+from needs import NEEDS_SWAPPING
 from tiny_llama import write_tiny_llama
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm, NEEDS_SWAPPING, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 STOCK = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
 NO_SLO = {"ttft_s": None, "tpot_s": None, "log_interval_s": 0}

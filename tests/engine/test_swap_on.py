@@ -11,13 +11,14 @@ import pytest
 pytest.importorskip("vllm")
 
 from engine_harness import make_workload, run
+from needs import NEEDS_SWAPPING
 from tiny_llama import write_tiny_llama
 
 from sola_sched.kv_swap.support import reason_against, without_int8
 from sola_sched.plugin_swap import _reason_against
 from sola_sched.swap_config import CONNECTOR, SwapConfig
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, NEEDS_SWAPPING]
 
 OURS = "sola_sched.Scheduler"
 STOCK = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"

@@ -1,0 +1,11 @@
+"""Marks of tests that take more of vLLM than every supported release has; import vLLM first."""
+
+from __future__ import annotations
+
+import pytest
+
+from sola_sched.plugin_swap import missing_hooks
+
+NEEDS_SWAPPING = pytest.mark.skipif(
+    bool(missing_hooks()), reason="KV swapping takes vLLM 0.32 or later"
+)
