@@ -102,9 +102,10 @@ class AliseStep:
     def _order(self, age_s: FloatArray) -> IntArray:
         """Places in `rows` by class and level; lifted first, then what runs, then the shortest."""
         group = np.where(self.lifted, 0, np.where(self.holds, 1, 2))
-        key = np.where(self.lifted, -age_s, self.work_s)
-        priority = self.state.table.priority[self.rows]
-        order: IntArray = np.lexsort((key, group, self.level, priority))
+        keys = [np.where(self.lifted, -age_s, self.work_s), 3 * self.level + group]
+        if self.state.has_classes:
+            keys.append(self.state.table.priority[self.rows])
+        order: IntArray = np.lexsort(keys)
         return order
 
     def plan(self) -> StepPlan:
@@ -158,7 +159,7 @@ class AliseStep:
     def _room(self) -> int:
         """Prefill tokens of the step."""
         state = self.state
-        num_decodes = int(self.is_decode.sum())
+        num_decodes = int(np.count_nonzero(self.is_decode))
         room = state.max_num_tokens - num_decodes * state.tokens_per_decode
         if not num_decodes:
             return room
@@ -168,7 +169,7 @@ class AliseStep:
         return min(room, max(_MIN_CHUNK, int(tokens) // _TILE * _TILE))
 
     def _budget(self, num_tokens: float) -> int | None:
-        num_decodes = int(self.is_decode.sum()) * self.state.tokens_per_decode
+        num_decodes = int(np.count_nonzero(self.is_decode)) * self.state.tokens_per_decode
         budget = num_decodes + int(min(num_tokens, self.room))
         return max(1, min(budget, self.state.max_num_tokens))
 

@@ -44,9 +44,8 @@ class PriorityLevels:
 
     def natural(self, remaining_s: FloatArray, quantum_s: float) -> IntArray:
         """Levels by remaining time alone, [n]."""
-        with np.errstate(divide="ignore"):
-            quanta = np.ceil(np.log2(remaining_s / max(quantum_s, 1e-12)))
-        level: IntArray = np.clip(quanta, 0, self.num_levels - 1).astype(np.int64)
+        quanta = np.maximum(remaining_s / max(quantum_s, 1e-12), 1.0)
+        level: IntArray = np.minimum(np.ceil(np.log2(quanta)), self.num_levels - 1).astype(np.int64)
         return level
 
     def age(
@@ -84,7 +83,7 @@ class PriorityLevels:
         age[served] -= elapsed_s
         age[served & ~(lifted & (spent < quanta_s))] = 0.0
         fresh = serial != self._serial[rows]
-        if fresh.any():
+        if np.count_nonzero(fresh):
             age[fresh] = np.maximum(now_s - table.arrival_s[rows[fresh]], 0.0)
             spent[fresh] = 0.0
             self._serial[rows] = serial
