@@ -42,7 +42,8 @@ class AttainPlanner:
        the costliest given up first; where a step could hold several prompts, on time a step
        early, so that steps need not end for the sake of one. Admission stops where decode steps
        would outgrow the TPOT targets, where slots end (those that the lost hold count as free) or
-       where the predicted peak memory does (SOLA 5.1).
+       where the predicted peak memory does (SOLA 5.1). Where TTFT is short beside a step and all
+       decodes can wait, prompts get a step of their own.
     4. *The lost* get what is left over, and a guaranteed `best_effort_share` of the engine time
        in which they wait; the one that arrived first is always next. Requests without a TTFT
        target count here.
@@ -57,6 +58,7 @@ class AttainPlanner:
         self.rejects = config.overload == "reject"
         self.best_effort = BestEffort(config.best_effort_share)
         self._num_settled = 0
+        self._did_wait = False  # the decodes, in the step before
 
     def plan(self, state: StepState) -> StepPlan:
         """Plan one step; see `Planner.plan`."""
@@ -98,7 +100,10 @@ class AttainPlanner:
             finds_hopeless=self.rejects,
         )
         view = StepView(state, decodes, prefills, self.tile, keep)
-        return AttainStep(view, self.best_effort, rejects=self.rejects).plan(victims)
+        step = AttainStep(view, self.best_effort, rejects=self.rejects, may_wait=not self._did_wait)
+        plan = step.plan(victims)
+        self._did_wait = plan.problem == "prompts"
+        return plan
 
     def _is_settled(self, state: StepState, rows: IntArray, is_decode: BoolArray) -> bool:
         """Nothing can be decided: only decodes, all served within their targets, no free slot."""

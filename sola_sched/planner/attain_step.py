@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from sola_sched.planner.attain_alone import prompts_alone
 from sola_sched.planner.attain_lost import LostStep
 from sola_sched.planner.attain_state import BestEffort, StepView
 from sola_sched.planner.base import neutral, num_that_fit
@@ -25,8 +26,10 @@ _NUM_SPARE_OFFERS = 16
 class AttainStep:
     """One step's decision."""
 
-    def __init__(self, view: StepView, credit: BestEffort, *, rejects: bool) -> None:
-        self.view, self.credit, self.rejects = view, credit, rejects
+    def __init__(
+        self, view: StepView, credit: BestEffort, *, rejects: bool, may_wait: bool
+    ) -> None:
+        self.view, self.credit, self.rejects, self.may_wait = view, credit, rejects, may_wait
         self.state, self.decodes, self.prefills = view.state, view.decodes, view.prefills
 
     def plan(self, victims: IntArray) -> StepPlan:
@@ -40,6 +43,10 @@ class AttainStep:
         if decodes.num_alive:
             allowed_s = float(decodes.allowed_s[decodes.alive].min())
         chosen, num_on_time, limit_s = self._order(allowed_s)
+        if self.may_wait and not len(victims):
+            alone = prompts_alone(self.view, allowed_s, num_on_time, self._admissible)
+            if alone is not None:
+                return self._without_decodes(alone)
         if num_on_time:  # its first token comes when the step ends, whatever else is in the step
             first = chosen[0]
             need_s = decodes.decode_s + float(prefills.service_s[first])
@@ -72,6 +79,18 @@ class AttainStep:
             preempt=victims,
             reject=self._rejected(),
             problem="overload" if num_on_time < len(chosen) else "attain",
+        )
+
+    def _without_decodes(self, places: IntArray) -> StepPlan:
+        """A step of these prefills and nothing else."""
+        prefills = self.prefills
+        self.credit.unseen_s += self.state.elapsed_s
+        is_waiting = places >= prefills.num_started
+        return StepPlan(
+            run=prefills.rows[places[~is_waiting]],
+            admit=prefills.rows[places[is_waiting]],
+            token_budget=int(prefills.new[places].sum()),
+            problem="prompts",
         )
 
     def _rejected(self) -> IntArray:
