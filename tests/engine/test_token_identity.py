@@ -128,6 +128,21 @@ def num_different(result: RunResult, reference: RunResult) -> int:
     )
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_prompts_in_steps_of_their_own_keep_all_tokens(is_async, model_dir, reference):
+    sola = {"ttft_s": 0.03, "tpot_s": 0.2, "log_interval_s": 0}
+    result = run(
+        "sola_sched.Scheduler",
+        make_workload(),
+        model_dir,
+        async_scheduling=is_async,
+        additional_config={"sola_sched": sola},
+    )
+
+    assert_same_tokens(result, reference)
+    assert result.stats["problems"].get("prompts", 0) > 0
+
+
 def test_output_is_sensitive_to_the_cache(model_dir, reference):
     """Negative control: with the KV cleared once, a fifth of all tokens change."""
     result = run(STOCK, make_workload(), model_dir, zero_kv_at_step=60)
