@@ -52,7 +52,7 @@ def prompts_alone(
     if not len(near) or num_waiting > view.num_free_slots:
         return None
     service_s, due_s = prefills.service_s[near], prefills.deadline_s[near]
-    with_decodes_s = decodes.decode_s + state.cost.chunk_overhead_s + service_s
+    with_decodes_s = view.mixed_s + service_s
     is_tight = with_decodes_s > _TIGHT * state.table.ttft_s[prefills.rows[near]]
     can_end = fixed_s + service_s <= np.minimum(due_s, room_s)
     is_urgent = can_end & (is_tight | (with_decodes_s > due_s))
@@ -73,8 +73,6 @@ def prompts_alone(
     is_later[chosen] = False
     later_s, later_due_s = service_s[is_later], due_s[is_later] - step_s - decodes.decode_s
     later = Jobs(later_s, later_due_s, lambda: later_s)
-    mixed_s = decodes.decode_s + state.cost.chunk_overhead_s
-    share = max(0.02, 1.0 - mixed_s / max(allowed_s - step_s, 1e-9))
-    count = len(chosen) + len(later.on_time(share))
+    count = len(chosen) + len(later.on_time(view.prefill_share(allowed_s - step_s)))
     gains = count > num_on_time or (count == num_on_time and is_tight[chosen].any())
     return near[chosen] if gains else None

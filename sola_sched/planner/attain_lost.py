@@ -136,9 +136,7 @@ class LostStep:
         if not len(added_s):
             return 0, 0.0
         used_s = added_s.cumsum()
-        count = len(used_s)
-        if used_s[-1] > spare_s:
-            count = int(used_s.searchsorted(spare_s, side="right"))
+        count = int(used_s.searchsorted(spare_s, side="right"))
         spare_used_s = float(used_s[count - 1]) if count else 0.0
         for added in added_s[count:].tolist():
             if added <= spare_s - spare_used_s:

@@ -277,6 +277,16 @@ class StepView:
         """Tokens of the step that the decodes on course leave over."""
         return self.state.max_num_tokens - self.decodes.num_alive * self.state.tokens_per_decode
 
+    @property
+    def mixed_s(self) -> float:
+        """Time of a step of the decodes on course and a chunk, but for the chunk, seconds."""
+        decodes = self.decodes
+        return decodes.decode_s + (self.state.cost.chunk_overhead_s if decodes.num_alive else 0.0)
+
+    def prefill_share(self, limit_s: float) -> float:
+        """Share of the time that is left for prefills in steps of `limit_s`, in (0, 1]."""
+        return max(0.02, 1.0 - self.mixed_s / max(limit_s, 1e-9))
+
     def tokens_in(
         self, limit_s: float, room: int, has: float, ends: FloatArray | None = None
     ) -> int:

@@ -49,8 +49,7 @@ class AttainStep:
                 return self._without_decodes(alone)
         if num_on_time:  # its first token comes when the step ends, whatever else is in the step
             first = chosen[0]
-            need_s = decodes.decode_s + float(prefills.service_s[first])
-            need_s += state.cost.chunk_overhead_s if decodes.num_alive else 0.0
+            need_s = self.view.mixed_s + float(prefills.service_s[first])
             limit_s = min(limit_s, max(float(prefills.deadline_s[first]), need_s))
         served, offered, tokens = self._serve(chosen, limit_s)
         has_backlog = len(served) < len(chosen)
@@ -117,11 +116,10 @@ class AttainStep:
         if not len(candidates):
             return candidates, 0, limit_s
         ranks = state.table.priority[prefills.rows[candidates]] if state.has_classes else None
-        overhead_s = state.cost.chunk_overhead_s if decodes.num_alive else 0.0
         slots = self._slots(candidates)
         # The step ends with the deadline of its first prefill. Where a step could hold many, those
         # who are to be on time are a step ahead of it, or steps would end with one each.
-        fixed_s = decodes.decode_s + overhead_s
+        mixed_s = self.view.mixed_s
         service_s = prefills.service_s[candidates]
         jobs = Jobs(
             service_s,
@@ -129,11 +127,11 @@ class AttainStep:
             lambda: self._total_cost(candidates, slots is not None),
             ranks,
             slots,
-            fixed_s if float(service_s.mean()) < fixed_s else 0.0,
+            mixed_s if float(service_s.mean()) < mixed_s else 0.0,
         )
 
         def on_time(limit_s: float) -> list[int]:
-            return jobs.on_time(max(0.02, 1.0 - fixed_s / max(limit_s, 1e-9)))
+            return jobs.on_time(self.view.prefill_share(limit_s))
 
         best = on_time(limit_s)
         if len(best) < len(candidates) and decodes.num_alive:
