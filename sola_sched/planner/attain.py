@@ -76,6 +76,7 @@ class AttainPlanner:
         return with_useful_victims(state, victims, attempt)
 
     def _plan(self, state: StepState, victims: IntArray) -> StepPlan:
+        did_wait, self._did_wait = self._did_wait, False
         rows, ahead = state.running, state.num_ahead
         if len(victims):
             stay = ~np.isin(rows, victims)
@@ -100,7 +101,7 @@ class AttainPlanner:
             finds_hopeless=self.rejects,
         )
         view = StepView(state, decodes, prefills, self.tile, keep)
-        step = AttainStep(view, self.best_effort, rejects=self.rejects, may_wait=not self._did_wait)
+        step = AttainStep(view, self.best_effort, rejects=self.rejects, may_wait=not did_wait)
         plan = step.plan(victims)
         self._did_wait = plan.problem == "prompts"
         return plan

@@ -72,6 +72,18 @@ def test_decodes_do_not_wait_twice_in_a_row() -> None:
     assert [runs_decodes(b, planner.plan(state)) for _ in range(4)] == [False, True, False, True]
 
 
+def test_a_step_in_which_nothing_is_decided_ends_the_pause() -> None:
+    planner = make_planner(SolaConfig(safety=0.0, best_effort_share=0.0))
+    b = make_state()
+    idle = b.build()
+    b.waiting("w", waited_s=0.0, slo=TIGHT)
+    state = b.build()
+    waits = []
+    for planned in (state, idle, state):
+        waits.append(not runs_decodes(b, planner.plan(planned)))
+    assert waits == [True, False, True]
+
+
 def test_prompts_share_a_step_that_ends_before_the_first_deadline() -> None:
     b = make_state(steps_ahead=3.0)
     b.waiting("first", waited_s=0.06, slo=TIGHT)  # 40 ms left: 300 tokens
