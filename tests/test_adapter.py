@@ -156,6 +156,27 @@ def test_a_rejected_request_is_answered_with_an_error_and_the_rest_is_served() -
     assert engine.num_free_blocks == 1999
 
 
+class Starts:
+    """Which requests had lost their TTFT SLO when they started, and which of them out of turn."""
+
+    def __init__(self, workload: list[VirtualRequest], slo_s: float) -> None:
+        self.arrival_s = {r.req_id: r.arrival_s for r in workload}
+        self.to_start_s = dict(self.arrival_s)
+        self.lost: set[str] = set()
+        self.out_of_turn: list[str] = []
+        self._slo_s = slo_s
+
+    def note(self, trace: StepTrace, now_s: float) -> None:
+        """Take the requests that `trace` starts at `now_s`."""
+        for request in trace.output.scheduled_new_reqs:
+            name = request.req_id
+            if now_s - self.arrival_s[name] > self._slo_s:
+                self.lost.add(name)
+                oldest = min(self.to_start_s, key=self.to_start_s.__getitem__)
+                self.out_of_turn.extend([name] if name != oldest else [])
+            del self.to_start_s[name]
+
+
 @pytest.mark.parametrize("share", [0.05, 0.2])
 def test_the_best_effort_share_is_honoured_and_the_oldest_is_next(share: float) -> None:
     """Under lasting overload the lost get their share of engine time, oldest first."""
@@ -163,33 +184,24 @@ def test_the_best_effort_share_is_honoured_and_the_oldest_is_next(share: float) 
     sola = {"ttft_s": slo_s, "tpot_s": 0.05, "best_effort_share": share}
     engine = make_engine(sola=sola)
     workload = make_workload(600, 60.0)
-    arrival = {r.req_id: r.arrival_s for r in workload}
+    starts = Starts(workload, slo_s)
     busy_s = lost_s = 0.0
-    started: set[str] = set()
-    lost: set[str] = set()
-    out_of_turn: list[str] = []
 
     def note(trace: StepTrace) -> None:
         nonlocal busy_s, lost_s
         if trace.start_s > 9.0:  # arrivals end at about 10 s
             return
-        for request in trace.output.scheduled_new_reqs:
-            name = request.req_id
-            if trace.start_s - arrival[name] > slo_s:
-                lost.add(name)
-                oldest = min((n for n in arrival if n not in started), key=arrival.__getitem__)
-                out_of_turn.extend([name] if name != oldest else [])
-            started.add(name)
+        starts.note(trace, trace.start_s)
         busy_s += trace.end_s - trace.start_s
         lost_s += sum(
             STEP_TIME.per_prefill_token_s * tokens
             for name, tokens in trace.output.num_scheduled_tokens.items()
-            if name in lost
+            if name in starts.lost
         )
 
     records = engine.run(workload, on_step=note)
     assert all(r.is_finished for r in records)
-    assert not out_of_turn
+    assert not starts.out_of_turn
     assert lost_s / busy_s >= 0.9 * share  # more where nobody else could use the time
 
 
@@ -221,26 +233,18 @@ def test_the_best_effort_share_is_honoured_whatever_is_short(
     engine = make_engine(sola=sola, **options)
     mean_prompt_s = STEP_TIME.per_prefill_token_s * 1.125 * prompt
     workload = make_workload(600, overload / (mean_prompt_s + 60 * 6e-4), seed, prompt)
-    arrival = {r.req_id: r.arrival_s for r in workload}
+    starts = Starts(workload, slo_s)
+    arrival, lost = starts.arrival_s, starts.lost
     left = {r.req_id: r.prompt_len or 0 for r in workload}
     last_s = max(arrival.values())
     busy_s = lost_s = 0.0
-    started: set[str] = set()
-    lost: set[str] = set()
-    out_of_turn: list[str] = []
 
     def note(trace: StepTrace) -> None:
         nonlocal busy_s, lost_s
         if trace.scheduled_s > 0.9 * last_s:
             return
-        for request in trace.output.scheduled_new_reqs:
-            name = request.req_id
-            if trace.scheduled_s - arrival[name] > slo_s:
-                lost.add(name)
-                oldest = min((n for n in arrival if n not in started), key=arrival.__getitem__)
-                out_of_turn.extend([name] if name != oldest else [])
-            started.add(name)
-        if any(trace.scheduled_s - arrival[n] > slo_s for n in arrival if n not in started):
+        starts.note(trace, trace.scheduled_s)
+        if any(trace.scheduled_s - arrived_s > slo_s for arrived_s in starts.to_start_s.values()):
             busy_s += trace.end_s - trace.start_s
             num_decodes = sum(left[name] <= 0 for name in trace.output.num_scheduled_tokens)
             decode_s = STEP_TIME.base_s + STEP_TIME.per_decode_s * num_decodes
@@ -261,7 +265,7 @@ def test_the_best_effort_share_is_honoured_whatever_is_short(
 
     records = engine.run(workload, on_step=note)
     assert all(r.is_finished for r in records)
-    assert not out_of_turn
+    assert not starts.out_of_turn
     # The account holds half a second of credit or debt at most: what was had before counts.
     assert lost_s >= share * busy_s - 1.0, (lost_s, busy_s, share * busy_s, last_s)
 
