@@ -35,6 +35,9 @@ def update_waits(state: StepState, plan: StepPlan) -> None:
 
     Not needed at every step: vectorised, but it asks for the lengths of all rows.
     """
+    if not len(state.waiting) and plan.run is None and not len(plan.preempt):
+        state.table.ewt_s[state.running] = 0.0  # all take part
+        return
     order = queue_order(state) if plan.order is None else plan.order
     in_step = np.zeros(state.table.capacity, dtype=np.bool_)
     in_step[state.running if plan.run is None else plan.run] = True

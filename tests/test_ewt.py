@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -128,6 +129,18 @@ def test_a_plan_fills_the_column_and_aging_bounds_it():
     assert b.table.ewt_s[row] == 0.0
     assert b.table.ewt_s[held] == 0.5
     assert mean_and_longest(b.table) == (0.5, 0.5)
+
+
+def test_nobody_waits_where_all_take_part_and_no_length_is_asked_for():
+    b = StateBuilder()
+    row = decode(b, "held before", 100)
+    b.table.ewt_s[row] = 5.0
+
+    with patch.object(type(b.lengths), "remaining") as remaining:
+        update_waits(b.build(), StepPlan())
+
+    remaining.assert_not_called()
+    assert b.table.ewt_s[row] == 0.0
 
 
 def test_before_the_first_estimate_nothing_is_known():

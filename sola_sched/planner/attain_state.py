@@ -69,7 +69,8 @@ class Decodes:
         self.token_s: FloatArray = per_step * tpot
         self.lost: BoolArray = first > table.due_s[rows]
         self._count_alive()
-        if self._is_easy():
+        self._are_ahead = self._is_easy()
+        if self._are_ahead:
             self.allowed_s = self.bank_s
         else:
             self._judge(lowest)
@@ -87,6 +88,18 @@ class Decodes:
         steps = np.maximum(self.remaining / self._state.accepted_per_decode, _ONE_STEP)
         sustain_s: FloatArray = (self.bank_s + (steps - 1.0) * self.token_s) / steps
         return sustain_s
+
+    @property
+    def alive_bear_s(self) -> float:
+        """Longest mean step that all alive bear until their predicted ends, seconds."""
+        return float(self.sustain_s[self.alive].min(initial=np.inf))
+
+    @property
+    def alive_surely_bear_s(self) -> float:
+        """A lower bound of `alive_bear_s` for which no lengths are needed; 0 if there is none."""
+        if not self._are_ahead:
+            return 0.0
+        return float(self.token_s[self.alive].min(initial=np.inf))
 
     def _count_alive(self) -> None:
         self.alive = ~self.lost

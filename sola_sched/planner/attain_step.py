@@ -251,20 +251,8 @@ class AttainStep:
             return mask
         waiting = candidates[places]
         count = min(len(waiting), max(0, self.view.num_available_slots))
-        # New decodes must not make bare decode steps outgrow the targets.
-        edge = float(decodes.sustain_s[decodes.alive].min(initial=np.inf))
-        tpot = self.view.keep * state.table.tpot_s[prefills.rows[waiting[:count]]]
         if count:
-            edge_s = np.minimum(edge, np.minimum.accumulate(tpot)) * state.accepted_per_decode
-            others = decodes.num_alive + num_started
-            ctx = decodes.ctx_alive + float((prefills.new + prefills.has)[:num_started].sum())
-            grown = state.cost.decode_s(
-                others + np.arange(1.0, count + 1),
-                ctx + np.cumsum(prefills.new[waiting[:count]]),
-            )
-            over = np.flatnonzero(np.asarray(grown) > (1.0 - _ADMISSION_MARGIN) * edge_s)
-            if len(over) and others:
-                count = int(over[0])
+            count = self._num_sustained(waiting[:count])
         waiting = waiting[:count]
         need = float(prefills.new[waiting].sum())
         used = 1.0 - (state.num_free_blocks - need / state.block_size) / max(1, state.num_blocks)
@@ -275,3 +263,22 @@ class AttainStep:
             count = num_that_fit(state, growing, growth, 0, waiting - num_started)
         mask[places[:count]] = True
         return mask
+
+    def _num_sustained(self, waiting: IntArray) -> int:
+        """How many of `waiting` may start before bare decode steps outgrow a TPOT target."""
+        state, decodes, prefills = self.state, self.decodes, self.prefills
+        num_started = prefills.num_started
+        others = decodes.num_alive + num_started
+        if not others:
+            return len(waiting)
+        ctx = decodes.ctx_alive + float((prefills.new + prefills.has)[:num_started].sum())
+        step_s = state.cost.decode_s(
+            others + np.arange(1.0, len(waiting) + 1), ctx + np.cumsum(prefills.new[waiting])
+        )
+        full_s = np.asarray(step_s) / (1.0 - _ADMISSION_MARGIN)
+        tpot = self.view.keep * state.table.tpot_s[prefills.rows[waiting]]
+        token_s = np.minimum.accumulate(state.accepted_per_decode * tpot)
+        if (full_s <= np.minimum(decodes.alive_surely_bear_s, token_s)).all():
+            return len(waiting)  # as nearly always, and cheaper to see
+        (over,) = (full_s > np.minimum(decodes.alive_bear_s, token_s)).nonzero()
+        return int(over[0]) if len(over) else len(waiting)

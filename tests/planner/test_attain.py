@@ -5,6 +5,7 @@ The builder's cost model: a step takes 10 ms + 1 ms per decode + 0.1 ms per pref
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -381,6 +382,17 @@ def test_admission_stops_where_decode_steps_would_outgrow_tpot() -> None:
         b.waiting(f"w{i}", waited_s=0.0, prompt=16, slo=slo)
     plan = make_attain().plan(b.build())
     assert len(plan.admit) == 2  # 8 decodes: 18 ms = 0.9 x 20 ms
+
+
+def test_admission_leaves_a_decode_that_is_about_to_end_the_time_it_has() -> None:
+    b = StateBuilder(left=1.0)
+    slo = SloTarget(10.0, 0.02)
+    b.decode("ends", first_ago_s=0.185, out=9, slo=slo)  # two tokens a step: 15 ms in the bank
+    for i in range(10):
+        b.waiting(f"w{i}", waited_s=0.0, prompt=16, slo=slo)
+    state = dataclasses.replace(b.build(), accepted_per_decode=2.0)
+    plan = make_attain().plan(state)
+    assert len(plan.admit) == 2  # 3 decodes: 13 ms < 0.9 x 15 ms
 
 
 def test_admission_stops_where_the_predicted_peak_outgrows_the_cache() -> None:

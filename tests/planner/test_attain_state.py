@@ -49,6 +49,7 @@ def test_lengths_are_looked_up_only_where_they_decide(decodes, left) -> None:
     np.testing.assert_array_equal(quick.lost, whole.lost)
     np.testing.assert_array_equal(quick.allowed_s[quick.alive], whole.allowed_s[whole.alive])
     assert quick.decode_s == whole.decode_s
+    assert quick.alive_surely_bear_s <= whole.alive_bear_s * (1.0 + 1e-9)
 
 
 def test_nobody_asks_for_lengths_while_all_are_ahead_of_their_schedules() -> None:
