@@ -16,6 +16,7 @@ import os
 import socket
 import threading
 import urllib.parse
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -170,6 +171,7 @@ class SentenceEncoder:
         self._tokenizer = _load_tokenizer(self.folder)
         #: The network itself, for fine-tuning.
         self.network = _load_network(self.folder, precision)
+        self._recorded = recorded(self.network, max_tokens) if precision == "int8" else None
         self.dim = int(config["hidden_size"])
         digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
         for weights in sorted(self.folder.glob("*.safetensors")):
@@ -215,8 +217,12 @@ class SentenceEncoder:
         import torch
 
         # A mask of ones costs the attention a detour and says nothing.
-        masked = None if bool(mask.all()) else mask
-        hidden = self.network(input_ids=ids, attention_mask=masked).last_hidden_state
+        if not bool(mask.all()):
+            hidden = self.network(input_ids=ids, attention_mask=mask).last_hidden_state
+        elif self._recorded is not None:
+            hidden = self._recorded(ids)
+        else:
+            hidden = self.network(input_ids=ids).last_hidden_state
         if self._pools_first:
             pooled = hidden[:, 0]
         else:
@@ -284,8 +290,6 @@ def quantized(model: Any) -> Any:
     Raises:
         EncoderError: This torch has no INT8 kernels.
     """
-    import warnings
-
     import torch
 
     try:
@@ -299,6 +303,57 @@ def quantized(model: Any) -> Any:
             f"torch {torch.__version__} must have INT8 kernels for this CPU ({error}); "
             "use precision fp32."
         ) from error
+
+
+def recorded(network: Any, max_tokens: int = MAX_TOKENS) -> Any:
+    """The network as one graph from token ids [n, m] to states [n, m, dim], without a mask.
+
+    The Python between its operations is half the time of a short prompt. A record holds for other
+    lengths only if the model's own code does not look at them, so a few are tried.
+
+    Returns:
+        The graph, or None where it cannot be recorded or differs.
+    """
+    import torch
+
+    class States(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network
+
+        def forward(self, ids: Any) -> Any:
+            return self.network(input_ids=ids, return_dict=False)[0]
+
+    def some_ids(num_texts: int, length: int) -> Any:
+        ids = torch.arange(num_texts * length) * 7919 % network.config.vocab_size
+        return ids.view(num_texts, length)
+
+    states = States().eval()
+    try:
+        with _quiet(), torch.inference_mode():
+            graph = torch.jit.freeze(torch.jit.trace(states, some_ids(1, 16)))
+            for shape in ((1, 1), (1, 5), (3, max_tokens // 2), (1, max_tokens)):
+                ids = some_ids(*shape)
+                torch.testing.assert_close(graph(ids), states(ids), rtol=1e-4, atol=1e-4)
+    except Exception as error:  # whatever a model's code may raise
+        logger.info("sola_sched: the encoder runs unrecorded: %s", str(error).split("\n", 1)[0])
+        return None
+    return graph
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of recording: branches on lengths are tried, old properties not used."""
+    from transformers.utils import logging as transformers_logging
+
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(level)
 
 
 def _pools_first_token(folder: Path) -> bool:

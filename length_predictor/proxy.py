@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sola_sched.length_predictor.corpus import Corpus
-from sola_sched.length_predictor.embed import DEFAULT_ENCODER, SentenceEncoder, quantized
+from sola_sched.length_predictor.embed import DEFAULT_ENCODER, SentenceEncoder, quantized, recorded
 from sola_sched.prediction import LEVELS, NUM_LEVELS
 
 FloatArray = NDArray[np.float64]
@@ -47,6 +47,7 @@ class ProxyModel:
             model, precision="fp32", max_tokens=MAX_TOKENS, num_threads=num_threads
         )
         self._network = self._encoder.network
+        self._recorded: Any = None
         torch.manual_seed(0)
         self._head = torch.nn.Linear(self._encoder.dim, NUM_LEVELS)
         self._center, self._spread = 0.0, 1.0
@@ -129,8 +130,9 @@ class ProxyModel:
         return folder
 
     def quantize(self) -> None:
-        """Turn its linear layers to INT8, which those papers do not do."""
+        """Turn its linear layers to INT8 and record it, which those papers do not do."""
         self._network = quantized(self._network)
+        self._recorded = recorded(self._network, MAX_TOKENS)
 
     @property
     def num_bytes(self) -> int:
@@ -168,9 +170,11 @@ class ProxyModel:
         for row, each in enumerate(ids):
             padded[row, : len(each)] = torch.tensor(each)
             mask[row, : len(each)] = 1
-        hidden = self._network(
-            input_ids=padded, attention_mask=None if bool(mask.all()) else mask
-        ).last_hidden_state
+        masked = None if bool(mask.all()) else mask
+        if masked is None and self._recorded is not None:
+            hidden = self._recorded(padded)
+        else:
+            hidden = self._network(input_ids=padded, attention_mask=masked).last_hidden_state
         shares = mask.unsqueeze(-1).to(hidden.dtype)
         raw = self._head((hidden * shares).sum(1) / shares.sum(1))
         steps = torch.nn.functional.softplus(raw[:, 1:])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -63,6 +65,37 @@ def test_int8_is_close_to_full_precision(int8: SentenceEncoder, fp32: SentenceEn
 
     assert similarity.min() > INT8_SIMILARITY
     assert int8.identity != fp32.identity
+
+
+def test_a_recorded_network_gives_the_vectors_of_the_network(int8: SentenceEncoder) -> None:
+    assert int8._recorded is not None
+    unrecorded = copy.copy(int8)
+    unrecorded._recorded = None
+    for text in ("A", TEXTS[0], "word " * 40, "start " + "filler " * 300):
+        np.testing.assert_allclose(int8.encode([text]), unrecorded.encode([text]), atol=1e-5)
+
+
+@pytest.mark.parametrize("looks_at_lengths", [False, True])
+def test_a_network_that_looks_at_lengths_is_not_recorded(looks_at_lengths: bool) -> None:
+    import torch
+
+    class Network(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(vocab_size=100)
+            self.words = torch.nn.Embedding(100, 8)
+
+        def forward(self, input_ids: torch.Tensor, return_dict: bool) -> tuple[torch.Tensor]:
+            is_long = looks_at_lengths and input_ids.shape[1] > 20
+            return (self.words(input_ids) * (2.0 if is_long else 1.0),)
+
+    network = Network()
+    graph = embed.recorded(network)
+
+    assert (graph is None) == looks_at_lengths
+    if graph is not None:
+        ids = torch.arange(12).view(2, 6)
+        torch.testing.assert_close(graph(ids), network(ids, return_dict=False)[0])
 
 
 def test_full_precision_agrees_with_the_model_run_by_hand(fp32: SentenceEncoder) -> None:
