@@ -8,6 +8,8 @@ from typing import Any
 
 from experiments import lines_of
 
+from sola_sched.bench.plots import pyplot, save
+
 _STYLE: dict[str, dict[str, Any]] = {
     "FCFS": {"color": "#6c757d", "marker": "s"},
     "vLLM, best chunk": {"color": "#1f5f8b", "marker": "D"},
@@ -23,11 +25,7 @@ _DPI = 100
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> Path:
     """Draw the rows of `rates`."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     panels = list(dict.fromkeys((row["profile"], row["dataset"]) for row in rows))
     figure, axes = plt.subplots(
         1, len(panels), figsize=(0.8 + 3.1 * len(panels), 3.6), squeeze=False, layout="constrained"
@@ -50,7 +48,4 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> Path:
     axes[0][0].set_ylabel("normalized latency, s/token", fontsize=9)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=_DPI)
-    plt.close(figure)
-    return path
+    return save(plt, figure, path, _DPI)

@@ -11,6 +11,7 @@ from setups import NAMES, PAPER
 from tables import best_stock_rows, of_scheduler
 
 from sola_sched.bench import sweep
+from sola_sched.bench.plots import pyplot, save
 from sola_sched.bench.points import BOUND, Point
 from sola_sched.bench.sweep import Row
 
@@ -31,7 +32,7 @@ _DPI = 100
 
 def plot_lines(rows: Sequence[Row], path: Path) -> Path:
     """Attainment over rate, the bound dashed; a panel per data set, profile and target."""
-    plt = _pyplot()
+    plt = pyplot()
     panels: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         panels.setdefault(tuple(row[name] for name in _PANEL), []).append(row)
@@ -59,12 +60,12 @@ def plot_lines(rows: Sequence[Row], path: Path) -> Path:
         line[0].set_ylabel("requests within both SLOs (%)", fontsize=9)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=4)
-    return _save(plt, figure, path)
+    return save(plt, figure, path, _DPI)
 
 
 def plot_plane(points: Sequence[Point], data: Path | None, path: Path) -> Path:
     """TTFT and TPOT of each request, a panel per scheduler; runs the points again."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(
         1, len(points), figsize=(0.8 + 2.6 * len(points), 3.0), sharex=True, sharey=True,
         squeeze=False, layout="constrained",
@@ -90,7 +91,7 @@ def plot_plane(points: Sequence[Point], data: Path | None, path: Path) -> Path:
         f"{NAMES[points[0].dataset]}, {points[0].rate_per_s:g} requests/s, {points[0].profile}; "
         "within the SLO is below and left of the lines", fontsize=9,
     )  # fmt: skip
-    return _save(plt, figure, path)
+    return save(plt, figure, path, _DPI)
 
 
 def _title(row: Row) -> str:
@@ -105,19 +106,3 @@ def _line(axis: Any, rows: Sequence[Row], column: str, **style: Any) -> None:
     rates = sorted({row["rate_per_s"] for row in rows})
     means = [np.mean([r[column] for r in rows if r["rate_per_s"] == rate]) for rate in rates]
     axis.plot(rates, [100 * value for value in means], **({"markersize": 4} | style))
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg", force=True)
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def _save(plt: Any, figure: Any, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=_DPI)
-    plt.close(figure)
-    return path

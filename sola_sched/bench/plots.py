@@ -19,12 +19,30 @@ _DPI = 150
 _SHORT_RANGE_DECADES = 2.3
 
 
+def pyplot() -> Any:
+    """matplotlib without a display."""
+    import matplotlib
+
+    matplotlib.use("Agg", force=True)
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def save(plt: Any, figure: Any, path: Path, dpi: int = _DPI) -> Path:
+    """Write the figure, making its folder, and forget it; returns `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=dpi)
+    plt.close(figure)
+    return path
+
+
 def plot_plane(results: Sequence[Result], slo: SloTarget, path: Path) -> Path:
     """Draw each request of each scheduler in the TTFT-TPOT plane, one panel per rate.
 
     A request inside the shaded box met both targets. Needs the per-request arrays.
     """
-    plt = _pyplot()
+    plt = pyplot()
     rates = sorted({_as_float(r["request_rate"]) for r in results})
     colors = _colors(results)
     figure, axes = plt.subplots(
@@ -59,12 +77,12 @@ def plot_plane(results: Sequence[Result], slo: SloTarget, path: Path) -> Path:
         f"Latency of each request, SLO: TTFT ≤ {_ms(slo.ttft_s)}, TPOT ≤ {_ms(slo.tpot_s)}",
         fontsize=11,
     )
-    return _save(plt, figure, path)
+    return save(plt, figure, path)
 
 
 def plot_attainment(results: Sequence[Result], path: Path) -> Path:
     """Draw attainment and goodput over the request rate, one line per scheduler."""
-    plt = _pyplot()
+    plt = pyplot()
     colors = _colors(results)
     figure, axes = plt.subplots(1, 2, figsize=(10.4, 4.2), layout="constrained")
     for label, color in colors.items():
@@ -107,7 +125,7 @@ def plot_attainment(results: Sequence[Result], path: Path) -> Path:
         f"{first['model_id']}, {first['dataset_name']}, {first['num_prompts']} requests a run",
         fontsize=11,
     )
-    return _save(plt, figure, path)
+    return save(plt, figure, path)
 
 
 def _points(result: Result) -> list[tuple[float, float]]:
@@ -163,22 +181,6 @@ def _colors(results: Sequence[Result]) -> dict[str, str]:
         colors[scheduler["label"]] = palette[counts[group] % len(palette)]
         counts[group] += 1
     return colors
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg", force=True)
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def _save(plt: Any, figure: Any, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=_DPI)
-    plt.close(figure)
-    return path
 
 
 def _rate_title(rate: float) -> str:
