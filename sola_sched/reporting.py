@@ -7,6 +7,13 @@ from typing import Any
 
 from sola_sched.ewt import mean_and_longest
 from sola_sched.monitor import StateMonitor
+from sola_sched.state import StepState
+
+#: Slots alone are short while so much of the KV memory is free and of the TPOT targets unused.
+_FREE_KV = 0.25
+_FREE_TPOT = 0.25
+#: Share of the steps short of slots that the log line speaks of.
+_OFTEN = 0.25
 
 
 def engine_stats(policy: str, monitor: StateMonitor) -> dict[str, Any]:
@@ -34,6 +41,18 @@ def engine_stats(policy: str, monitor: StateMonitor) -> dict[str, Any]:
     }
 
 
+def waits_for_slots_alone(state: StepState) -> bool:
+    """Whether requests wait for a slot while KV memory and all TPOT targets have room for more."""
+    rows, table = state.running, state.table
+    if not len(state.waiting) or len(rows) < state.max_num_running:
+        return False
+    if state.num_free_blocks < _FREE_KV * state.num_blocks:
+        return False
+    ctx = int((table.num_prompt[rows] + table.num_output[rows]).sum())
+    step_s = float(state.cost.decode_s(len(rows), ctx)) / state.accepted_per_decode
+    return step_s <= (1.0 - _FREE_TPOT) * float(table.tpot_s[rows].min())
+
+
 def summary_line(stats: Mapping[str, Any], num_running: int, num_waiting: int) -> str:
     """One line of `SolaSchedulerMixin.sola_stats` for the log."""
     ignored = ""
@@ -42,6 +61,12 @@ def summary_line(stats: Mapping[str, Any], num_running: int, num_waiting: int) -
             f", length predictions not used (error {stats['prediction_error']:.2f}, without a "
             f"predictor {stats['histogram_error']:.2f})"
         )
+    slots = ""
+    if stats["short_of_slots"] > _OFTEN:
+        slots = (
+            f"; in {stats['short_of_slots']:.0%} of the latest steps requests waited for a slot "
+            "with KV memory and TPOT to spare: raise --max-num-seqs"
+        )
     return (
         f"{stats['num_finished']} finished, attained {stats['attainment']:.1%} "
         f"(TTFT {stats['ttft_attainment']:.1%}, TPOT {stats['tpot_attainment']:.1%}), "
@@ -49,5 +74,5 @@ def summary_line(stats: Mapping[str, Any], num_running: int, num_waiting: int) -
         f"(longest estimate {stats['longest_ewt_s']:.1f} s), {stats['num_held']} holds, "
         f"{stats['num_preempted_by_policy']} preemptions by policy, "
         f"{stats['num_rejected']} rejected, step model error {stats['cost_model_error']:.1%}"
-        f"{ignored}"
+        f"{ignored}{slots}"
     )

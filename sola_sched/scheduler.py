@@ -30,7 +30,7 @@ from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.monitor import StateMonitor
 from sola_sched.planner import make_planner
 from sola_sched.queues import PlannedQueue
-from sola_sched.reporting import engine_stats, summary_line
+from sola_sched.reporting import engine_stats, summary_line, waits_for_slots_alone
 from sola_sched.slo import SloTarget, request_target
 from sola_sched.state import DECODE, PREFILL, IntArray, StepPlan
 from sola_sched.swapping import SwapMixin
@@ -42,8 +42,9 @@ logger = init_logger("vllm.sola_sched")
 _NEUTRAL = StepPlan()
 #: Waiting requests whose prefix is looked up in the cache at a step; a new one is at once.
 _LOOKUPS_PER_STEP = 4
-#: Plans between two estimates of the waits.
-_EWT_PLANS = 16
+#: Plans between two estimates of the waits, and the weight of one in the running means.
+_REVIEW_PLANS = 16
+_REVIEW_WEIGHT = 1.0 / 32.0
 
 
 class SolaSchedulerMixin(SwapMixin):
@@ -119,6 +120,7 @@ class SolaSchedulerMixin(SwapMixin):
         self._problems: dict[str, int] = {}
         self._next_log_s = 0.0
         self._num_plans = 0
+        self._short_of_slots = 0.0
         logger.info(
             "sola_sched: policy %s, default SLO TTFT %g s, TPOT %g s, %d classes, cost model %s",
             config.policy,
@@ -242,8 +244,10 @@ class SolaSchedulerMixin(SwapMixin):
         self._expect_loads(state)
         plan = self._with_swaps(state, self.sola_planner.plan(state))
         self._num_plans += 1
-        if self._num_plans % _EWT_PLANS == 1 and state.cost.is_ready:
+        if self._num_plans % _REVIEW_PLANS == 1 and state.cost.is_ready:
             update_waits(state, plan)
+            is_short = waits_for_slots_alone(state)
+            self._short_of_slots += _REVIEW_WEIGHT * (is_short - self._short_of_slots)
         self._problems[plan.problem] = self._problems.get(plan.problem, 0) + 1
         return plan
 
@@ -433,6 +437,7 @@ class SolaSchedulerMixin(SwapMixin):
         return {
             **engine_stats(self.sola_config.policy, self.sola_monitor),
             "problems": dict(self._problems),
+            "short_of_slots": self._short_of_slots,
             "predictor": (
                 self.sola_predictions.stats() if self.sola_predictions is not None else {}
             ),

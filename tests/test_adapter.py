@@ -270,6 +270,14 @@ def test_the_best_effort_share_is_honoured_whatever_is_short(
     assert lost_s >= share * busy_s - 1.0, (lost_s, busy_s, share * busy_s, last_s)
 
 
+@pytest.mark.parametrize(("num_blocks", "is_told"), [(2000, True), (250, False)])
+def test_an_operator_is_told_that_slots_alone_are_short(num_blocks: int, is_told: bool) -> None:
+    sola = {"ttft_s": 5.0, "tpot_s": 0.2}
+    engine = make_engine(sola=sola, max_num_seqs=8, num_blocks=num_blocks)
+    engine.run(make_workload(200, 40.0))
+    assert (engine.scheduler.sola_stats()["short_of_slots"] > 0.5) == is_told
+
+
 def test_prefix_cache_hits_do_not_slow_admission() -> None:
     """The plan counts whole prompts; hits leave budget, which others behind get at once."""
     prompt = list(range(10, 1010))

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from states import FixedLengths, make_cost
+import pytest
+from states import FixedLengths, StateBuilder, make_cost
 
 from sola_sched.monitor import StateMonitor
-from sola_sched.reporting import engine_stats, summary_line
+from sola_sched.reporting import engine_stats, summary_line, waits_for_slots_alone
 from sola_sched.slo import SloTarget
 
-COUNTS = {"num_held": 3, "num_preempted_by_policy": 1, "num_rejected": 0}
+COUNTS = {
+    "num_held": 3,
+    "num_preempted_by_policy": 1,
+    "num_rejected": 0,
+    "short_of_slots": 0.0,
+}
 
 
 def test_the_log_line_tells_how_many_met_their_targets() -> None:
@@ -37,3 +45,34 @@ def test_nothing_has_happened_yet() -> None:
     assert "0 finished, attained 0.0%" in summary_line(
         engine_stats("paper", monitor) | COUNTS, 0, 0
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "is_short"),
+    [
+        ({}, True),
+        ({"max_num_running": 5}, False),  # a slot is free
+        ({"num_free_blocks": 20}, False),  # of 100: memory is short as well
+        ({"tpot_s": 0.018}, False),  # four decodes take 14 ms
+        ({"num_waiting": 0}, False),
+    ],
+)
+def test_slots_alone_are_short(change: dict[str, Any], is_short: bool) -> None:
+    given = {"max_num_running": 4, "num_free_blocks": 50, "tpot_s": 0.1, "num_waiting": 1} | change
+    tpot_s, num_waiting = given.pop("tpot_s"), given.pop("num_waiting")
+    b = StateBuilder(num_blocks=100, **given)
+    for i in range(4):
+        b.decode(f"d{i}", first_ago_s=1.0, out=10, slo=SloTarget(1.0, tpot_s))
+    for i in range(num_waiting):
+        b.waiting(f"w{i}", waited_s=0.0)
+    assert waits_for_slots_alone(b.build()) == is_short
+
+
+def test_the_log_line_says_what_to_do_where_slots_are_often_short() -> None:
+    stats = engine_stats("attain", StateMonitor(make_cost(), FixedLengths(), lambda: 0.0)) | COUNTS
+    line = summary_line(stats | {"short_of_slots": 0.6}, num_running=4, num_waiting=7)
+    assert line.endswith(
+        "in 60% of the latest steps requests waited for a slot with KV memory and TPOT to spare: "
+        "raise --max-num-seqs"
+    )
+    assert "max-num-seqs" not in summary_line(stats | {"short_of_slots": 0.1}, 4, 7)

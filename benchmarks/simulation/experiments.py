@@ -28,6 +28,7 @@ from tables import (
     percent,
     seed_lines,
     short,
+    side_by_side_lines,
 )
 
 from sola_sched.bench.calibrate import SLO_FACTOR
@@ -244,6 +245,29 @@ def fig10(setup: Setup) -> Outcome:
     return Outcome(rows, markdown(head("model, SLO", _FIG_7), lines))
 
 
+def slots(setup: Setup) -> Outcome:
+    """The rows of Table 3 with tight targets: vLLM's 256 slots, and twice as many."""
+    rows, lines = [], []
+    for row, slo_name, base, compared in _evaluations(setup):
+        if slo_name != "tight":
+            continue
+        names = [name for name in compared if name.startswith("stock:")] + ["sola"]
+        wide = {f"{n}{',' if ':' in n else ':'}engine.max_num_seqs=512": n for n in names}
+        shares = (1.3,) if setup.is_quick else (1.0, 1.15, 1.3, 1.6)
+        rates = multiples(base.rate_per_s, shares)
+        points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=(*names, *wide))
+        found = setup.rows(points, f"slots, {row.model}")
+        rows += found
+        groups = (
+            [r for r in found if r["scheduler"] in names],
+            [r | {"scheduler": wide[r["scheduler"]]} for r in found if r["scheduler"] in wide],
+        )
+        lines += side_by_side_lines(groups, row.model, base.rate_per_s)
+    columns = ["model", "load", "req/s", "best stock, 256 slots", "sola, 256", "best stock, 512",
+               "sola, 512"]  # fmt: skip
+    return Outcome(rows, markdown(columns, lines))
+
+
 def table4(setup: Setup) -> Outcome:
     """CPU time of the scheduler against serving time, at stock's rate and tight targets."""
     rows, lines = [], []
@@ -354,7 +378,7 @@ EXPERIMENTS: dict[str, Callable[[Setup], Outcome]] = {
     function.__name__: function
     for function in (
         load, load15, recorded, seeds, fig7, fig8, fig9, fig10, table4, ablation, bursts, shift,
-        prediction,
+        prediction, slots,
     )
 }  # fmt: skip
 """By name, as on the command line."""

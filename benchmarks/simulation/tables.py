@@ -76,6 +76,22 @@ EFFECTS = ("data", "req/s", "tokens/s, sola / stock", "TTFT p99, s: stock", "sol
             "CPU us/step: stock", "sola")  # fmt: skip
 
 
+def side_by_side_lines(
+    groups: Sequence[Sequence[Row]], name: str, base_rate: float
+) -> list[list[str]]:
+    """One line per rate: the best stock setting and `sola` of each group of rows, in turn."""
+    lines = []
+    for rate in sorted({row["rate_per_s"] for row in groups[0]}):
+        cells = [name, f"{rate / base_rate:.2f}", f"{rate:.3g}"]
+        for group in groups:
+            at_rate = [row for row in group if row["rate_per_s"] == rate]
+            stock = _best_setting(at_rate)
+            chunk = stock[0]["scheduler"].partition(":")[2]
+            cells += [f"{percent(stock)} ({chunk})", percent(of_scheduler(at_rate, "sola"))]
+        lines.append(cells)
+    return lines
+
+
 def _is_stock(scheduler: str) -> bool:
     return scheduler.startswith("stock:") and scheduler[6:].isdecimal()
 
