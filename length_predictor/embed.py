@@ -216,13 +216,7 @@ class SentenceEncoder:
     def _forward(self, ids: Any, mask: Any) -> Vectors:
         import torch
 
-        # A mask of ones costs the attention a detour and says nothing.
-        if not bool(mask.all()):
-            hidden = self.network(input_ids=ids, attention_mask=mask).last_hidden_state
-        elif self._recorded is not None:
-            hidden = self._recorded(ids)
-        else:
-            hidden = self.network(input_ids=ids).last_hidden_state
+        hidden = hidden_states(self.network, self._recorded, ids, mask)
         if self._pools_first:
             pooled = hidden[:, 0]
         else:
@@ -339,6 +333,21 @@ def recorded(network: Any, max_tokens: int = MAX_TOKENS) -> Any:
         logger.info("sola_sched: the encoder runs unrecorded: %s", str(error).split("\n", 1)[0])
         return None
     return graph
+
+
+def hidden_states(network: Any, graph: Any, ids: Any, mask: Any) -> Any:
+    """States [n, m, dim] of token ids [n, m], by the graph of `recorded` where it holds.
+
+    Args:
+        network: Of `transformers`.
+        graph: Its record, or None.
+        ids: Token ids, padded.
+        mask: 1 for each token, 0 for padding, [n, m].
+    """
+    if not bool(mask.all()):
+        return network(input_ids=ids, attention_mask=mask).last_hidden_state
+    # A mask of ones costs the attention a detour and says nothing.
+    return network(input_ids=ids).last_hidden_state if graph is None else graph(ids)
 
 
 @contextmanager

@@ -20,7 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sola_sched.length_predictor.corpus import Corpus
-from sola_sched.length_predictor.embed import DEFAULT_ENCODER, SentenceEncoder, quantized, recorded
+from sola_sched.length_predictor.embed import (
+    DEFAULT_ENCODER,
+    SentenceEncoder,
+    hidden_states,
+    quantized,
+    recorded,
+)
 from sola_sched.prediction import LEVELS, NUM_LEVELS
 
 FloatArray = NDArray[np.float64]
@@ -170,11 +176,7 @@ class ProxyModel:
         for row, each in enumerate(ids):
             padded[row, : len(each)] = torch.tensor(each)
             mask[row, : len(each)] = 1
-        masked = None if bool(mask.all()) else mask
-        if masked is None and self._recorded is not None:
-            hidden = self._recorded(padded)
-        else:
-            hidden = self._network(input_ids=padded, attention_mask=masked).last_hidden_state
+        hidden = hidden_states(self._network, self._recorded, padded, mask)
         shares = mask.unsqueeze(-1).to(hidden.dtype)
         raw = self._head((hidden * shares).sum(1) / shares.sum(1))
         steps = torch.nn.functional.softplus(raw[:, 1:])
