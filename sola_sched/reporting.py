@@ -43,14 +43,13 @@ def engine_stats(policy: str, monitor: StateMonitor) -> dict[str, Any]:
 
 def waits_for_slots_alone(state: StepState) -> bool:
     """Whether requests wait for a slot while KV memory and all TPOT targets have room for more."""
-    rows, table = state.running, state.table
+    rows = state.running
     if not len(state.waiting) or len(rows) < state.max_num_running:
         return False
     if state.num_free_blocks < _FREE_KV * state.num_blocks:
         return False
-    ctx = int((table.num_prompt[rows] + table.num_output[rows]).sum())
-    step_s = float(state.cost.decode_s(len(rows), ctx)) / state.accepted_per_decode
-    return step_s <= (1.0 - _FREE_TPOT) * float(table.tpot_s[rows].min())
+    step_s = state.decode_step_s(rows) / state.accepted_per_decode
+    return step_s <= (1.0 - _FREE_TPOT) * float(state.table.tpot_s[rows].min())
 
 
 def summary_line(stats: Mapping[str, Any], num_running: int, num_waiting: int) -> str:

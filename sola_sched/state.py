@@ -244,6 +244,11 @@ class StepState:
     trusts_predictions: bool = True
     reload_s_per_token: float | None = math.inf
 
+    def decode_step_s(self, rows: IntArray) -> float:
+        """Time of a step in which these rows decode and nothing else happens, seconds."""
+        ctx = int((self.table.num_prompt[rows] + self.table.num_output[rows]).sum())
+        return float(self.cost.decode_s(len(rows), ctx))
+
     def remaining(self, rows: IntArray, num_ahead: IntArray | int = 0) -> FloatArray:
         """Predicted output tokens left (>= 1) for `rows`, after `num_ahead` in flight.
 

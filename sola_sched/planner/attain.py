@@ -119,6 +119,5 @@ class AttainPlanner:
                 self._num_settled += 1
                 if self._num_settled % _SLOT_REVIEW_STEPS == 1:
                     return False
-        ctx = int((table.num_prompt[rows] + table.num_output[rows]).sum())
-        step_s = float(state.cost.decode_s(len(rows), ctx))
-        return step_s <= self.keep * float(table.tpot_s[rows].min()) * state.accepted_per_decode
+        token_s = self.keep * float(table.tpot_s[rows].min())
+        return state.decode_step_s(rows) <= token_s * state.accepted_per_decode
