@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -210,22 +211,23 @@ def main() -> None:
     parser.add_argument(
         "--ttft-s", type=float, default=2.0, help="TTFT target; long: all that wait can be on time"
     )
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
+    parser.add_argument("--slots", nargs="+", choices=SLOTS, default=SLOTS)
+    parser.add_argument("--num-running", nargs="+", type=int, default=NUM_RUNNING)
+    parser.add_argument("--num-waiting", nargs="+", type=int, default=NUM_WAITING)
     args = parser.parse_args()
     options = {"num_steps": args.num_steps, "ttft_s": args.ttft_s}
     columns = ("policy", "slots", "running", "waiting", "vLLM us", "ours us", "added us", "added")
     print("| " + " | ".join(columns) + " |")
     print("| " + " | ".join(["---"] * 2 + ["---:"] * 6) + " |")
-    for policy in POLICIES:
-        for slots in SLOTS:
-            for num_running in NUM_RUNNING:
-                for num_waiting in NUM_WAITING:
-                    row = measure(policy, slots, num_running, num_waiting, **options)
-                    print(
-                        f"| {policy} | {slots} | {num_running} | {num_waiting} "
-                        f"| {row.stock_us:.0f} | {row.ours_us:.0f} | {row.added_us:.0f} "
-                        f"| {row.added_ratio:+.0%} |",
-                        flush=True,
-                    )
+    for size in product(args.policies, args.slots, args.num_running, args.num_waiting):
+        row = measure(*size, **options)
+        print(
+            f"| {row.policy} | {row.slots} | {row.num_running} | {row.num_waiting} "
+            f"| {row.stock_us:.0f} | {row.ours_us:.0f} | {row.added_us:.0f} "
+            f"| {row.added_ratio:+.0%} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

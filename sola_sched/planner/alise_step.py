@@ -125,6 +125,11 @@ class AliseStep:
         is_in[started] = True
         run = kept[is_in[kept]]
         run, victims = self._with_room(run, kept, admit, victims)
+        if state.num_free_blocks > len(state.running) * state.tokens_per_decode:
+            # vLLM takes from nobody, so the order of decodes decides nothing: left as it is, the
+            # engine's loop over them finds their objects in the processor's caches.
+            is_decode = self.is_decode[run]
+            run = np.concatenate([np.sort(run[is_decode]), run[~is_decode]])
         if len(victims):
             self.again.spend(self._again_s(victims))
         if not len(run) and not len(admit):

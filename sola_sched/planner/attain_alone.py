@@ -72,7 +72,7 @@ def prompts_alone(
     is_later = prefills.feasible[near].copy()
     is_later[chosen] = False
     later_s, later_due_s = service_s[is_later], due_s[is_later] - step_s - decodes.decode_s
-    later = Jobs(later_s, later_due_s, lambda: later_s)
+    later = Jobs(later_s, later_due_s, lambda index: later_s[index])
     count = len(chosen) + len(later.on_time(view.prefill_share(allowed_s - step_s)))
     gains = count > num_on_time or (count == num_on_time and is_tight[chosen].any())
     return near[chosen] if gains else None

@@ -124,7 +124,7 @@ class AttainStep:
         jobs = Jobs(
             service_s,
             prefills.deadline_s[candidates] - decodes.decode_s,
-            lambda: self._total_cost(candidates, slots is not None),
+            lambda index: self._total_cost(candidates[index], slots is not None),
             ranks,
             slots,
             mixed_s if float(service_s.mean()) < mixed_s else 0.0,
@@ -138,7 +138,10 @@ class AttainStep:
             most = len(on_time(np.inf))
             if most > len(best):
                 best, limit_s = self._with_longer_step(best, limit_s, most, on_time)
-        return candidates[jobs.order(best)], len(best), limit_s
+        # The order of those who are late matters where the step may get to them.
+        first = candidates[best[:-_NUM_SPARE_OFFERS]]
+        is_filled = float(prefills.new[first].sum()) >= self.view.token_room
+        return candidates[jobs.order(best, all_count=not is_filled)], len(best), limit_s
 
     def _with_longer_step(
         self, best: list[int], limit_s: float, most: int, on_time: Callable[[float], list[int]]
@@ -157,8 +160,10 @@ class AttainStep:
                 other = on_time(limit)
                 if len(other) > len(best):
                     best, limit_s = other, limit
-        allowed_s = np.sort(self.decodes.allowed_s[self.decodes.alive])
         gain = len(best)
+        if most - 2 <= gain:
+            return best, limit_s
+        allowed_s = np.sort(self.decodes.allowed_s[self.decodes.alive])
         for num_given_up in (1, 2, 4, 8):
             if num_given_up >= len(allowed_s) or most - 2 * num_given_up <= gain:
                 break

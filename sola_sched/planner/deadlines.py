@@ -43,8 +43,8 @@ class Jobs:
     Args:
         service_s: Time of the accelerator that each job needs, shape [n], >= 0.
         deadline_s: Latest end of each job, counted from now, shape [n].
-        weigh: Returns the costs that decide which job is given up, shape [n]; called at most once,
-            when some job is late.
+        weigh: Returns the costs, of the jobs with these numbers, that decide which is given up;
+            asked when some job is late, of those that are looked at.
         rank: Priority class of each job, smaller first and strictly before; None for one class.
         slots: What else a job must wait for; None if there is enough of it.
         lead_s: How long before its deadline a job is to end where not all can be on time, unless
@@ -55,7 +55,7 @@ class Jobs:
         self,
         service_s: FloatArray,
         deadline_s: FloatArray,
-        weigh: Callable[[], FloatArray],
+        weigh: Callable[[IntArray], FloatArray],
         rank: IntArray | None = None,
         slots: Slots | None = None,
         lead_s: float = 0.0,
@@ -78,8 +78,7 @@ class Jobs:
             slot_s = self._slot_s[self._order]
             late = self._slots_busy_s + np.cumsum(slot_s) > self._due_s
             self._finds_slots = not np.count_nonzero(late & (slot_s > 0))
-        self._weight_s: FloatArray | None = None
-        self._classes: list[list[_Job]] = []
+        self._classes: list[_JobsOfClass] = []
 
     def on_time(self, share: float = 1.0) -> list[int]:
         """Jobs that can be on time, by (class, deadline).
@@ -88,32 +87,39 @@ class Jobs:
             share: Share of its time that the machine has for them, in (0, 1].
         """
         if self._finds_slots and not np.count_nonzero(self._ends_s > share * self._due_s):
-            kept: list[int] = self._order.tolist()
-            return kept
-        if self._weight_s is None:
-            self._weight_s = self._weigh()
+            everybody: list[int] = self._order.tolist()
+            return everybody
+        if not self._classes:
             self._classes = [self._examined(jobs) for jobs in self._by_class()]
-        kept, busy_s, slots_busy_s = [], 0.0, self._slots_busy_s
+        kept: list[int] = []
+        busy_s, slots_busy_s = 0.0, self._slots_busy_s
         for jobs in self._classes:  # what higher classes keep delays the lower ones
-            chosen = _choose(jobs, share, self._lead_s, busy_s, slots_busy_s)
+            chosen = jobs.choose(share, self._lead_s, busy_s, slots_busy_s)
             if self._lead_s and not chosen:
-                chosen = _choose(jobs, share, 0.0, busy_s, slots_busy_s)
+                chosen = jobs.choose(share, 0.0, busy_s, slots_busy_s)
             kept += [job for _, job, *_ in chosen]
-            busy_s += sum(service for _, _, service, _, _ in chosen)
-            slots_busy_s += sum(slot for _, _, _, slot, _ in chosen)
+            if len(self._classes) > 1:
+                busy_s += sum(service for _, _, service, _, _ in chosen)
+                slots_busy_s += sum(slot for _, _, _, slot, _ in chosen)
         return kept
 
-    def order(self, kept: list[int]) -> IntArray:
-        """All jobs: those `kept`, as they come, then the others by (class, weight)."""
+    def order(self, kept: list[int], *, all_count: bool = True) -> IntArray:
+        """All jobs: those `kept`, as they come, then the others by (class, weight).
+
+        Args:
+            kept: Jobs on time.
+            all_count: Whether the order of the others matters; if not, they come by deadline.
+        """
         first = np.array(kept, dtype=np.int64)
-        if self._weight_s is None or len(kept) == len(self._order):
+        if len(kept) == len(self._order):
             return first
         is_late = np.ones(len(self._order), dtype=np.bool_)
         is_late[first] = False
         late = self._order[is_late[self._order]]
-        late = late[np.argsort(self._weight_s[late], kind="stable")]
-        if self._rank is not None:
-            late = late[np.argsort(self._rank[late], kind="stable")]
+        if all_count:
+            late = late[np.argsort(self._weigh(late), kind="stable")]
+            if self._rank is not None:
+                late = late[np.argsort(self._rank[late], kind="stable")]
         return np.concatenate([first, late])
 
     def _by_class(self) -> list[IntArray]:
@@ -122,59 +128,131 @@ class Jobs:
         rank = self._rank[self._order]
         return np.split(self._order, np.flatnonzero(np.diff(rank)) + 1)
 
-    def _examined(self, jobs: IntArray) -> list[_Job]:
-        assert self._weight_s is not None
+    def _examined(self, jobs: IntArray) -> _JobsOfClass:
         head = jobs[:_MAX_EXAMINED]
-        slot_s = np.zeros(len(head)) if self._slot_s is None else self._slot_s[head]
-        return list(
-            zip(
-                (-self._weight_s[head]).tolist(),
-                head.tolist(),
-                self._service_s[head].tolist(),
-                slot_s.tolist(),
-                self._deadline_s[head].tolist(),
-                strict=True,
-            )
+        slot_s = None if self._slot_s is None else self._slot_s[head]
+        return _JobsOfClass(
+            head, self._weigh(head), self._service_s[head], slot_s, self._deadline_s[head]
         )
 
 
-def _choose(
-    jobs: list[_Job], share: float, lead_s: float, busy_s: float, slots_busy_s: float
-) -> list[_Job]:
-    """Those of one class that are kept.
+class _JobsOfClass:
+    """Jobs of one class, by deadline.
 
     Args:
-        jobs: By deadline.
-        share: As in `Jobs.on_time`.
-        lead_s: How long before its deadline each is to end, seconds.
-        busy_s: Time of the machine that is taken already, seconds.
-        slots_busy_s: The same of the slots.
+        index: Their numbers, shape [n].
+        weight_s: Costs that decide which is given up, shape [n].
+        service_s: Time of the machine, shape [n].
+        slot_s: Time of a slot, shape [n]; None where there are enough.
+        deadline_s: Shape [n].
     """
-    costliest: list[_Job] = []
-    costliest_waiting: list[_Job] = []  # for a slot
-    given_up: set[int] = set()
-    for entry in jobs:
-        _, _, service, slot, deadline = entry
-        deadline -= lead_s
-        due_s = share * deadline
-        busy_s += service
-        slots_busy_s += slot
-        heapq.heappush(costliest, entry)
-        if slot:
-            heapq.heappush(costliest_waiting, entry)
-        while True:
-            if slot and slots_busy_s > deadline:
-                heap = costliest_waiting
-            elif busy_s > due_s:
-                heap = costliest
-            else:
-                break
-            while heap and heap[0][1] in given_up:
-                heapq.heappop(heap)
-            if not heap:  # what a higher class has kept is too much by itself
-                break
-            _, worst, freed_s, freed_slot_s, _ = heapq.heappop(heap)
-            given_up.add(worst)
-            busy_s -= freed_s
-            slots_busy_s -= freed_slot_s
-    return [entry for entry in jobs if entry[1] not in given_up]
+
+    def __init__(
+        self,
+        index: IntArray,
+        weight_s: FloatArray,
+        service_s: FloatArray,
+        slot_s: FloatArray | None,
+        deadline_s: FloatArray,
+    ) -> None:
+        self._deadline_s, self._slot_s = deadline_s, slot_s
+        self._ends_s = service_s.cumsum()
+        self._slot_ends_s = self._ends_s if slot_s is None else slot_s.cumsum()
+        times = [service_s.tolist(), [0.0] * len(index) if slot_s is None else slot_s.tolist()]
+        self._jobs: list[_Job] = list(
+            zip((-weight_s).tolist(), index.tolist(), *times, deadline_s.tolist(), strict=True)
+        )
+
+    def choose(self, share: float, lead_s: float, busy_s: float, slots_busy_s: float) -> list[_Job]:
+        """Those that are kept.
+
+        Args:
+            share: As in `Jobs.on_time`.
+            lead_s: How long before its deadline each is to end, seconds.
+            busy_s: Time of the machine that is taken already, seconds.
+            slots_busy_s: The same of the slots.
+        """
+        due_s = self._deadline_s - lead_s if lead_s else self._deadline_s
+        is_late = self._ends_s > share * due_s - busy_s
+        are_slots_short = False
+        if self._slot_s is not None:
+            has_no_slot = (self._slot_ends_s > due_s - slots_busy_s) & (self._slot_s > 0.0)
+            are_slots_short = bool(np.count_nonzero(has_no_slot))
+            is_late |= has_no_slot
+        num_sure = int(is_late.argmax())  # nobody is given up for the sake of these alone
+        if not is_late[num_sure]:
+            return self._jobs
+        busy_s += float(self._ends_s[num_sure - 1]) if num_sure else 0.0
+        dues_s = (share * due_s[num_sure:]).tolist()
+        if are_slots_short:
+            slots_busy_s += float(self._slot_ends_s[num_sure - 1]) if num_sure else 0.0
+            slot_dues_s = due_s[num_sure:].tolist()
+            given_up = self._given_up_for_both(num_sure, dues_s, slot_dues_s, busy_s, slots_busy_s)
+        else:
+            given_up = self._given_up(num_sure, dues_s, busy_s)
+        return [entry for entry in self._jobs if entry[1] not in given_up]
+
+    def _given_up(self, num_sure: int, dues_s: list[float], busy_s: float) -> set[int]:
+        """Numbers of those that are not kept, where only the machine is short.
+
+        Args:
+            num_sure: So many are on time if nobody comes after them.
+            dues_s: When the machine must have served each of the others, seconds.
+            busy_s: Time of the machine until the first of the others, seconds.
+        """
+        costliest = self._jobs[:num_sure]
+        heapq.heapify(costliest)
+        given_up = set()
+        for entry, due_s in zip(self._jobs[num_sure:], dues_s, strict=True):
+            busy_s += entry[2]
+            if busy_s <= due_s:
+                heapq.heappush(costliest, entry)
+                continue
+            worst = heapq.heappushpop(costliest, entry)
+            while True:
+                given_up.add(worst[1])
+                busy_s -= worst[2]
+                # Without any left, what a higher class has kept is too much by itself.
+                if busy_s <= due_s or not costliest:
+                    break
+                worst = heapq.heappop(costliest)
+        return given_up
+
+    def _given_up_for_both(
+        self,
+        num_sure: int,
+        dues_s: list[float],
+        slot_dues_s: list[float],
+        busy_s: float,
+        slots_busy_s: float,
+    ) -> set[int]:
+        """`_given_up` where slots are short too: they have dues and a time of their own."""
+        costliest = self._jobs[:num_sure]
+        costliest_waiting = [entry for entry in costliest if entry[3]]  # for a slot
+        heapq.heapify(costliest)
+        heapq.heapify(costliest_waiting)
+        given_up: set[int] = set()
+        others = self._jobs[num_sure:]
+        for entry, due_s, slot_due_s in zip(others, dues_s, slot_dues_s, strict=True):
+            busy_s += entry[2]
+            slot_s = entry[3]
+            heapq.heappush(costliest, entry)
+            if slot_s:
+                slots_busy_s += slot_s
+                heapq.heappush(costliest_waiting, entry)
+            while True:
+                if slot_s and slots_busy_s > slot_due_s:
+                    heap = costliest_waiting
+                elif busy_s > due_s:
+                    heap = costliest
+                else:
+                    break
+                while heap and heap[0][1] in given_up:
+                    heapq.heappop(heap)
+                if not heap:
+                    break
+                _, worst, freed_s, freed_slot_s, _ = heapq.heappop(heap)
+                given_up.add(worst)
+                busy_s -= freed_s
+                slots_busy_s -= freed_slot_s
+        return given_up
