@@ -34,7 +34,7 @@ def bench() -> ModuleType:
 
 @pytest.mark.parametrize("num_waiting", [0, 256, 2000])
 @pytest.mark.parametrize("slots", ["full", "free"])
-@pytest.mark.parametrize("policy", ["attain", "paper"])
+@pytest.mark.parametrize("policy", ["attain", "paper", "alise"])
 def test_added_time_is_small_beside_vllms_at_256_running(bench, policy, slots, num_waiting):
     row = bench.measure(policy, slots, 256, num_waiting, num_steps=200)
 

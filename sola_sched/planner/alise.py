@@ -14,8 +14,6 @@ from sola_sched.planner.base import neutral
 from sola_sched.planner.levels import PriorityLevels
 from sola_sched.state import DECODE, BoolArray, IntArray, StepPlan, StepState
 
-#: A plan that decided nothing is kept for so many steps while nobody comes or goes.
-_REVIEW_STEPS = 8
 #: Waits are estimated once in so many plans where they decide who is refused.
 _REJECT_PLANS = 4
 #: Weight of the newest step in the mean number of decodes.
@@ -54,7 +52,7 @@ class AlisePlanner:
         self._again = Recompute()
         self._took_part: BoolArray = np.zeros(0, dtype=np.bool_)
         self._settled: tuple[StepPlan, IntArray, IntArray, int] | None = None
-        self._num_kept = self._num_plans = 0
+        self._num_settled = self._num_plans = 0
 
     def plan(self, state: StepState) -> StepPlan:
         """Plan one step; see `Planner.plan`."""
@@ -82,27 +80,32 @@ class AlisePlanner:
         if plan.admit is not None:
             self._took_part[plan.admit] = True
         self._settled = None
-        if step.is_settled and not len(plan.reject):
+        if step.num_settled and not len(plan.reject):
             self._settled = plan, state.running, state.waiting, table.num_predictions
+            self._num_settled = step.num_settled
         return plan
 
     def _kept_plan(self, state: StepState) -> StepPlan | None:
-        """The plan before, if it decided nothing and the same requests run and wait."""
-        if self._settled is None or self._num_kept >= _REVIEW_STEPS:
-            self._num_kept = 0
+        """The plan before, if it decided nothing new and the same requests run and wait."""
+        if self._settled is None or not self._num_settled:
             return None
         plan, running, waiting, num_predictions = self._settled
         is_same = (
             num_predictions == state.table.num_predictions
-            and state.num_free_blocks > len(state.running) * state.tokens_per_decode
+            and state.num_free_blocks > self._most_blocks(state, plan)
             and np.array_equal(running, state.running)
             and np.array_equal(waiting, state.waiting)
         )
         if not is_same:
-            self._num_kept = 0
             return None
-        self._num_kept += 1
+        self._num_settled -= 1
         return plan
+
+    @staticmethod
+    def _most_blocks(state: StepState, plan: StepPlan) -> int:
+        """Blocks that a step of this plan takes at most."""
+        num_tokens = plan.token_budget or state.max_num_tokens
+        return len(state.running) * state.tokens_per_decode + num_tokens // state.block_size
 
     def _reject(self, state: StepState, plan: StepPlan) -> None:
         """Refuse waiting requests without a token whose wait exceeds what is left of their TTFT."""

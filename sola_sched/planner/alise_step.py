@@ -31,6 +31,8 @@ _MAX_CREDIT_S = 2.0
 _MIN_CHUNK = 512
 _MAX_STRETCH = 1.25
 _TILE = 16
+#: A plan that decided nothing new is kept for so many steps while nobody comes or goes, at most.
+_REVIEW_STEPS = 8
 
 
 @dataclass(slots=True)
@@ -57,6 +59,9 @@ class Recompute:
 
 class AliseStep:
     """One step's decision; arrays are aligned with `rows` unless they say otherwise.
+
+    Attributes:
+        num_settled: Steps for which the plan may be kept after this one; set by `plan`.
 
     Args:
         state: What is to be planned.
@@ -97,7 +102,7 @@ class AliseStep:
         self.level, self.lifted = levels.lifted(natural, age_s)
         self.promote_s = levels.promote_s(natural, age_s)
         self.order = self._order(age_s)
-        self.is_settled = False
+        self.num_settled = 0
 
     def _order(self, age_s: FloatArray) -> IntArray:
         """Places in `rows` by class and level; lifted first, then what runs, then the shortest."""
@@ -135,9 +140,7 @@ class AliseStep:
         if not len(run) and not len(admit):
             return neutral(state, "stalled")
         num_tokens = float(self.new[started].sum() + self.new[admit].sum())
-        self.is_settled = not (
-            len(admit) or len(victims) or len(started) or len(run) < len(state.running)
-        )
+        self.num_settled = self._num_settled(run, started, len(admit) + len(victims))
         return StepPlan(
             run=rows[run],
             admit=rows[admit],
@@ -147,6 +150,18 @@ class AliseStep:
             promote_s=self.promote_s[order],
             problem="alise",
         )
+
+    def _num_settled(self, run: IntArray, started: IntArray, num_changes: int) -> int:
+        """Further steps in which the same plan does the same, if nobody comes or goes."""
+        if num_changes:
+            return 0
+        if not len(started):
+            return _REVIEW_STEPS if len(run) == len(self.state.running) else 0
+        if len(started) > 1:
+            return 0
+        # The chunks that leave more than one chunk to do.
+        num_chunks = math.ceil(float(self.new[started[0]]) / max(1, self.room))
+        return min(_REVIEW_STEPS, max(0, num_chunks - 2))
 
     # Prefills -------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ class Decodes:
         allowed_s: Longest next step that keeps (or brings) the request on course, seconds.
         lost: Whether it missed an SLO or cannot meet one any more.
         alive: The others.
-        num_alive: How many these are.
+        rows_alive, num_alive: Their rows; how many these are.
         ctx_alive: KV tokens of the others.
         decode_s: Time of a step of the others alone, seconds; 0 without any.
     """
@@ -105,6 +105,7 @@ class Decodes:
         self.alive = ~self.lost
         self.num_alive = int(np.count_nonzero(self.alive))
         is_all = self.num_alive == len(self.rows)
+        self.rows_alive = self.rows if is_all else self.rows[self.alive]
         self.ctx_alive = float((self.ctx if is_all else self.ctx[self.alive]).sum())
         self.decode_s = float(self._state.cost.decode_s(self.num_alive, self.ctx_alive))
 
@@ -189,14 +190,15 @@ class Prefills:
         self.deadline_s = _deadlines(state, rows, num_output, decode_s, keep)
         has_deadline = self.deadline_s < np.inf
         self.feasible: BoolArray = has_deadline & (self.deadline_s >= _PREFILL_MARGIN * decode_s)
-        (hopeful,) = self.feasible.nonzero()
-        if len(hopeful):  # the others are too late whatever their length
+        num_hopeful = int(np.count_nonzero(self.feasible))
+        if num_hopeful:  # the others are too late whatever their length
+            hopeful = slice(None) if num_hopeful == len(rows) else self.feasible.nonzero()[0]
             need_s, left_s = decode_s + self.service_s[hopeful], self.deadline_s[hopeful]
             self.feasible[hopeful] = _PREFILL_MARGIN * need_s <= left_s
             # The margin is part of the deadline while the prefill alone can keep it.
             early_s = left_s - (1.0 - keep) * table.ttft_s[rows[hopeful]]
             is_early = (need_s <= early_s) & (num_output[hopeful] == 0)
-            self.deadline_s[hopeful[is_early]] = early_s[is_early]
+            self.deadline_s[hopeful] = np.where(is_early, early_s, left_s)
         self.hopeless = np.zeros(len(rows), dtype=bool)
         if finds_hopeless:
             self.hopeless = (num_output == 0) & has_deadline & ~self.feasible

@@ -65,7 +65,7 @@ class AttainStep:
         is_waiting = served >= prefills.num_started
         run_prefills = prefills.rows[served[~is_waiting]]
         starting = prefills.rows[served[is_waiting]]
-        run = np.concatenate([decodes.rows[decodes.alive], decodes.rows[lost_run], run_prefills])
+        run = np.concatenate([decodes.rows_alive, decodes.rows[lost_run], run_prefills])
         budget = (decodes.num_alive + len(lost_run)) * state.tokens_per_decode + tokens
         victims = np.concatenate([victims, lost.victims(starting, lost_run, served)])
         if not len(run) and not len(starting) and not len(offered):
@@ -127,14 +127,15 @@ class AttainStep:
             lambda index: self._total_cost(candidates[index], slots is not None),
             ranks,
             slots,
-            mixed_s if float(service_s.mean()) < mixed_s else 0.0,
+            mixed_s if float(service_s.sum()) < mixed_s * len(candidates) else 0.0,
         )
 
         def on_time(limit_s: float) -> list[int]:
             return jobs.on_time(self.view.prefill_share(limit_s))
 
         best = on_time(limit_s)
-        if len(best) < len(candidates) and decodes.num_alive:
+        is_short = limit_s < self._fullest_s()
+        if len(best) < len(candidates) and decodes.num_alive and is_short:
             most = len(on_time(np.inf))
             if most > len(best):
                 best, limit_s = self._with_longer_step(best, limit_s, most, on_time)
@@ -182,6 +183,11 @@ class AttainStep:
             return None
         return Slots(is_needed, num_free, state.end_interval_s)
 
+    def _fullest_s(self) -> float:
+        """Time of a step with as many prefill tokens as it may have: none takes longer."""
+        room = float(self.view.token_room)
+        return self.view.mixed_s + self.state.cost.prefill_marginal_s(room, 0.0)
+
     def _usual_s(self) -> float:
         """Time between two tokens of a decode, with the prefills that come in between."""
         share = max(0.1, 1.0 - self.state.prefill_share)
@@ -190,7 +196,7 @@ class AttainStep:
     def _on_loan_s(self) -> float:
         """Longest step after which faster ones will most likely bring all back on course."""
         state, decodes, alive = self.state, self.decodes, self.decodes.alive
-        rows = decodes.rows[alive]
+        rows = decodes.rows_alive
         tpot = self.view.keep * state.table.tpot_s[rows]
         usual_s = self._usual_s()
         num_steps = state.surely_remaining(rows, decodes.ahead[alive]) - 1.0
@@ -226,7 +232,7 @@ class AttainStep:
         if not len(chosen):
             return chosen, chosen, 0
         view, prefills = self.view, self.prefills
-        ends = np.cumsum(prefills.new[chosen])
+        ends = prefills.new[chosen].cumsum()
         budget = view.tokens_in(limit_s, view.token_room, prefills.has[chosen[0]], ends)
         if not budget or self._is_wasteful(budget, int(chosen[0])):
             return chosen[:0], chosen[:0], 0
@@ -263,7 +269,7 @@ class AttainStep:
         used = 1.0 - (state.num_free_blocks - need / state.block_size) / max(1, state.num_blocks)
         if used > _MEMORY_THRESHOLD:
             started = prefills.rows[:num_started]
-            growing = np.concatenate([decodes.rows[decodes.alive], started])
+            growing = np.concatenate([decodes.rows_alive, started])
             growth = np.concatenate([decodes.remaining[decodes.alive], state.remaining(started)])
             count = num_that_fit(state, growing, growth, 0, waiting - num_started)
         mask[places[:count]] = True
@@ -278,7 +284,7 @@ class AttainStep:
             return len(waiting)
         ctx = decodes.ctx_alive + float((prefills.new + prefills.has)[:num_started].sum())
         step_s = state.cost.decode_s(
-            others + np.arange(1.0, len(waiting) + 1), ctx + np.cumsum(prefills.new[waiting])
+            others + np.arange(1.0, len(waiting) + 1), ctx + prefills.new[waiting].cumsum()
         )
         full_s = np.asarray(step_s) / (1.0 - _ADMISSION_MARGIN)
         tpot = self.view.keep * state.table.tpot_s[prefills.rows[waiting]]

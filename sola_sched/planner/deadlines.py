@@ -61,24 +61,30 @@ class Jobs:
         lead_s: float = 0.0,
     ) -> None:
         self._service_s, self._deadline_s, self._lead_s = service_s, deadline_s, lead_s
-        self._weigh, self._rank = weigh, rank
+        self._weigh, self._rank, self._slots = weigh, rank, slots
+        # Slots are a machine of their own that is ahead by the free ones.
+        self._slots_busy_s = -slots.num_free * slots.interval_s if slots is not None else 0.0
+        self._classes: list[_JobsOfClass] = []
+        # With so much to do the last one is late in any order: nobody asks for the whole order.
+        self._is_crowded = (
+            rank is None
+            and len(deadline_s) > 2 * _MAX_EXAMINED
+            and float(service_s.sum()) > float(deadline_s.max())
+        )
+        if self._is_crowded:
+            self._order = _first_by_deadline(deadline_s)
+            return
         if rank is None:
-            self._order = np.argsort(deadline_s, kind="stable")
+            self._order = deadline_s.argsort(kind="stable")
         else:
             self._order = np.lexsort((deadline_s, rank))
-        self._ends_s = np.cumsum(service_s[self._order])
+        self._ends_s = service_s[self._order].cumsum()
         self._due_s = deadline_s[self._order]
-        # Slots are a machine of their own that is ahead by the free ones.
-        self._slot_s: FloatArray | None = None
-        self._slots_busy_s = 0.0
         self._finds_slots = True
         if slots is not None:
-            self._slot_s = np.where(slots.is_needed, slots.interval_s, 0.0)
-            self._slots_busy_s = -slots.num_free * slots.interval_s
-            slot_s = self._slot_s[self._order]
-            late = self._slots_busy_s + np.cumsum(slot_s) > self._due_s
-            self._finds_slots = not np.count_nonzero(late & (slot_s > 0))
-        self._classes: list[_JobsOfClass] = []
+            needs = slots.is_needed[self._order]
+            late = self._slots_busy_s + slots.interval_s * needs.cumsum() > self._due_s
+            self._finds_slots = not np.count_nonzero(late & needs)
 
     def on_time(self, share: float = 1.0) -> list[int]:
         """Jobs that can be on time, by (class, deadline).
@@ -86,7 +92,7 @@ class Jobs:
         Args:
             share: Share of its time that the machine has for them, in (0, 1].
         """
-        if self._finds_slots and not np.count_nonzero(self._ends_s > share * self._due_s):
+        if self._are_all_on_time(share):
             everybody: list[int] = self._order.tolist()
             return everybody
         if not self._classes:
@@ -103,6 +109,11 @@ class Jobs:
                 slots_busy_s += sum(slot for _, _, _, slot, _ in chosen)
         return kept
 
+    def _are_all_on_time(self, share: float) -> bool:
+        if self._is_crowded or not self._finds_slots:
+            return False
+        return not np.count_nonzero(self._ends_s > share * self._due_s)
+
     def order(self, kept: list[int], *, all_count: bool = True) -> IntArray:
         """All jobs: those `kept`, as they come, then the others by (class, weight).
 
@@ -117,9 +128,9 @@ class Jobs:
         is_late[first] = False
         late = self._order[is_late[self._order]]
         if all_count:
-            late = late[np.argsort(self._weigh(late), kind="stable")]
+            late = late[self._weigh(late).argsort(kind="stable")]
             if self._rank is not None:
-                late = late[np.argsort(self._rank[late], kind="stable")]
+                late = late[self._rank[late].argsort(kind="stable")]
         return np.concatenate([first, late])
 
     def _by_class(self) -> list[IntArray]:
@@ -130,10 +141,20 @@ class Jobs:
 
     def _examined(self, jobs: IntArray) -> _JobsOfClass:
         head = jobs[:_MAX_EXAMINED]
-        slot_s = None if self._slot_s is None else self._slot_s[head]
+        slots, slot_s = self._slots, None
+        if slots is not None:
+            slot_s = np.where(slots.is_needed[head], slots.interval_s, 0.0)
         return _JobsOfClass(
             head, self._weigh(head), self._service_s[head], slot_s, self._deadline_s[head]
         )
+
+
+def _first_by_deadline(deadline_s: FloatArray) -> IntArray:
+    """The jobs with the first deadlines, as many as are looked at, in order; then the others."""
+    order: IntArray = deadline_s.argpartition(_MAX_EXAMINED)
+    first = np.sort(order[:_MAX_EXAMINED])
+    order[:_MAX_EXAMINED] = first[deadline_s[first].argsort(kind="stable")]
+    return order
 
 
 class _JobsOfClass:

@@ -224,6 +224,22 @@ def test_a_plan_that_decided_nothing_is_kept_until_somebody_comes() -> None:
     assert planner.plan(b.build()) is not first
 
 
+def test_a_plan_is_kept_while_a_prefill_fills_the_chunks() -> None:
+    b = StateBuilder()
+    decode(b, "a", 50)
+    row = predict(b, b.prefill("p", prompt=2000, waited_s=1.0, computed=0), 50)
+    waiting(b, "w", 200)
+    planner = make_alise()
+    first = planner.plan(b.build(max_num_tokens=513))
+    assert b.names(first.run) == ["a", "p"]
+    kept = []
+    for done in (512, 1024, 1536):
+        b.table.num_computed[row] = done
+        kept.append(planner.plan(b.build(max_num_tokens=513)) is first)
+    # 2000 tokens are 4 chunks; the last one leaves room for "w", whose plan is a new one.
+    assert kept == [True, True, False]
+
+
 def test_a_new_prediction_ends_a_kept_plan() -> None:
     b = StateBuilder(max_num_running=1)
     decode(b, "a", 300)

@@ -126,6 +126,17 @@ def test_slots_alone_are_shared_out_as_time_is(jobs: list[tuple[int, int]], free
     assert count == most_on_time(as_time)
 
 
+def test_of_a_long_queue_the_first_deadlines_are_looked_at() -> None:
+    rng = np.random.default_rng(0)
+    service, deadline = rng.uniform(0.5, 1.5, 1000), rng.permutation(np.arange(1000.0)) / 20
+    order, count = on_time_first(service, deadline, lambda index: service[index], None)
+    first = np.argsort(deadline)[:64]
+    kept = on_time_first(service[first], deadline[first], lambda index: service[first][index])
+    assert order[:count].tolist() == first[kept[0][: kept[1]]].tolist()
+    assert sorted(order.tolist()) == list(range(1000))
+    assert (np.diff(service[order[count:]]) >= 0.0).all()
+
+
 @given(JOBS, st.integers(0, 3), st.integers(0, 6))
 def test_those_kept_are_on_time_on_the_machine_and_find_slots(
     jobs: list[tuple[int, int]], free: int, interval: int
