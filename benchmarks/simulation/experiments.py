@@ -38,6 +38,9 @@ from sola_sched.bench.sweep import Row
 PROFILE = "llama-3-8b-a100"
 LENGTHS = ("sharegpt", "azure-conv", "azure-code", "arxiv", "mooncake")
 LOADS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+LONG_LOADS = (0.8, 1.0, 1.25, 1.5)
+#: Requests of a long run, as a multiple of those of the others.
+LONG = 4
 OTHERS = ("reject", "spf", PAPER)
 
 
@@ -62,6 +65,11 @@ def load(setup: Setup) -> Outcome:
 def load15(setup: Setup) -> Outcome:
     """`load` with targets of 15 times the single-request latency, stock and `sola` alone."""
     return _load(setup, LENGTHS, 15.0, others=())
+
+
+def long(setup: Setup) -> Outcome:
+    """`load` with four times the requests, stock and `sola` alone: what is left of a good start."""
+    return _load(setup, LENGTHS, SLO_FACTOR, others=(), loads=LONG_LOADS, length=LONG)
 
 
 def recorded(setup: Setup) -> Outcome:
@@ -90,16 +98,28 @@ def _load(
     factor: float,
     arrivals: str = "poisson",
     others: Sequence[str] = OTHERS,
+    loads: Sequence[float] = LOADS,
+    length: int = 1,
 ) -> Outcome:
-    """Stock and `sola` with every seed, the others with the first one."""
+    """Stock and `sola` with every seed, the others with the first one.
+
+    Args:
+        setup: As for every experiment.
+        names: Data sets.
+        factor: Targets as a multiple of the single-request latency.
+        arrivals: As in `Point`.
+        others: Schedulers beside stock and `sola`.
+        loads: Multiples of stock's rate.
+        length: Requests as a multiple of those with which stock's rate is found.
+    """
     compared = (*STOCK, *others, "sola")
-    shares = (0.75, 1.5) if setup.is_quick else LOADS
+    shares = (0.75, 1.5) if setup.is_quick else loads
     rows: list[Row] = []
     tables: list[list[list[str]]] = [[], [], []]
     for file in setup.datasets(names):
         base = _base(setup, PROFILE, file, factor)
         rates = multiples(base.rate_per_s, shares)
-        base = replace(base, arrivals=arrivals)
+        base = replace(base, arrivals=arrivals, num_requests=length * base.num_requests)
         points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=(*STOCK, "sola"))
         points += grid(base, rate_per_s=rates, seed=setup.seeds[:1], scheduler=others)
         found = setup.rows(with_bound(points), f"load, {NAMES[file]}")
@@ -377,8 +397,8 @@ def _base(setup: Setup, profile: str, file: str, factor: float) -> Point:
 EXPERIMENTS: dict[str, Callable[[Setup], Outcome]] = {
     function.__name__: function
     for function in (
-        load, load15, recorded, seeds, fig7, fig8, fig9, fig10, table4, ablation, bursts, shift,
-        prediction, slots,
+        load, load15, long, recorded, seeds, fig7, fig8, fig9, fig10, table4, ablation, bursts,
+        shift, prediction, slots,
     )
 }  # fmt: skip
 """By name, as on the command line."""
