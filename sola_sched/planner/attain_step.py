@@ -134,8 +134,8 @@ class AttainStep:
             return jobs.on_time(self.view.prefill_share(limit_s))
 
         best = on_time(limit_s)
-        is_short = limit_s < self._fullest_s()
-        if len(best) < len(candidates) and decodes.num_alive and is_short:
+        are_all = len(best) == len(candidates)
+        if not are_all and decodes.num_alive and limit_s < self._fullest_s(candidates):
             most = len(on_time(np.inf))
             if most > len(best):
                 best, limit_s = self._with_longer_step(best, limit_s, most, on_time)
@@ -183,10 +183,10 @@ class AttainStep:
             return None
         return Slots(is_needed, num_free, state.end_interval_s)
 
-    def _fullest_s(self) -> float:
+    def _fullest_s(self, candidates: IntArray) -> float:
         """Time of a step with as many prefill tokens as it may have: none takes longer."""
-        room = float(self.view.token_room)
-        return self.view.mixed_s + self.state.cost.prefill_marginal_s(room, 0.0)
+        room, has = float(self.view.token_room), float(self.prefills.has[candidates].max())
+        return self.view.mixed_s + self.state.cost.prefill_marginal_s(room, has)
 
     def _usual_s(self) -> float:
         """Time between two tokens of a decode, with the prefills that come in between."""

@@ -119,7 +119,7 @@ class Jobs:
 
         Args:
             kept: Jobs on time.
-            all_count: Whether the order of the others matters; if not, they come by deadline.
+            all_count: Whether the order of the others matters; if not, they come in any.
         """
         first = np.array(kept, dtype=np.int64)
         if len(kept) == len(self._order):

@@ -138,6 +138,19 @@ def test_nothing_is_borrowed_by_a_decode_that_may_end_before_it_pays_back() -> N
     assert plan.token_budget == 55 * 16 + 1
 
 
+def test_no_time_is_borrowed_for_a_step_that_has_all_its_tokens_without() -> None:
+    first = []
+    for max_num_tokens in (101, 2048):
+        b = StateBuilder(left=50.0)
+        b.decode("new", first_ago_s=0.0, out=1, slo=SloTarget(1.0, 0.022))
+        # Half of a step of 22 ms is left for 60 ms of prefill; in longer ones it would be more.
+        b.waiting("costly", waited_s=0.884, prompt=500)
+        b.waiting("cheap", waited_s=0.879, prompt=100)
+        plan = make_attain().plan(b.build(max_num_tokens=max_num_tokens))
+        first.append(b.names(plan.admit)[0])
+    assert first == ["cheap", "costly"]
+
+
 def test_a_chunk_not_worth_its_overhead_waits_until_time_is_in_the_bank() -> None:
     steps = [
         (StepShape(decodes, 0, tokens, 0.0, 0.0), 0.01 + 0.035 * bool(tokens) + 1e-4 * tokens)
