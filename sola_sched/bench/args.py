@@ -27,8 +27,9 @@ Replay one workload against stock vLLM and against sola_sched.Scheduler, on the 
 and seed, and compare the share of requests that meet both their latency targets (SLOs).
 
 With no arguments: a random 62 M parameter Llama, vLLM in this process, chat-shaped lengths fitted
-to ShareGPT, Poisson arrivals at three rates around the saturation of this machine, targets of
-10 x the single-request latency. No GPU and no network needed; about five minutes on two cores.
+to ShareGPT, Poisson arrivals at three rates around the saturation of this machine (two on a slow
+one), targets of 10 x the single-request latency. No GPU and no network needed; about five minutes
+on two cores.
 
 With --backend sim: the same comparison in virtual time. The schedulers are the real ones; how long
 a step takes comes from a profile of a model on a GPU. Exactly repeatable; under two minutes.
@@ -184,7 +185,7 @@ def _traffic_group(group: Any) -> None:
         type=rate,
         metavar="RPS",
         help="requests per second, several for a sweep, inf for all at once "
-        "(default: three rates around the measured saturation)",
+        "(default: three rates around the measured saturation, two where it is low)",
     )
     add(
         "--burstiness",

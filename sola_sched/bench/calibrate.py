@@ -18,6 +18,9 @@ from sola_sched.slo import SloTarget
 SLO_FACTOR = 10.0
 #: Rates of a run without ``--request-rate``, as shares of the measured saturation rate.
 RATE_SHARES = (0.8, 1.0, 1.2)
+#: The same where those would leave a run fewer than so many requests: no queue builds up.
+FEW_RATE_SHARES = (1.0, 1.4)
+_FEW_REQUESTS = 50
 
 _NUM_SINGLE = 12
 _SINGLE_OUTPUT_TOKENS = 32
@@ -104,9 +107,19 @@ def measure_saturation(
     return (len(requests) - concurrency / 2) / last_admitted_s / _undisturbed_share(outcome)
 
 
-def choose_rates(saturation_per_s: float) -> list[float]:
-    """Request rates around saturation, rounded to two significant digits."""
-    return [_two_digits(share * saturation_per_s) for share in RATE_SHARES]
+def choose_rates(
+    saturation_per_s: float, num_schedulers: int = 1, budget_s: float = math.inf
+) -> list[float]:
+    """Request rates around saturation, rounded to two significant digits.
+
+    Args:
+        saturation_per_s: Requests per second that the machine serves.
+        num_schedulers: How many are run at each rate.
+        budget_s: Seconds of traffic in all runs together.
+    """
+    num_requests = budget_s * saturation_per_s / (num_schedulers * len(RATE_SHARES))
+    shares = FEW_RATE_SHARES if num_requests < _FEW_REQUESTS else RATE_SHARES
+    return [_two_digits(share * saturation_per_s) for share in shares]
 
 
 def choose_num_prompts(

@@ -78,6 +78,7 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None]) -> Plan:
         with Progress("single-request latency", is_hidden=args.disable_tqdm) as bar:
             slo = calibrate.measure_slo(backend, workload, reference, bar.done)
     say(f"SLO: {slo_text(slo)}.")
+    budget_s = _traffic_s(args)
     rates = args.request_rate
     if args.self_timed and rates is None:
         rates = [len(workload.requests) / max(workload.requests[-1].arrival_s, 1e-9)]
@@ -86,12 +87,11 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None]) -> Plan:
             saturation = calibrate.measure_saturation(
                 backend, workload, reference, bar.done, **_probe_size(backend)
             )
-        rates = calibrate.choose_rates(saturation)
+        rates = calibrate.choose_rates(saturation, len(schedulers), budget_s)
         say(f"Saturation near {saturation:.2g} requests/s; rates {', '.join(map(per_s, rates))}.")
     if args.num_prompts is None:
         count = cli_args.SIM_NUM_PROMPTS
-        if args.backend != "sim" or args.duration_budget is not None:
-            budget_s = args.duration_budget or cli_args.DEFAULT_DURATION_BUDGET_S
+        if math.isfinite(budget_s):
             count = calibrate.choose_num_prompts(
                 rates, len(schedulers), budget_s, len(workload.requests)
             )
@@ -273,6 +273,14 @@ def _simulator(args: argparse.Namespace) -> tuple[Backend, ModelLimits]:
     for spec in _schedulers(args):
         backend.check(spec)
     return backend, backend.limits
+
+
+def _traffic_s(args: argparse.Namespace) -> float:
+    """Seconds of traffic in all runs together; inf where the number of requests is fixed."""
+    if args.num_prompts is not None:
+        return math.inf
+    default_s = math.inf if args.backend == "sim" else cli_args.DEFAULT_DURATION_BUDGET_S
+    return float(args.duration_budget or default_s)
 
 
 def _check_backend_flags(args: argparse.Namespace) -> None:
