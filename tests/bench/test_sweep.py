@@ -6,6 +6,8 @@ import gzip
 import importlib
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -233,3 +235,21 @@ def test_experiments_run_without_data(
     assert run_script([*argv, "--stored"]) == 0
     assert (tmp_path / "table4-quick.md").read_text() == table
     assert table in capsys.readouterr().out
+
+
+def test_every_experiment_of_alise_has_runs() -> None:
+    script = (
+        "import experiments\n"
+        "for name, experiment in experiments.EXPERIMENTS.items():\n"
+        "    print(name, *(len(experiment.runs([], quick)) > 0 for quick in (False, True)))\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT / "benchmarks" / "alise",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert done.stdout.split("\n")[:-1] == [f"{n} True True" for n in ("rates", "wrong", "aging")]
