@@ -139,26 +139,62 @@ def rate_at(rows: Sequence[Row], level: float, column: str = "normalized_latency
 
 def _at_equal_latency(rows: Sequence[Row]) -> str:
     """Rates at multiples of FCFS's normalized latency at the lowest rate, as ratios to FCFS."""
+    levels, ratios = _ratios(rows)
+    head = ["Rate at equal normalized latency, over FCFS", *(f"{x:.2g} s" for x in levels)]
+    return markdown(head, [[name, *map(_text, cells)] for name, cells in ratios.items()])
+
+
+#: A ratio, and ">" or "<" where it lies beyond the rates that were run; None without a base.
+_Ratio = tuple[float, str] | None
+
+
+def _ratios(rows: Sequence[Row]) -> tuple[list[float], dict[str, list[_Ratio]]]:
+    """Levels of normalized latency, and by scheduler the rate at each over FCFS's."""
     lines = lines_of(rows, "normalized_latency_s")
     fcfs = lines["FCFS"]
     floor = fcfs[0]["normalized_latency_s"]
     levels = [2.0 * floor, 5.0 * floor, 10.0 * floor]
-    head = ["Rate at equal normalized latency, over FCFS", *(f"{x:.2g} s" for x in levels)]
+    return levels, {name: [_ratio(line, fcfs, x) for x in levels] for name, line in lines.items()}
+
+
+def _ratio(line: Sequence[Row], fcfs: Sequence[Row], level: float) -> _Ratio:
+    base, rate = rate_at(fcfs, level), rate_at(line, level)
+    if not 0.0 < base < math.inf:
+        return None
+    if math.isinf(rate):
+        return line[-1]["rate_per_s"] / base, "> "
+    return (rate / base, "") if rate else (line[0]["rate_per_s"] / base, "< ")
+
+
+def _text(ratio: _Ratio) -> str:
+    return "-" if ratio is None else f"{ratio[1]}{ratio[0]:.2f}"
+
+
+_SEEDS = (0, 1, 2)
+_SEEDED = (*STOCK, ALISE, f"{ALISE},sim.predictor={{retrieval}}", f"{ALISE},sim.predictor=oracle")
+
+
+def seeds_runs(only: Sequence[str], is_quick: bool) -> list[Run]:
+    """`rates` on three seeds, for the paper's scheduler and what it is compared with."""
+    runs = [run for run in rates_runs(only, is_quick) if run.scheduler in _SEEDED]
+    return [replace(run, seed=seed) for run in runs for seed in _SEEDS]
+
+
+def seeds_table(rows: Sequence[Row]) -> str:
+    """Rates at equal normalized latency over FCFS's: mean over the seeds, and each."""
     body = []
-    for name, line in lines.items():
-        cells = []
-        for level in levels:
-            base, rate = rate_at(fcfs, level), rate_at(line, level)
-            if not 0.0 < base < math.inf:
-                cells.append("-")
-            elif math.isinf(rate):
-                cells.append(f"> {line[-1]['rate_per_s'] / base:.2f}")
-            else:
-                cells.append(
-                    f"{rate / base:.2f}" if rate else f"< {line[0]['rate_per_s'] / base:.2f}"
-                )
-        body.append([name, *cells])
-    return markdown(head, body)
+    for setup in dict.fromkeys((row["profile"], row["dataset"]) for row in rows):
+        group = [r for r in rows if (r["profile"], r["dataset"]) == setup]
+        found = [_ratios([r for r in group if r["seed"] == seed])[1] for seed in _SEEDS]
+        for name in found[0]:
+            cells = [f"{setup[0]}, {setup[1]}", name]
+            for place in range(len(found[0][name])):
+                ratios = [ratios[name][place] for ratios in found]
+                known = [ratio[0] for ratio in ratios if ratio is not None]
+                mean = f"{sum(known) / len(known):.2f}" if len(known) == len(ratios) else "-"
+                cells.append(f"{mean} ({', '.join(map(_text, ratios))})")
+            body.append(cells)
+    return markdown(["setup", "scheduler", "2 x", "5 x", "10 x"], body)
 
 
 _WRONG = {
@@ -246,6 +282,7 @@ def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 EXPERIMENTS = {
     "rates": Experiment(rates_runs, rates_table),
+    "seeds": Experiment(seeds_runs, seeds_table),
     "wrong": Experiment(wrong_runs, wrong_table),
     "aging": Experiment(aging_runs, aging_table),
 }

@@ -252,4 +252,5 @@ def test_every_experiment_of_alise_has_runs() -> None:
         check=True,
     )
 
-    assert done.stdout.split("\n")[:-1] == [f"{n} True True" for n in ("rates", "wrong", "aging")]
+    names = ("rates", "seeds", "wrong", "aging")
+    assert done.stdout.split("\n")[:-1] == [f"{name} True True" for name in names]
