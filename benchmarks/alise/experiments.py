@@ -170,6 +170,14 @@ def _text(ratio: _Ratio) -> str:
     return "-" if ratio is None else f"{ratio[1]}{ratio[0]:.2f}"
 
 
+def _mean_ratio(ratios: Sequence[_Ratio]) -> _Ratio:
+    """Beyond the rates that were run as soon as one is; None where one has no base."""
+    known = [ratio for ratio in ratios if ratio is not None]
+    if len(known) < len(ratios):
+        return None
+    return sum(value for value, _ in known) / len(known), max(side for _, side in known)
+
+
 _SEEDS = (0, 1, 2)
 _SEEDED = (*STOCK, ALISE, f"{ALISE},sim.predictor={{retrieval}}", f"{ALISE},sim.predictor=oracle")
 
@@ -190,9 +198,7 @@ def seeds_table(rows: Sequence[Row]) -> str:
             cells = [f"{setup[0]}, {setup[1]}", name]
             for place in range(len(found[0][name])):
                 ratios = [ratios[name][place] for ratios in found]
-                known = [ratio[0] for ratio in ratios if ratio is not None]
-                mean = f"{sum(known) / len(known):.2f}" if len(known) == len(ratios) else "-"
-                cells.append(f"{mean} ({', '.join(map(_text, ratios))})")
+                cells.append(f"{_text(_mean_ratio(ratios))} ({', '.join(map(_text, ratios))})")
             body.append(cells)
     return markdown(["setup", "scheduler", "2 x", "5 x", "10 x"], body)
 
