@@ -27,6 +27,7 @@ from tables import (
     markdown,
     percent,
     seed_lines,
+    share_table,
     short,
     side_by_side_lines,
 )
@@ -324,6 +325,21 @@ def ablation(setup: Setup) -> Outcome:
     return _by_load(setup, ("azure-conv", "sharegpt", "arxiv"), (1.25,), (*STOCK, *_VARIANTS))
 
 
+_SHARES = {"0.05 (default)": "sola"} | {
+    f"{share}": f"sola:best_effort_share={share}" for share in (0.1, 0.2)
+}
+
+
+def shares(setup: Setup) -> Outcome:
+    """What a larger share for the lost costs and buys, in long runs at and past saturation."""
+    base = _base(setup, PROFILE, setup.datasets(("sharegpt",))[0], SLO_FACTOR)
+    base = replace(base, num_requests=LONG * base.num_requests)
+    rates = multiples(base.rate_per_s, (1.0, 1.25))
+    points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=(*STOCK, *_SHARES.values()))
+    rows = setup.rows(points, "shares")
+    return Outcome(rows, markdown(*share_table(rows, _SHARES)))
+
+
 def prediction(setup: Setup) -> Outcome:
     """What knowing output lengths is worth: constant, histogram (`sola`), noisy, exact."""
     constant, *known = (f"sola:sim.predictor={n}" for n in ("constant:256", "noisy:0.5", "oracle"))
@@ -398,7 +414,7 @@ EXPERIMENTS: dict[str, Callable[[Setup], Outcome]] = {
     function.__name__: function
     for function in (
         load, load15, long, recorded, seeds, fig7, fig8, fig9, fig10, table4, ablation, bursts,
-        shift, prediction, slots,
+        shift, prediction, shares, slots,
     )
 }  # fmt: skip
 """By name, as on the command line."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from setups import PAPER, crossing, mean
 
@@ -69,6 +69,28 @@ def effect_lines(rows: Sequence[Row], name: str) -> list[list[str]]:
             ]
         )  # fmt: skip
     return lines
+
+
+def share_table(rows: Sequence[Row], names: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
+    """Attained % and worst wait at each rate; a line for stock at its best, and one per name."""
+    rates = sorted({row["rate_per_s"] for row in rows})
+    at = {rate: [row for row in rows if row["rate_per_s"] == rate] for rate in rates}
+    columns = ["best_effort_share"]
+    columns += [text for rate in rates for text in (f"attained at {rate:.3g}/s", "worst wait, s")]
+    lines = [["best stock", *_share_cells([_best_setting(at[rate]) for rate in rates])]]
+    lines += [
+        [name, *_share_cells([of_scheduler(at[rate], scheduler) for rate in rates])]
+        for name, scheduler in names.items()
+    ]
+    return columns, lines
+
+
+def _share_cells(groups: Sequence[Sequence[Row]]) -> list[str]:
+    return [
+        text
+        for group in groups
+        for text in (percent(group), f"{max(row['worst_wait_s'] for row in group):.0f}")
+    ]
 
 
 EFFECTS = ("data", "req/s", "tokens/s, sola / stock", "TTFT p99, s: stock", "sola",
