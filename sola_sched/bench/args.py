@@ -27,7 +27,7 @@ Replay one workload against stock vLLM and against sola_sched.Scheduler, on the 
 and seed, and compare the share of requests that meet both their latency targets (SLOs).
 
 With no arguments: a random 62 M parameter Llama, vLLM in this process, chat-shaped lengths fitted
-to ShareGPT, Poisson arrivals at three rates around the saturation of this machine (two on a slow
+to ShareGPT, Poisson arrivals at three rates around the saturation of this machine (one on a slow
 one), targets of 10 x the single-request latency. No GPU and no network needed; about five minutes
 on two cores.
 
@@ -185,7 +185,7 @@ def _traffic_group(group: Any) -> None:
         type=rate,
         metavar="RPS",
         help="requests per second, several for a sweep, inf for all at once "
-        "(default: three rates around the measured saturation, two where it is low)",
+        "(default: three rates around the measured saturation, one where it is low)",
     )
     add(
         "--burstiness",

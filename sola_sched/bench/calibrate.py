@@ -19,7 +19,7 @@ SLO_FACTOR = 10.0
 #: Rates of a run without ``--request-rate``, as shares of the measured saturation rate.
 RATE_SHARES = (0.8, 1.0, 1.2)
 #: The same where those would leave a run fewer than so many requests: no queue builds up.
-FEW_RATE_SHARES = (1.0, 1.4)
+FEW_RATE_SHARES = (1.2,)
 _FEW_REQUESTS = 50
 
 _NUM_SINGLE = 12

@@ -193,8 +193,8 @@ def test_saturation_of_a_server_with_a_known_service_time() -> None:
 
     assert rate == pytest.approx(32 / 0.2, rel=0.05)
     assert calibrate.choose_rates(8.0) == [6.4, 8.0, 9.6]
-    # 180 s of traffic are 30 requests in each of 12 runs, too few to queue, or 52 in each of 8.
-    assert calibrate.choose_rates(2.0, num_schedulers=4, budget_s=180.0) == [2.0, 2.8]
+    # 180 s of traffic are 30 requests in each of 12 runs, too few to queue, or 108 in each of 4.
+    assert calibrate.choose_rates(2.0, num_schedulers=4, budget_s=180.0) == [2.4]
     assert calibrate.choose_rates(4.0, num_schedulers=4, budget_s=180.0) == [3.2, 4.0, 4.8]
 
 
