@@ -139,10 +139,11 @@ class AttainStep:
             most = len(on_time(np.inf))
             if most > len(best):
                 best, limit_s = self._with_longer_step(best, limit_s, most, on_time)
-        # The order of those who are late matters where the step may get to them.
-        first = candidates[best[:-_NUM_SPARE_OFFERS]]
-        is_filled = float(prefills.new[first].sum()) >= self.view.token_room
-        return candidates[jobs.order(best, all_count=not is_filled)], len(best), limit_s
+        all_count = False
+        if len(best) < len(candidates):  # the order of the late matters where the step gets to them
+            first = candidates[best[:-_NUM_SPARE_OFFERS]]
+            all_count = float(prefills.new[first].sum()) < self.view.token_room
+        return candidates[jobs.order(best, all_count=all_count)], len(best), limit_s
 
     def _with_longer_step(
         self, best: list[int], limit_s: float, most: int, on_time: Callable[[float], list[int]]
