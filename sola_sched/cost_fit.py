@@ -185,7 +185,7 @@ def solve_nonnegative(gram: FloatArray, target: FloatArray, start: FloatArray) -
 
 
 class StepMemory:
-    """The last measured steps of each kind, in bounded arrays owned by this object.
+    """The last measured steps of each kind.
 
     One ring per kind: an hour of decode-only steps must not push out the last prefill.
 
@@ -195,7 +195,8 @@ class StepMemory:
     """
 
     def __init__(self, num_kinds: int, capacity: int) -> None:
-        self._data = np.zeros((num_kinds, capacity, NUM_FEATURES + 1))
+        # Lists: a step adds a row without numpy, which only a fit needs.
+        self._rings: list[list[tuple[float, ...]]] = [[] for _ in range(num_kinds)]
         self._capacity = capacity
         self.num_added = [0] * num_kinds
 
@@ -206,22 +207,21 @@ class StepMemory:
 
     def add(self, kind: int, row: tuple[float, ...]) -> None:
         """Keep one step; ``row`` is its features followed by its time in seconds."""
-        self._data[kind, self.num_added[kind] % self._capacity] = row
+        ring, place = self._rings[kind], self.num_added[kind] % self._capacity
+        ring[place : place + 1] = (row,)
         self.num_added[kind] += 1
 
     def all_steps(self) -> tuple[FloatArray, FloatArray]:
-        """Features [n, NUM_FEATURES] and times [n] of every step kept (copies)."""
-        kept = np.concatenate(
-            [
-                data[: min(added, self._capacity)]
-                for data, added in zip(self._data, self.num_added, strict=True)
-            ]
-        )
-        return kept[:, :-1], kept[:, -1]
+        """Features [n, NUM_FEATURES] and times [n] of every step kept."""
+        return _features_and_times([row for ring in self._rings for row in ring])
 
     def last_steps(self, kind: int, count: int) -> tuple[FloatArray, FloatArray]:
         """Features and times of at most ``count`` newest steps of a kind, oldest first."""
-        added = self.num_added[kind]
-        size = min(count, added, self._capacity)
-        kept = self._data[kind, np.arange(added - size, added) % self._capacity]
-        return kept[:, :-1], kept[:, -1]
+        ring, place = self._rings[kind], self.num_added[kind] % self._capacity
+        rows = ring if len(ring) < self._capacity else ring[place:] + ring[:place]
+        return _features_and_times(rows[max(0, len(rows) - count) :])
+
+
+def _features_and_times(rows: list[tuple[float, ...]]) -> tuple[FloatArray, FloatArray]:
+    table = np.array(rows, dtype=np.float64).reshape(-1, NUM_FEATURES + 1)
+    return table[:, :-1], table[:, -1]

@@ -349,16 +349,16 @@ class StateMonitor:
         rows = np.asarray(running, dtype=np.int64)
         now = self.clock()
         start = now
-        ahead = np.zeros(len(rows), dtype=np.int64)
         if self._in_flight:
             free_s = max(self._last_update_s, self._in_flight[0].scheduled_s)
-            pending = np.zeros(table.capacity, dtype=np.int64)
+            sampling: list[IntArray] = []
             for record in self._in_flight:
                 free_s += record.predicted_s
-                pending[record.decode_rows] += 1
-                pending[record.prefill_rows] += 1
-            ahead = pending[rows]
+                sampling += (record.decode_rows, record.prefill_rows)
+            ahead = np.bincount(np.concatenate(sampling), minlength=table.capacity)[rows]
             start = max(now, free_s)
+        else:
+            ahead = np.zeros(len(rows), dtype=np.int64)
         (waiting,) = (table.phase == WAITING).nonzero()
         elapsed, self._elapsed_s = self._elapsed_s, 0.0
         return StepState(

@@ -281,22 +281,27 @@ class SolaSchedulerMixin(SwapMixin):
             self.waiting.plan(self._seams.within_max_loras(self._requests(plan.admit)))
         elif self.lora_config:
             self.waiting.plan(self._seams.within_max_loras(self.waiting))
-        hidden = [] if plan.run is None else self._hide(plan.run)
+        run = None if plan.run is None or self._is_as_it_runs(plan.run) else plan.run
+        hidden = [] if run is None else self._hide(run)
         budget, slots = self.max_num_scheduled_tokens, self._seams.slots_attribute
         num_slots = getattr(self, slots)
         if plan.token_budget is not None:
             self.max_num_scheduled_tokens = min(budget, max(self._min_budget, plan.token_budget))
         setattr(self, slots, num_slots - len(hidden))
-        shown = self.running.copy()
+        shown = None if run is None else self.running.copy()
         try:
             yield
         finally:
-            if plan.run is not None and self.running == shown:
+            if shown is not None and self.running == shown:
                 self._left = shown + hidden, np.concatenate([self._shown_rows, self._hidden_rows])
             self.running.extend(hidden)
             self.max_num_scheduled_tokens = budget
             setattr(self, slots, num_slots)
             self.waiting.unplan()
+
+    def _is_as_it_runs(self, run: IntArray) -> bool:
+        rows = self._running_rows
+        return len(run) == len(rows) == np.count_nonzero(run == rows)
 
     def _hide(self, run: IntArray) -> list[Request]:
         """Reorder `running` as planned; returns the requests that sit out.
@@ -304,9 +309,6 @@ class SolaSchedulerMixin(SwapMixin):
         `run` names each row once; rows that have no slot (any more) are skipped.
         """
         running, rows = self.running, self._running_rows
-        if len(run) == len(rows) == np.count_nonzero(run == rows):
-            self._hidden_rows = run[:0]
-            return []
         place_of = np.full(self.sola_monitor.table.capacity, -1)
         place_of[rows] = np.arange(len(rows))
         places = place_of[run]
@@ -364,10 +366,10 @@ class SolaSchedulerMixin(SwapMixin):
         ):  # somebody was admitted, preempted or left out
             rows = np.fromiter((row_of[name] for name in scheduled), np.int64, len(scheduled))
         is_decode = table.phase[rows] == DECODE
-        prefills = rows[~is_decode]
-        if not len(prefills):
-            monitor.scheduled(rows, prefills, prefills)
+        if np.count_nonzero(is_decode) == len(rows):
+            monitor.scheduled(rows, rows[:0], rows[:0])
             return
+        prefills = rows[~is_decode]
         tokens = []
         for row in prefills.tolist():
             name = table.req_id[row]
