@@ -230,20 +230,34 @@ class AttainStep:
             Indices served; waiting ones offered beyond them, in case a prefix cache leaves
             budget over; tokens of the chunk.
         """
+        served, num_tokens = self._first_that_fit(chosen, limit_s)
+        if not len(served):
+            return served, served, 0
+        candidates = chosen[: len(served) + _NUM_SPARE_OFFERS]
+        is_admissible = self._admissible(candidates)
+        offered = candidates[len(served) :][is_admissible[len(served) :]]
+        if not is_admissible[: len(served)].all():  # those that have begun go on meanwhile
+            candidates = candidates[is_admissible]
+            served, num_tokens = self._first_that_fit(candidates, limit_s)
+            offered = candidates[len(served) :]
+        is_waiting = served >= self.prefills.num_started
+        if not is_waiting.any():  # no hit of theirs leaves any budget over
+            offered = offered[:0]
+        return served, offered[offered >= self.prefills.num_started], num_tokens
+
+    def _first_that_fit(self, chosen: IntArray, limit_s: float) -> tuple[IntArray, int]:
+        """The first of `chosen` that a step of `limit_s` has time for, and their tokens in it."""
         if not len(chosen):
-            return chosen, chosen, 0
+            return chosen, 0
         view, prefills = self.view, self.prefills
         ends = prefills.new[chosen].cumsum()
         budget = view.tokens_in(limit_s, view.token_room, prefills.has[chosen[0]], ends)
-        if not budget or self._is_wasteful(budget, int(chosen[0])):
-            return chosen[:0], chosen[:0], 0
-        num_served = int(np.searchsorted(ends, budget, side="left")) + 1
-        candidates = chosen[: num_served + _NUM_SPARE_OFFERS]
-        is_admissible = self._admissible(candidates)
-        served = candidates[:num_served][is_admissible[:num_served]]
-        offered = candidates[num_served:][is_admissible[num_served:]]
-        offered = offered[offered >= prefills.num_started]
-        return served, offered, int(min(budget, prefills.new[served].sum()))
+        if not budget:
+            return chosen[:0], 0
+        if budget < view.token_room and self._is_wasteful(budget, int(chosen[0])):
+            return chosen[:0], 0
+        num_served = min(len(chosen), int(np.searchsorted(ends, budget, side="left")) + 1)
+        return chosen[:num_served], int(min(budget, ends[num_served - 1]))
 
     def _is_wasteful(self, budget: int, first: int) -> bool:
         """Whether a chunk is too short for what it costs to have one, and finishes nothing."""

@@ -64,6 +64,31 @@ def test_a_request_past_its_deadline_goes_behind_those_that_can_make_it() -> Non
     assert "lost" not in b.names(plan.admit)
 
 
+def test_a_prefill_goes_on_while_one_that_is_due_before_it_finds_no_slot() -> None:
+    b = StateBuilder(max_num_tokens=128, max_num_running=2)
+    b.decode("d", first_ago_s=0.5, out=10)
+    b.prefill("begun", waited_s=0.0, computed=100, prompt=1000)
+    b.waiting("due first", waited_s=0.4, prompt=500)
+    plan = make_attain().plan(b.build())
+    assert b.names(plan.run) == ["d", "begun"]
+    assert b.names(plan.admit) == []
+    assert plan.token_budget == 128
+
+
+def test_nobody_is_offered_what_a_prefill_that_goes_on_cannot_leave_over() -> None:
+    """A prefix-cache hit of one that starts may leave budget over; one that has begun has none."""
+    for has_begun in (True, False):
+        b = StateBuilder(max_num_tokens=128)
+        if has_begun:
+            b.prefill("first", waited_s=0.5, computed=100, prompt=1000)
+        else:
+            b.waiting("first", waited_s=0.5, prompt=1000)
+        b.waiting("second", waited_s=0.0, prompt=100)
+        plan = make_attain().plan(b.build())
+        assert plan.token_budget == 128
+        assert b.names(plan.admit) == ([] if has_begun else ["first", "second"])
+
+
 def test_a_deadline_within_the_own_prefill_time_counts_as_lost() -> None:
     b = StateBuilder(max_num_tokens=64)
     b.waiting("too long", waited_s=0.95, prompt=1000)  # needs 100 ms, has 50
@@ -160,15 +185,19 @@ def test_a_chunk_not_worth_its_overhead_waits_until_time_is_in_the_bank() -> Non
     ]
     cost = CostModel.fit(steps)  # a chunk costs a step 35 ms more, however short
 
-    def budget(out: int) -> int | None:
-        b = StateBuilder()
+    def budget(out: int, max_num_tokens: int = 2048) -> int:
+        b = StateBuilder(max_num_tokens=max_num_tokens)
         b.decode("a", first_ago_s=0.1, out=out)
         b.waiting("w", waited_s=0.0, prompt=2000)
-        return make_attain().plan(b.build(cost=cost)).token_budget
+        return make_attain().plan(b.build(cost=cost)).token_budget or 0
 
     assert cost.chunk_overhead_s == pytest.approx(0.035, rel=0.05)
     assert budget(2) == 1  # 100 ms leave a chunk of 55 ms for an overhead of 35
     assert budget(4) > 1000  # 300 ms
+    # No time in the bank makes the chunk of a full step any longer.
+    assert budget(2, 301) == 301
+    assert budget(2, 1001) == 1
+    assert budget(4, 1001) == 1001
 
 
 def test_a_decode_that_missed_ttft_is_held_while_prefills_need_its_time() -> None:
