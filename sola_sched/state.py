@@ -77,6 +77,7 @@ class RequestTable:
 
     Attributes:
         num_predicted: Live rows with a prediction.
+        num_added: Rows given so far.
         num_predictions: Moves whenever a prediction, or whether it is used, changes.
     """
 
@@ -104,8 +105,7 @@ class RequestTable:
         self.capacity = capacity
         self.row_of: dict[str, int] = {}
         self.req_id: list[str | None] = [None] * capacity
-        self.num_predicted = self.num_predictions = 0
-        self._num_added = 0
+        self.num_predicted = self.num_predictions = self.num_added = 0
         self._free = list(range(capacity - 1, -1, -1))
         for name in _COLUMNS:
             setattr(self, name, _column(name, capacity))
@@ -128,8 +128,8 @@ class RequestTable:
         self.req_id[row] = req_id
         for name, (_, default) in _COLUMNS.items():
             getattr(self, name)[row] = default
-        self.serial[row] = self._num_added
-        self._num_added += 1
+        self.serial[row] = self.num_added
+        self.num_added += 1
         return row
 
     def remove(self, req_id: str) -> None:
@@ -145,6 +145,11 @@ class RequestTable:
         self.num_predicted += math.isnan(self.predicted[row, 0])
         self.predicted[row] = prediction.quantiles
         self.num_predictions += 1
+
+    @property
+    def known(self) -> tuple[int, int]:
+        """Moves whenever a request comes or what is predicted changes."""
+        return self.num_added, self.num_predictions
 
     def check_integrity(self) -> None:
         """Assert that rows, names and free list agree (for tests and debug runs)."""

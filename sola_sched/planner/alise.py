@@ -10,7 +10,7 @@ import numpy as np
 from sola_sched.config import SolaConfig
 from sola_sched.ewt import estimate_waits
 from sola_sched.planner.alise_step import AliseStep, Recompute
-from sola_sched.planner.base import neutral
+from sola_sched.planner.base import are_equal, most_blocks, neutral
 from sola_sched.planner.levels import PriorityLevels
 from sola_sched.state import DECODE, BoolArray, IntArray, StepPlan, StepState
 
@@ -51,7 +51,7 @@ class AlisePlanner:
         self._batch = 1.0
         self._again = Recompute()
         self._took_part: BoolArray = np.zeros(0, dtype=np.bool_)
-        self._settled: tuple[StepPlan, IntArray, IntArray, int] | None = None
+        self._settled: tuple[StepPlan, IntArray, IntArray, tuple[int, int]] | None = None
         self._num_settled = self._num_plans = 0
 
     def plan(self, state: StepState) -> StepPlan:
@@ -81,7 +81,7 @@ class AlisePlanner:
             self._took_part[plan.admit] = True
         self._settled = None
         if step.num_settled and not len(plan.reject):
-            self._settled = plan, state.running, state.waiting, table.num_predictions
+            self._settled = plan, state.running, state.waiting, table.known
             self._num_settled = step.num_settled
         return plan
 
@@ -89,23 +89,17 @@ class AlisePlanner:
         """The plan before, if it decided nothing new and the same requests run and wait."""
         if self._settled is None or not self._num_settled:
             return None
-        plan, running, waiting, num_predictions = self._settled
+        plan, running, waiting, known = self._settled
         is_same = (
-            num_predictions == state.table.num_predictions
-            and state.num_free_blocks > self._most_blocks(state, plan)
-            and np.array_equal(running, state.running)
-            and np.array_equal(waiting, state.waiting)
+            known == state.table.known
+            and state.num_free_blocks > most_blocks(state, plan)
+            and are_equal(running, state.running)
+            and are_equal(waiting, state.waiting)
         )
         if not is_same:
             return None
         self._num_settled -= 1
         return plan
-
-    @staticmethod
-    def _most_blocks(state: StepState, plan: StepPlan) -> int:
-        """Blocks that a step of this plan takes at most."""
-        num_tokens = plan.token_budget or state.max_num_tokens
-        return len(state.running) * state.tokens_per_decode + num_tokens // state.block_size
 
     def _reject(self, state: StepState, plan: StepPlan) -> None:
         """Refuse waiting requests without a token whose wait exceeds what is left of their TTFT."""

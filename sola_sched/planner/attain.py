@@ -13,6 +13,7 @@ import dataclasses
 import numpy as np
 
 from sola_sched.config import SolaConfig
+from sola_sched.planner.attain_kept import KeptPlan
 from sola_sched.planner.attain_state import BestEffort, Decodes, Prefills, StepView
 from sola_sched.planner.attain_step import AttainStep
 from sola_sched.planner.base import neutral, priority_victims, with_useful_victims
@@ -59,13 +60,19 @@ class AttainPlanner:
         self.best_effort = BestEffort(config.best_effort_share)
         self._num_settled = 0
         self._did_wait = False  # the decodes, in the step before
+        self._kept: KeptPlan | None = None
 
     def plan(self, state: StepState) -> StepPlan:
         """Plan one step; see `Planner.plan`."""
         if not state.cost.is_ready or not state.has_slo:
             return neutral(state)
         victims = priority_victims(state)
+        kept, self._kept = self._kept, None
         if not len(victims):
+            plan = None if kept is None else kept.again(state, self.best_effort)
+            if plan is not None:
+                self._kept = kept
+                return plan
             return self._plan(state, victims)
         earned = self.best_effort
 
@@ -103,6 +110,7 @@ class AttainPlanner:
         view = StepView(state, decodes, prefills, self.tile, keep)
         step = AttainStep(view, self.best_effort, rejects=self.rejects, may_wait=not did_wait)
         plan = step.plan(victims)
+        self._kept = step.kept
         self._did_wait = plan.problem == "prompts"
         return plan
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from sola_sched.planner.attain_state import BestEffort, StepView
@@ -15,10 +17,17 @@ _NO_SECONDS: FloatArray = np.empty(0)
 
 
 class LostStep:
-    """Service of the lost in one step, from what others leave over and from their own share."""
+    """Service of the lost in one step, from what others leave over and from their own share.
+
+    Attributes:
+        received_s: What they got from the others, as booked, seconds.
+        are_there: Whether anybody is lost.
+    """
 
     def __init__(self, view: StepView, credit: BestEffort, *, rejects: bool) -> None:
         self.view, self.credit, self.rejects = view, credit, rejects
+        self.received_s, self.are_there = 0.0, True
+        self._next: tuple[int, float, int] | None = None
 
     def serve(
         self, limit_s: float, served: IntArray, tokens: int, has_backlog: bool
@@ -46,6 +55,7 @@ class LostStep:
         (prefills,) = is_lost.nonzero()
         if not len(prefills) and view.decodes.num_alive == len(view.decodes.rows):
             credit.forget()
+            self.are_there = False
             return prefills, None
         credit.earn(state.elapsed_s)
         cost = state.cost
@@ -63,12 +73,12 @@ class LostStep:
         run = before[:num_run]
         room = view.token_room - num_run * state.tokens_per_decode
         if oldest < 0:
-            credit.received(spare_used_s)
+            self._receive(spare_used_s)
             return run, None
         index = int(prefills[oldest])
         has_room = self._has_room(index, run)
         if has_room:
-            credit.received(spare_used_s)
+            self._receive(spare_used_s)
         else:
             # Once it has waited long enough to fill its credit, room is kept for it. What others
             # get from slack in the meantime does not count.
@@ -99,9 +109,13 @@ class LostStep:
         starting = np.concatenate([served, chosen])
         count = self._later(later_s, spare_s, room - tokens - num_tokens, starting)
         if count and has_room and len(chosen):
-            credit.received(float(later_s[:count].sum()))
+            self._receive(float(later_s[:count].sum()))
         run = np.concatenate([run, later[:count]])
         return run, (chosen, num_tokens, False) if len(chosen) else None
+
+    def _receive(self, seconds: float) -> None:
+        self.received_s += seconds
+        self.credit.received(seconds)
 
     def _decodes_around(
         self, oldest_s: float
@@ -200,7 +214,7 @@ class LostStep:
         fits &= ~starts | (starts.cumsum() <= slots)
         fits &= ~starts | ((starts * self._blocks(others)).cumsum() <= blocks)
         more: IntArray = others[: len(fits) if fits.all() else int(fits.argmin())]
-        self.credit.received(float(prefills.service_s[more].sum()))
+        self._receive(float(prefills.service_s[more].sum()))
         return more
 
     def _from_slack(
@@ -233,22 +247,41 @@ class LostStep:
         Returns:
             Its tokens, and whether nobody else computes a prompt beside it.
         """
-        credit, cost, prefills = self.credit, self.view.state.cost, self.view.prefills
-        need, has = prefills.size_of(index)
+        credit, prefills = self.credit, self.view.prefills
         tokens = self._from_slack(index, spare_s, room, served, served_tokens)
         if tokens:
-            credit.received(float(cost.prefill_marginal_s(float(tokens), has)))
+            has = prefills.size_of(index)[1]
+            marginal_s = self.view.state.cost.prefill_marginal_s(float(tokens), has)
+            self._receive(float(marginal_s))
             return tokens, False
+        self._next = index, limit_s, room
         if credit.credit_s <= 0:
             return None
-        tokens = min(need, self.view.tokens_in(limit_s, room, has))
-        if not tokens and credit.is_full:
-            tokens = min(need, self.view.tile)
-        seconds = float(cost.prefill_marginal_s(float(tokens), has))
+        tokens, seconds = self._on_credit(index, limit_s, room)
         if not tokens or (credit.credit_s < seconds and not credit.is_full):
             return None
         credit.credit_s -= seconds
         return tokens, True
+
+    def _on_credit(self, index: int, limit_s: float, room: int) -> tuple[int, float]:
+        """Tokens of a lost request in a step of its own, and what they cost, seconds."""
+        need, has = self.view.prefills.size_of(index)
+        tokens = min(need, self.view.tokens_in(limit_s, room, has))
+        if not tokens and self.credit.is_full:
+            tokens = min(need, self.view.tile)
+        return tokens, float(self.view.state.cost.prefill_marginal_s(float(tokens), has))
+
+    def price_s(self) -> float:
+        """Credit for which the next prefill on credit is to be had, seconds; call after `serve`.
+
+        0 where more than that one decides.
+        """
+        if not self.are_there:
+            return math.inf
+        if self._next is None:
+            return 0.0
+        tokens, seconds = self._on_credit(*self._next)
+        return min(seconds, self.credit.full_s) if tokens else self.credit.full_s
 
     def _has_room(self, index: int, lost_run: IntArray, beside: IntArray | None = None) -> bool:
         """Whether slot and memory can be had for a lost request, from decodes that sit out.

@@ -43,6 +43,8 @@ class Decodes:
         rows_alive, num_alive: Their rows; how many these are.
         ctx_alive: KV tokens of the others.
         decode_s: Time of a step of the others alone, seconds; 0 without any.
+        are_ahead: Whether these are ahead of their schedules and a bare step is short enough for
+            each; false where priorities differ.
     """
 
     def __init__(
@@ -69,8 +71,8 @@ class Decodes:
         self.token_s: FloatArray = per_step * tpot
         self.lost: BoolArray = first > table.due_s[rows]
         self._count_alive()
-        self._are_ahead = self._is_easy()
-        if self._are_ahead:
+        self.are_ahead = self._is_easy()
+        if self.are_ahead:
             self.allowed_s = self.bank_s
         else:
             self._judge(lowest)
@@ -97,7 +99,7 @@ class Decodes:
     @property
     def alive_surely_bear_s(self) -> float:
         """A lower bound of `alive_bear_s` for which no lengths are needed; 0 if there is none."""
-        if not self._are_ahead:
+        if not self.are_ahead:
             return 0.0
         return float(self.token_s[self.alive].min(initial=np.inf))
 
@@ -354,9 +356,12 @@ class BestEffort:
 
     def earn(self, elapsed_s: float) -> None:
         """Book the share of the engine time that has passed while a lost request was there."""
-        waited_s = self.unseen_s + elapsed_s
+        self.credit_s = self.earned_s(elapsed_s)
         self.unseen_s = 0.0
-        self.credit_s = min(_MAX_CREDIT_S, self.credit_s + self.share * waited_s)
+
+    def earned_s(self, elapsed_s: float) -> float:
+        """The credit once this time is booked, seconds."""
+        return min(_MAX_CREDIT_S, self.credit_s + self.share * (self.unseen_s + elapsed_s))
 
     def received(self, seconds: float) -> None:
         """Book service from what others left over: the share is a minimum, not an extra."""
@@ -365,4 +370,9 @@ class BestEffort:
     @property
     def is_full(self) -> bool:
         """Whether no more credit can be earned: it has been waiting to be spent."""
-        return self.credit_s >= 0.99 * _MAX_CREDIT_S
+        return self.credit_s >= self.full_s
+
+    @property
+    def full_s(self) -> float:
+        """Credit that counts as full, seconds."""
+        return 0.99 * _MAX_CREDIT_S

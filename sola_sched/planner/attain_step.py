@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from sola_sched.planner.attain_alone import prompts_alone
+from sola_sched.planner.attain_kept import KeptPlan, kept_plan
 from sola_sched.planner.attain_lost import LostStep
 from sola_sched.planner.attain_state import BestEffort, StepView
 from sola_sched.planner.base import neutral, num_that_fit
@@ -24,13 +25,19 @@ _NUM_SPARE_OFFERS = 16
 
 
 class AttainStep:
-    """One step's decision."""
+    """One step's decision.
+
+    Attributes:
+        kept: The plan, where the next steps may only repeat it; set by `plan`.
+    """
 
     def __init__(
         self, view: StepView, credit: BestEffort, *, rejects: bool, may_wait: bool
     ) -> None:
         self.view, self.credit, self.rejects, self.may_wait = view, credit, rejects, may_wait
         self.state, self.decodes, self.prefills = view.state, view.decodes, view.prefills
+        self.kept: KeptPlan | None = None
+        self._is_closed = False  # the chunk has room, and none of the waiting may start
 
     def plan(self, victims: IntArray) -> StepPlan:
         """Decide the step.
@@ -43,6 +50,7 @@ class AttainStep:
         if decodes.num_alive:
             allowed_s = float(decodes.allowed_s[decodes.alive].min())
         chosen, num_on_time, limit_s = self._order(allowed_s)
+        is_on_course = limit_s <= allowed_s
         if self.may_wait and not len(victims):
             alone = prompts_alone(self.view, allowed_s, num_on_time, self._admissible)
             if alone is not None:
@@ -57,6 +65,7 @@ class AttainStep:
             has_backlog = tokens < prefills.new[served].sum()
         lost = LostStep(self.view, self.credit, rejects=self.rejects)
         lost_run, lost_prefill = lost.serve(limit_s, served, tokens, has_backlog)
+        is_alone = False
         if lost_prefill is not None:
             lost_places, lost_tokens, is_alone = lost_prefill
             if is_alone:
@@ -71,7 +80,7 @@ class AttainStep:
         if not len(run) and not len(starting) and not len(offered):
             return neutral(state, "stalled")
         runs_all = len(run) == len(state.running) and not len(run_prefills)
-        return StepPlan(
+        plan = StepPlan(
             run=None if runs_all and not len(victims) else run,
             admit=np.concatenate([starting, prefills.rows[offered]]),
             token_budget=max(1, min(budget, state.max_num_tokens)),
@@ -79,6 +88,10 @@ class AttainStep:
             reject=self._rejected(),
             problem="overload" if num_on_time < len(chosen) else "attain",
         )
+        if (is_on_course and not is_alone) if len(served) else self._is_closed:
+            on_time = chosen[:num_on_time]
+            self.kept = kept_plan(self.view, plan, on_time, served, tokens, lost_run, lost)
+        return plan
 
     def _without_decodes(self, places: IntArray) -> StepPlan:
         """A step of these prefills and nothing else."""
@@ -235,6 +248,7 @@ class AttainStep:
             return served, served, 0
         candidates = chosen[: len(served) + _NUM_SPARE_OFFERS]
         is_admissible = self._admissible(candidates)
+        self._is_closed = not is_admissible.any()
         offered = candidates[len(served) :][is_admissible[len(served) :]]
         if not is_admissible[: len(served)].all():  # those that have begun go on meanwhile
             candidates = candidates[is_admissible]
