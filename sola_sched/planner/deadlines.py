@@ -150,10 +150,17 @@ class Jobs:
 
 
 def _first_by_deadline(deadline_s: FloatArray) -> IntArray:
-    """The jobs with the first deadlines, as many as are looked at, in order; then the others."""
-    order: IntArray = deadline_s.argpartition(_MAX_EXAMINED)
-    first = np.sort(order[:_MAX_EXAMINED])
-    order[:_MAX_EXAMINED] = first[deadline_s[first].argsort(kind="stable")]
+    """The jobs with the first deadlines, as many as are looked at, in order; then the others.
+
+    Of those with equal deadlines the first come first, as in a stable sort.
+    """
+    last_s = np.partition(deadline_s, _MAX_EXAMINED - 1)[_MAX_EXAMINED - 1]
+    is_first = deadline_s < last_s
+    (tied,) = (deadline_s == last_s).nonzero()
+    is_first[tied[: _MAX_EXAMINED - int(np.count_nonzero(is_first))]] = True
+    (first,) = is_first.nonzero()
+    first = first[deadline_s[first].argsort(kind="stable")]
+    order: IntArray = np.concatenate([first, (~is_first).nonzero()[0]])
     return order
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sola_sched.planner.deadlines import Jobs, Slots
+from sola_sched.planner.deadlines import _MAX_EXAMINED, Jobs, Slots, _first_by_deadline
 
 JOBS = st.lists(
     st.tuples(st.integers(1, 20), st.integers(1, 60)),
@@ -177,3 +177,14 @@ def test_no_jobs() -> None:
     order, count = on_time_first(np.empty(0), np.empty(0), lambda: np.empty(0), None)
     assert not len(order)
     assert count == 0
+
+
+@given(st.lists(st.integers(1, 9), min_size=200, max_size=300))
+def test_in_a_crowd_equal_deadlines_keep_their_order(deadlines: list[int]) -> None:
+    """One that has begun comes before those who wait: it is not left for another halfway."""
+    deadline = np.array(deadlines, dtype=float)
+    order = _first_by_deadline(deadline)
+    assert sorted(order.tolist()) == list(range(len(deadline)))
+    assert (
+        order[:_MAX_EXAMINED].tolist() == deadline.argsort(kind="stable")[:_MAX_EXAMINED].tolist()
+    )
