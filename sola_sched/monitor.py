@@ -185,29 +185,25 @@ class StateMonitor:
         """
         table = self.table
         ctx = int((table.num_prompt[decode_rows] + table.num_output[decode_rows]).sum())
-        if len(prefill_rows):
-            has = table.num_computed[prefill_rows]
-            shape = StepShape(
-                num_decodes=len(decode_rows),
-                decode_ctx_tokens=ctx,
-                prefill_tokens=int(prefill_tokens.sum()),
-                prefill_sq_tokens=float(np.dot(prefill_tokens, prefill_tokens)),
-                prefill_ctx_tokens=float(np.dot(has, prefill_tokens)),
-            )
-            computed = has + prefill_tokens
-            table.num_computed[prefill_rows] = computed
-            sampled = prefill_rows[computed >= table.prefill_target[prefill_rows]]
-            table.phase[sampled] = DECODE
-        else:
-            shape = StepShape(len(decode_rows), ctx, 0, 0.0, 0.0)
-            sampled = prefill_rows
+        new, squares, products, sampled = 0, 0, 0, []
+        # A loop: nearly always these are few.
+        for row, tokens in zip(prefill_rows.tolist(), prefill_tokens.tolist(), strict=True):
+            has = int(table.num_computed[row])
+            new += tokens
+            squares += tokens * tokens
+            products += has * tokens
+            table.num_computed[row] = has + tokens
+            if has + tokens >= table.prefill_target[row]:
+                table.phase[row] = DECODE
+                sampled.append(row)
+        shape = StepShape(len(decode_rows), ctx, new, float(squares), float(products))
         self._in_flight.append(
             _StepRecord(
                 scheduled_s=self.clock(),
                 shape=shape,
                 predicted_s=self.cost.step_s(shape) if self.cost.is_ready else 0.0,
                 decode_rows=decode_rows,
-                prefill_rows=sampled,
+                prefill_rows=np.array(sampled, dtype=np.int64),
                 num_ended=self._num_ended,
             )
         )
