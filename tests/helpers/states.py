@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from sola_sched.cost_model import CostModel, StepShape
 from sola_sched.slo import SloTarget
-from sola_sched.state import DECODE, PREFILL, WAITING, RequestTable, StepState
+from sola_sched.state import DECODE, PREFILL, WAITING, RequestTable, StepPlan, StepState
 
 NOW = 100.0
 #: Targets unless a test says otherwise.
@@ -175,3 +175,9 @@ class StateBuilder:
     def names(self, rows: object) -> list[str]:
         """Names of table rows, for readable assertions."""
         return [str(self.table.req_id[int(row)]) for row in np.asarray(rows)]
+
+
+def as_lists(plan: StepPlan) -> tuple[object, ...]:
+    """What a plan tells the engine to do, for comparisons."""
+    rows = (plan.run, plan.admit, plan.preempt, plan.reject)
+    return (*(None if r is None else r.tolist() for r in rows), plan.token_budget)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from states import DECODE_S, NOW, STEP_S, TOKEN_S, StateBuilder
+from states import DECODE_S, NOW, STEP_S, TOKEN_S, StateBuilder, as_lists
 
 from sola_sched.config import SolaConfig
 from sola_sched.planner import make_planner
@@ -80,11 +80,6 @@ class Run:
             assert as_lists(plan) == as_lists(fresh)
             kept.append(is_kept)
         return kept
-
-
-def as_lists(plan: StepPlan) -> tuple[object, ...]:
-    rows = (plan.run, plan.admit, plan.preempt, plan.reject)
-    return (*(None if r is None else r.tolist() for r in rows), plan.token_budget, plan.problem)
 
 
 def make_state(
