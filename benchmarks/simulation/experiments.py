@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ from setups import (
     at_stock_rate,
     grid,
     multiples,
+    rate_at,
     single_request_slo,
     with_bound,
 )
@@ -23,6 +25,7 @@ from tables import (
     goodput_head,
     goodput_lines,
     head,
+    level_line,
     load_lines,
     markdown,
     percent,
@@ -40,6 +43,8 @@ PROFILE = "llama-3-8b-a100"
 LENGTHS = ("sharegpt", "azure-conv", "azure-code", "arxiv", "mooncake")
 LOADS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 LONG_LOADS = (0.8, 1.0, 1.25, 1.5)
+#: Targets of `load15`, as a multiple of the single-request latency.
+LOOSE_FACTOR = 15.0
 #: Requests of a long run, as a multiple of those of the others.
 LONG = 4
 OTHERS = ("reject", "spf", PAPER)
@@ -65,12 +70,33 @@ def load(setup: Setup) -> Outcome:
 
 def load15(setup: Setup) -> Outcome:
     """`load` with targets of 15 times the single-request latency, stock and `sola` alone."""
-    return _load(setup, LENGTHS, 15.0, others=())
+    return _load(setup, LENGTHS, LOOSE_FACTOR, others=())
 
 
 def long(setup: Setup) -> Outcome:
     """`load` with four times the requests, stock and `sola` alone: what is left of a good start."""
     return _load(setup, LENGTHS, SLO_FACTOR, others=(), loads=LONG_LOADS, length=LONG)
+
+
+def levels(setup: Setup) -> Outcome:
+    """Rates at 90 and 99 % attainment, bracketed closer than the steps of `load` and `load15`."""
+    shares = (0.75, 1.5) if setup.is_quick else LOADS
+    rows: list[Row] = []
+    lines = []
+    for factor, file, level in itertools.product(
+        (SLO_FACTOR, LOOSE_FACTOR), setup.datasets(LENGTHS), (0.9, 0.99)
+    ):
+        name = f"{NAMES[file]}/{factor:g}/{100 * level:.0f}"
+        if setup.models and name not in setup.models:
+            continue
+        base = _base(setup, PROFILE, file, factor)
+        rates = multiples(base.rate_per_s, shares)
+        stock, of_stock = rate_at(setup, base, STOCK, level, rates)
+        ours, of_ours = rate_at(setup, base, ("sola",), level, rates)
+        rows += of_stock + of_ours
+        lines.append(level_line(NAMES[file], factor, level, stock, ours))
+    columns = ["data", "targets, x", "level", "best stock", "sola", "sola / stock"]
+    return Outcome(rows, markdown(columns, lines))
 
 
 def recorded(setup: Setup) -> Outcome:
@@ -413,8 +439,8 @@ def _base(setup: Setup, profile: str, file: str, factor: float) -> Point:
 EXPERIMENTS: dict[str, Callable[[Setup], Outcome]] = {
     function.__name__: function
     for function in (
-        load, load15, long, recorded, seeds, fig7, fig8, fig9, fig10, table4, ablation, bursts,
-        shift, prediction, shares, slots,
+        load, load15, levels, long, recorded, seeds, fig7, fig8, fig9, fig10, table4, ablation,
+        bursts, shift, prediction, shares, slots,
     )
 }  # fmt: skip
 """By name, as on the command line."""

@@ -40,7 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--models",
         nargs="+",
         default=[],
-        help="rows of fig7, fig8, table4, as Llama3-8B or Llama3-8B/tight (default: all)",
+        help="rows of fig7, fig8, table4, as Llama3-8B or Llama3-8B/tight, or of levels, as "
+        "sharegpt/10/90 (default: all)",
     )
     add("--plots", type=Path, metavar="DIR", help="draw the experiment's figure into this folder")
     add("--stored", action="store_true", help="table and plot of the rows there are; run nothing")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+
+import numpy as np
 
 from sola_sched import metrics
 from sola_sched.bench import environment, sweep
@@ -33,6 +37,7 @@ PAPER = "sola:policy=paper"
 LEVEL = 0.9
 _SEARCH_STEP = 1.25
 _NUM_BISECTIONS = 2
+_NUM_LEVEL_BISECTIONS = 2
 _MAX_STEPS = 20
 
 
@@ -44,7 +49,7 @@ class Setup:
         data: Folder of the data sets; None leaves the synthetic one.
         path: Rows, JSON lines.
         is_stored: Use the rows there are and run nothing.
-        models: Of the paper's evaluation, those to run; empty for all.
+        models: Rows of the experiment's table to run, where it lets choose; empty for all.
     """
 
     data: Path | None
@@ -112,6 +117,51 @@ def at_stock_rate(setup: Setup, base: Point) -> Point:
 def multiples(rate_per_s: float, shares: Sequence[float]) -> list[float]:
     """Multiples of a rate, to three digits."""
     return [_digits(share * rate_per_s, 3) for share in shares]
+
+
+def rate_at(
+    setup: Setup, base: Point, schedulers: Sequence[str], level: float, rates: Sequence[float]
+) -> tuple[float, list[Row]]:
+    """The rate at which the best of the schedulers attains `level` on average over the seeds.
+
+    Bracketed by `rates`, then bisected; linear in the last bracket.
+
+    Args:
+        setup: How the runs are made.
+        base: What is run.
+        schedulers: As in `Point`; at each rate the best of them counts.
+        level: In (0, 1).
+        rates: Ascending.
+
+    Returns:
+        The rate, requests per second, 0 or inf where it lies outside `rates`; the rows.
+    """
+    rows: list[Row] = []
+    at: dict[float, float] = {}
+
+    def is_attained(rate: float) -> bool:
+        if rate not in at:
+            points = grid(base, rate_per_s=(rate,), seed=setup.seeds, scheduler=schedulers)
+            title = f"{NAMES[base.dataset]}, {schedulers[0]} at {rate:g}/s"
+            found = setup.rows(points, title)
+            rows.extend(found)
+            at[rate] = max(
+                float(np.mean([row["attainment"] for row in found if row["scheduler"] == name]))
+                for name in schedulers
+            )
+        return at[rate] >= level
+
+    place = bisect.bisect_left(rates, True, key=lambda rate: not is_attained(rate))
+    if place == 0:
+        return 0.0, rows
+    if place == len(rates):
+        return math.inf, rows
+    low, high = rates[place - 1], rates[place]
+    for _ in range(1 if setup.is_quick else _NUM_LEVEL_BISECTIONS):
+        middle = _digits((low + high) / 2, 3)
+        low, high = (middle, high) if is_attained(middle) else (low, middle)
+    share = (at[low] - level) / max(at[low] - at[high], 1e-9)
+    return low + min(1.0, share) * (high - low), rows
 
 
 def _stock_rate(setup: Setup, base: Point) -> float:

@@ -52,6 +52,11 @@ def goodput_lines(rows: Sequence[Row], name: str, compared: Sequence[str]) -> li
     return lines
 
 
+def level_line(name: str, factor: float, level: float, stock: float, ours: float) -> list[str]:
+    """Rates at a level; 0 and inf where they lie outside the rates that were run."""
+    return [name, f"{factor:g}", f"{level:.0%}", _rate(stock), _rate(ours), _ratio(ours, stock)]
+
+
 def effect_lines(rows: Sequence[Row], name: str) -> list[list[str]]:
     """What `sola` does beside attainment, against the best stock setting at the same rate."""
     lines = []
