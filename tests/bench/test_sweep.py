@@ -8,7 +8,8 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,36 @@ def test_experiments_run_without_data(
     assert run_script([*argv, "--stored"]) == 0
     assert (tmp_path / "table4-quick.md").read_text() == table
     assert table in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("half", "expected"), [(4.0, 3.21), (0.2, 0.0), (40.0, math.inf)], ids=["in", "below", "above"]
+)
+def test_the_rate_at_a_level_is_bracketed_and_bisected(
+    half: float, expected: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Attainment falls as 1 / (1 + (rate / half)^10), which is 0.9 at 0.803 half."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "simulation"))
+    setups = importlib.import_module("setups")
+    tried: list[float] = []
+
+    class Made(setups.Setup):  # type: ignore[misc, name-defined]
+        def rows(self, points: Iterable[Point], title: str) -> list[dict[str, Any]]:
+            rows = [asdict(point) for point in points]
+            tried.extend({row["rate_per_s"] for row in rows})
+            for row in rows:
+                whole = 1.0 / (1.0 + (row["rate_per_s"] / half) ** 10)
+                row["attainment"] = whole * (0.9 if row["scheduler"] == "worse" else 1.0)
+                row["attainment"] += 0.05 * (row["seed"] - 1) * whole
+            return rows
+
+    setup = Made(None, tmp_path / "rows.jsonl", seeds=(0, 1, 2))
+    base = Point("llama-3-8b-a100", SYNTHETIC, 1.0, 1.0, 0.1, "stock")
+    schedulers, rates = ("worse", "better"), [1.0, 2.0, 3.0, 4.0, 6.0]
+    rate, rows = setups.rate_at(setup, base, schedulers, 0.9, rates)
+    assert rate == pytest.approx(expected, rel=0.02)
+    assert len(tried) == len(set(tried)) <= 5
+    assert len(rows) == 6 * len(tried)
 
 
 def test_every_experiment_of_alise_has_runs() -> None:
