@@ -2,16 +2,18 @@
 #   PYTHON=python3.12   interpreter for a new virtualenv (>= 3.11)
 #   VENV=dir            virtualenv to create or reuse
 #   DEVICE=cpu|gpu      which vLLM to install; found out by default
+#   WORKERS=N           processes that the tests run in; each needs some 3 GiB (default: 2)
 #   ARGS="..."          extra arguments for pytest or the benchmark
 
 VENV ?= .venv
+WORKERS ?= 2
 export VENV PYTHON DEVICE
 
 # Keeps the repository root off sys.path: its `kernels` folder would shadow Hugging Face's package.
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow test-gpu test-versions check bench clean
+.PHONY: help install test test-slow test-timing test-gpu test-versions check bench clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -20,10 +22,13 @@ install:  ## Create the virtualenv and install what this machine needs
 	@.ci/install
 
 test: install  ## Run the fast tests, including those on vLLM's engine with a tiny model
-	$(VENV)/bin/pytest $(ARGS)
+	$(VENV)/bin/pytest -n $(WORKERS) $(ARGS)
 
 test-slow: install  ## Run the tests that the fast run leaves out
-	$(VENV)/bin/pytest -m "slow and not gpu" $(ARGS)
+	$(VENV)/bin/pytest -n $(WORKERS) -m "slow and not gpu and not timing" $(ARGS)
+
+test-timing: install  ## Run the tests that compare times; leave the machine to them
+	$(VENV)/bin/pytest -m timing $(ARGS)
 
 test-gpu: install  ## Run the tests that need a CUDA device
 	$(VENV)/bin/pytest -m gpu $(ARGS)

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timing]
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "scheduler" / "bench_overhead.py"
 #: What a step may cost on top, at 256 running: the larger of both.
