@@ -29,12 +29,13 @@ SCHEDULERS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, its lengths, the rates around saturation and the length of the trace."""
+    """A model, its lengths, the length of the trace, rates around saturation and far past it."""
 
     profile: str
     dataset: str
     trace_s: float
     rates: tuple[float, ...]
+    far_rates: tuple[float, ...] = ()
 
     @property
     def name(self) -> str:
@@ -43,9 +44,9 @@ class Setup:
 
 #: 30 minutes as in the paper where that is hundreds of requests, less where it is thousands.
 SETUPS = (
-    Setup("opt-13b-v100", "sharegpt", 1800.0, (0.06, 0.09, 0.12)),
-    Setup("opt-13b-v100", "alpaca", 180.0, (6.0, 12.0, 15.0, 18.0)),
-    Setup("llama-3-8b-h100", "sharegpt", 120.0, (7.0, 9.0, 11.0)),
+    Setup("opt-13b-v100", "sharegpt", 1800.0, (0.06, 0.09, 0.12), (0.16, 0.2, 0.25)),
+    Setup("opt-13b-v100", "alpaca", 180.0, (6.0, 12.0, 15.0, 18.0), (24.0, 30.0)),
+    Setup("llama-3-8b-h100", "sharegpt", 120.0, (7.0, 9.0, 11.0), (14.0, 18.0)),
     Setup("llama-3-8b-h100", "alpaca", 15.0, (300.0, 400.0, 500.0, 650.0)),
 )
 
@@ -64,7 +65,9 @@ def _setups(only: Sequence[str], is_quick: bool) -> list[Setup]:
         known = ", ".join(setup.name for setup in SETUPS)
         raise SystemExit(f"'--only' takes {known} (got {', '.join(only)}).")
     if is_quick:
-        chosen = [replace(s, trace_s=s.trace_s / 20, rates=s.rates[-2:]) for s in chosen[:1]]
+        chosen = [
+            replace(s, trace_s=s.trace_s / 20, rates=s.rates[-2:], far_rates=()) for s in chosen[:1]
+        ]
     return chosen
 
 
@@ -183,9 +186,14 @@ _SEEDED = (*STOCK, ALISE, f"{ALISE},sim.predictor={{retrieval}}", f"{ALISE},sim.
 
 
 def seeds_runs(only: Sequence[str], is_quick: bool) -> list[Run]:
-    """`rates` on three seeds, for the paper's scheduler and what it is compared with."""
-    runs = [run for run in rates_runs(only, is_quick) if run.scheduler in _SEEDED]
-    return [replace(run, seed=seed) for run in runs for seed in _SEEDS]
+    """`rates` on three seeds and far past saturation, for the paper's scheduler and its rivals."""
+    return [
+        Run(setup.profile, setup.dataset, rate, setup.trace_s, scheduler, seed)
+        for setup in _setups(only, is_quick)
+        for rate in setup.rates + setup.far_rates
+        for scheduler in _SEEDED
+        for seed in _SEEDS
+    ]
 
 
 def seeds_table(rows: Sequence[Row]) -> str:
