@@ -17,23 +17,13 @@ pytest.importorskip("vllm")
 
 from engine_harness import EngineRequest, RunResult, make_workload, run
 from needs import NEEDS_SWAPPING
+from swapping import STOCK, assert_exact, assert_nothing_left_behind, swap
 from tiny_llama import write_tiny_llama
 
 pytestmark = [pytest.mark.vllm, NEEDS_SWAPPING]
 
-STOCK = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
 #: Blocks that make vLLM preempt at least 20 times.
 SCARCE = 20
-NO_SLO = {"ttft_s": None, "tpot_s": None, "log_interval_s": 0}
-
-
-def swap(**options: Any) -> dict[str, Any]:
-    """Keyword arguments of `run` for an engine that swaps, without targets: stock order."""
-    return {
-        "scheduler_cls": "sola_sched.Scheduler",
-        "num_blocks": SCARCE,
-        "additional_config": {"sola_sched": {**NO_SLO, "swap": {"always": True, **options}}},
-    }
 
 
 def num_different(result: RunResult, reference: RunResult) -> int:
@@ -42,17 +32,6 @@ def num_different(result: RunResult, reference: RunResult) -> int:
         for name, expected in reference.tokens.items()
         for a, b in zip(expected, result.tokens[name], strict=True)
     )
-
-
-def assert_same_where_not_aborted(result: RunResult, reference: RunResult) -> None:
-    for name, expected in reference.tokens.items():
-        tokens = result.tokens[name]
-        is_aborted = result.finish_reasons[name] == "abort"
-        assert tokens == (expected[: len(tokens)] if is_aborted else expected), name
-
-
-def assert_nothing_left_behind(result: RunResult) -> None:
-    assert (result.num_leaked_blocks, result.swap_problems) == (0, [])
 
 
 @pytest.fixture(scope="session")
@@ -93,6 +72,7 @@ def test_preempted_requests_recompute_nothing_and_keep_their_tokens(
         model_dir=model_dir,
         async_scheduling=is_async,
         prefix_caching=caching,
+        num_blocks=SCARCE,
         **swap(),
     )
 
@@ -104,7 +84,9 @@ def test_preempted_requests_recompute_nothing_and_keep_their_tokens(
 
 def test_without_swapping_the_same_run_recomputes(model_dir, reference):
     """Control: the figure above is not zero by itself."""
-    result = run(requests=make_workload(30), model_dir=model_dir, **swap(mode="off"))
+    result = run(
+        requests=make_workload(30), model_dir=model_dir, num_blocks=SCARCE, **swap(mode="off")
+    )
 
     assert result.num_preemptions >= 15
     assert result.num_recomputed > 1000
@@ -118,7 +100,13 @@ def test_without_swapping_the_same_run_recomputes(model_dir, reference):
 )
 def test_tokens_depend_on_what_comes_back(faults, model_dir, reference):
     """Negative controls: the comparison finds wrong KV, and pins are needed."""
-    result = run(requests=make_workload(30), model_dir=model_dir, swap_faults=faults, **swap())
+    result = run(
+        requests=make_workload(30),
+        model_dir=model_dir,
+        num_blocks=SCARCE,
+        swap_faults=faults,
+        **swap(),
+    )
 
     assert num_different(result, reference) > 200
 
@@ -130,13 +118,13 @@ def test_late_and_failing_copies_and_aborts_spare_the_others(is_async, model_dir
         model_dir=model_dir,
         async_scheduling=is_async,
         prefix_caching=is_async,
+        num_blocks=SCARCE,
         swap_faults={"max_delay_polls": 4, "fail_ratio": 0.2, "seed": 1},
         **swap(),
     )
 
     assert result.stats["swap"]["num_failed_jobs"] > 0
-    assert_same_where_not_aborted(result, reference)
-    assert_nothing_left_behind(result)
+    assert_exact(result, reference)
 
 
 @pytest.mark.parametrize("caching", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -146,7 +134,8 @@ def test_windows_beside_full_attention(caching, windowed_dir, windowed_reference
         model_dir=windowed_dir,
         prefix_caching=caching,
         swap_faults={"max_delay_polls": 2},
-        **swap() | {"num_blocks": 30},
+        num_blocks=30,
+        **swap(),
     )
 
     assert result.num_preemptions >= 20
@@ -161,7 +150,8 @@ def test_windowed_model_depends_on_what_comes_back(windowed_dir, windowed_refere
         requests=make_workload(30),
         model_dir=windowed_dir,
         swap_faults={"zeroed": True},
-        **swap() | {"num_blocks": 30},
+        num_blocks=30,
+        **swap(),
     )
 
     assert num_different(result, windowed_reference) > 200
@@ -180,7 +170,11 @@ def test_without_room_on_the_host_requests_are_computed_again(
     options, faults, model_dir, reference
 ):
     result = run(
-        requests=make_workload(30), model_dir=model_dir, swap_faults=faults, **swap(**options)
+        requests=make_workload(30),
+        model_dir=model_dir,
+        num_blocks=SCARCE,
+        swap_faults=faults,
+        **swap(**options),
     )
 
     assert result.stats["swap"]["num_refused"] > 0
@@ -197,7 +191,8 @@ def test_requests_without_a_slot_are_loaded_ahead(is_async, model_dir, reference
         async_scheduling=is_async,
         max_num_seqs=6,
         swap_faults={"preempted_share": 0.03, "max_delay_polls": 2},
-        **swap() | {"num_blocks": 60},
+        num_blocks=60,
+        **swap(),
     )
 
     assert result.stats["swap"]["num_loaded_ahead"] > 1000
@@ -222,7 +217,8 @@ def quantized_with_follow_ups(model_dir: Path, **faults: Any) -> RunResult:
         prefix_caching=True,
         follow_up=continued,
         swap_faults={"preempted_share": 0.02, **faults},
-        **swap(mode="int8") | {"num_blocks": 300},
+        num_blocks=300,
+        **swap(mode="int8"),
     )
     assert result.stats["swap"]["num_swapped_in"] > 500
     assert_nothing_left_behind(result)
