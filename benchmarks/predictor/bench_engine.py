@@ -5,8 +5,9 @@
 One engine serves a constant number of requests; each that ends is replaced. In blocks of steps, in
 random order, the scheduler talks to its predictor process or does not. The same engine, the same
 minutes: what is left between the two kinds of block is the predictor. The engine's CPU time, which
-other processes do not change much, is compared likewise, and the calls of the client (submit, poll,
-ended) are timed one by one.
+other processes do not change much, is compared likewise, and so are the medians of the steps
+without a new prompt, which are all alike. The calls of the client (submit, poll, ended) are timed
+one by one.
 """
 
 from __future__ import annotations
@@ -81,17 +82,20 @@ class Engine:
         self._num_running = num_running
         self._next = 0
 
-    def steps(self, count: int) -> list[float]:
-        """Run steps; seconds of each."""
-        times = []
+    def steps(self, count: int) -> tuple[float, float]:
+        """Run steps; seconds of all, and the median of those without a new prompt."""
+        times, bare = [], []
         for _ in range(count):
+            is_bare = len(self.scheduler.requests) >= self._num_running
             while len(self.scheduler.requests) < self._num_running:
                 self._add()
             start = time.perf_counter()
             _, executed = self.core.step_fn()
             self.core.post_step(executed)
             times.append(time.perf_counter() - start)
-        return times
+            if is_bare:
+                bare.append(times[-1])
+        return sum(times), statistics.median(bare or times)
 
     def _add(self) -> None:
         from vllm.sampling_params import SamplingParams
@@ -135,23 +139,26 @@ def measure(kind: str, args: argparse.Namespace) -> dict[str, Any]:
             time.sleep(0.05)
         engine.steps(_WARM_UP_STEPS)
         rng = random.Random(args.seed)
-        pairs, cpu_pairs, calls_us, num_on = [], [], [], 0
+        pairs, bare_pairs, cpu_pairs, calls_us, num_on = [], [], [], [], 0
         for _ in range(args.num_pairs):
-            seconds, cpu = {}, {}
+            seconds, bare, cpu = {}, {}, {}
             for is_on in rng.sample([True, False], 2):
                 engine.scheduler.sola_predictions = timed if is_on else None
                 timed.total_s = 0.0
                 start_cpu = time.process_time()
-                seconds[is_on] = sum(engine.steps(args.block))
+                seconds[is_on], bare[is_on] = engine.steps(args.block)
                 cpu[is_on] = time.process_time() - start_cpu
                 if is_on:
                     num_on += args.block
                     calls_us.append(1e6 * timed.total_s / args.block)
             pairs.append((seconds[True], seconds[False]))
+            bare_pairs.append((bare[True], bare[False]))
             cpu_pairs.append((cpu[True], cpu[False]))
         losses = [on / off - 1.0 for on, off in pairs]
+        bare_losses = [on / off - 1.0 for on, off in bare_pairs]
         cpu_losses = [on / off - 1.0 for on, off in cpu_pairs]
         low, high = _interval(losses, rng)
+        bare_low, bare_high = _interval(bare_losses, rng)
         cpu_low, cpu_high = _interval(cpu_losses, rng)
         return {
             "predictor": kind,
@@ -160,6 +167,9 @@ def measure(kind: str, args: argparse.Namespace) -> dict[str, Any]:
             "loss": statistics.median(losses),
             "loss_low": low,
             "loss_high": high,
+            "bare_loss": statistics.median(bare_losses),
+            "bare_loss_low": bare_low,
+            "bare_loss_high": bare_high,
             "cpu_loss": statistics.median(cpu_losses),
             "cpu_loss_low": cpu_low,
             "cpu_loss_high": cpu_high,
@@ -195,14 +205,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file")
     args = parser.parse_args()
-    print("| predictor | running | step ms | time | 95 % | CPU time | 95 % | client µs/step |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    columns = ["predictor", "running", "step ms", "time (95 %)", "bare steps", "CPU time"]
+    print("| " + " | ".join([*columns, "client µs/step"]) + " |")
+    print("| --- |" + " ---: |" * len(columns))
     for kind in args.predictors:
         row = measure(kind, args)
+        cells = [
+            f"{row[name]:.2%} ({row[f'{name}_low']:.2%} to {row[f'{name}_high']:.2%})"
+            for name in ("loss", "bare_loss", "cpu_loss")
+        ]
         print(
-            f"| {kind} | {row['num_running']} | {row['step_ms']:.2f} | {row['loss']:.2%} | "
-            f"{row['loss_low']:.2%} to {row['loss_high']:.2%} | {row['cpu_loss']:.2%} | "
-            f"{row['cpu_loss_low']:.2%} to {row['cpu_loss_high']:.2%} | "
+            f"| {kind} | {row['num_running']} | {row['step_ms']:.2f} | {' | '.join(cells)} | "
             f"{row['client_us_per_step']:.1f} ({row['client_share']:.2%}) |",
             flush=True,
         )
