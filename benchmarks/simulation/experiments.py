@@ -94,7 +94,7 @@ def levels(setup: Setup) -> Outcome:
         stock, of_stock = rate_at(setup, base, STOCK, level, rates)
         ours, of_ours = rate_at(setup, base, ("sola",), level, rates)
         rows += of_stock + of_ours
-        lines.append(level_line(NAMES[file], factor, level, stock, ours))
+        lines.append(level_line(NAMES[file], factor, level, stock, ours, rates[-1]))
     columns = ["data", "targets, x", "level", "best stock", "sola", "sola / stock"]
     return Outcome(rows, markdown(columns, lines))
 

@@ -52,9 +52,23 @@ def goodput_lines(rows: Sequence[Row], name: str, compared: Sequence[str]) -> li
     return lines
 
 
-def level_line(name: str, factor: float, level: float, stock: float, ours: float) -> list[str]:
-    """Rates at a level; 0 and inf where they lie outside the rates that were run."""
-    return [name, f"{factor:g}", f"{level:.0%}", _rate(stock), _rate(ours), _ratio(ours, stock)]
+def level_line(
+    name: str, factor: float, level: float, stock: float, ours: float, highest: float
+) -> list[str]:
+    """Rates at a level, and their ratio.
+
+    Args:
+        name: Of the data set.
+        factor: Of the targets.
+        level: Share attained.
+        stock: Rate at it, requests per second; 0 and inf where it lies outside the rates run.
+        ours: Likewise.
+        highest: The highest rate that was run.
+    """
+    ratio = _ratio(ours, stock)
+    if math.isinf(ours) and 0.0 < stock < math.inf:
+        ratio = f"> {highest / stock:.2f}"
+    return [name, f"{factor:g}", f"{level:.0%}", _rate(stock), _rate(ours), ratio]
 
 
 def effect_lines(rows: Sequence[Row], name: str) -> list[list[str]]:

@@ -268,6 +268,21 @@ def test_the_rate_at_a_level_is_bracketed_and_bisected(
     assert len(rows) == 6 * len(tried)
 
 
+@pytest.mark.parametrize(
+    ("stock", "ours", "expected"),
+    [(2.0, 3.0, "1.50"), (2.0, math.inf, "> 3.00"), (0.0, 3.0, "-"), (math.inf, math.inf, "-")],
+)
+def test_the_ratio_of_rates_says_what_lies_beyond_them(
+    stock: float, ours: float, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "simulation"))
+    tables = importlib.import_module("tables")
+
+    line = tables.level_line("data", 10.0, 0.9, stock, ours, highest=6.0)
+
+    assert (line[:3], line[-1]) == (["data", "10", "90%"], expected)
+
+
 def test_every_experiment_of_alise_has_runs() -> None:
     script = (
         "import sys\n"
