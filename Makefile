@@ -2,11 +2,12 @@
 #   PYTHON=python3.12   interpreter for a new virtualenv (>= 3.11)
 #   VENV=dir            virtualenv to create or reuse
 #   DEVICE=cpu|gpu      which vLLM to install; found out by default
-#   WORKERS=N           processes that the tests run in; each needs some 3 GiB (default: 2)
+#   WORKERS=N           processes that the tests run in, 0 for this one; each needs some 3 GiB
+#                       (default: 2; 0 where there is a GPU, which engines cannot share)
 #   ARGS="..."          extra arguments for pytest or the benchmark
 
 VENV ?= .venv
-WORKERS ?= 2
+WORKERS ?= $(shell .ci/workers)
 export VENV PYTHON DEVICE
 
 # Keeps the repository root off sys.path: its `kernels` folder would shadow Hugging Face's package.
