@@ -6,6 +6,8 @@ import copy
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -120,18 +122,22 @@ def test_long_prompt_is_seen_by_its_two_ends(int8: SentenceEncoder) -> None:
     assert ids[-2:] == int8.token_ids("end")[-2:]
 
 
-def test_threads_of_the_process_are_put_back(int8: SentenceEncoder) -> None:
-    import torch
+@needs_wheel
+def test_threads_of_the_process_are_put_back() -> None:
+    """In a process of its own: once vLLM's engine runs in one, their number cannot be changed."""
+    script = (
+        "import torch\n"
+        "from sola_sched.length_predictor.embed import SentenceEncoder\n"
+        "torch.set_num_threads(2)\n"
+        "assert SentenceEncoder().encode(['one', 'two']).shape[0] == 2\n"
+        "print(torch.get_num_threads())\n"
+    )
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    if torch.get_num_threads() != 2:
-        pytest.skip("the number of threads cannot be changed once vLLM's engine runs here")
-    try:
-        int8.encode(TEXTS)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.split()[-1] == "2"
 
 
 @needs_wheel
