@@ -7,8 +7,7 @@
 #   ARGS="..."          extra arguments for pytest or the benchmark
 
 VENV ?= .venv
-WORKERS ?= $(shell .ci/workers)
-export VENV PYTHON DEVICE
+export VENV PYTHON DEVICE WORKERS
 
 # Keeps the repository root off sys.path: its `kernels` folder would shadow Hugging Face's package.
 export PYTHONSAFEPATH := 1
@@ -23,10 +22,10 @@ install:  ## Create the virtualenv and install what this machine needs
 	@.ci/install
 
 test: install  ## Run the fast tests, including those on vLLM's engine with a tiny model
-	$(VENV)/bin/pytest -n $(WORKERS) $(ARGS)
+	$(VENV)/bin/pytest $$(.ci/parallel) $(ARGS)
 
 test-slow: install  ## Run the tests that the fast run leaves out
-	$(VENV)/bin/pytest -n $(WORKERS) -m "slow and not gpu and not timing" $(ARGS)
+	$(VENV)/bin/pytest $$(.ci/parallel) -m "slow and not gpu and not timing" $(ARGS)
 
 test-timing: install  ## Run the tests that compare times; leave the machine to them
 	$(VENV)/bin/pytest -m timing $(ARGS)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -53,3 +55,20 @@ def test_added_time_grows_no_faster_than_n_log_n_in_waiting(bench, policy, slots
     # A fixed cost of one plan is not growth: `few` is never taken as cheaper than this.
     few_us = max(few_us - none_us, MAX_ADDED_US)
     assert many_us - none_us <= NOISE * growth * few_us, rows
+
+
+def test_pytest_benchmark_times_whole_steps(tmp_path):
+    out = tmp_path / "steps.json"
+    sizes = ("stock", "attain")
+    chosen = " or ".join(f"full-16-0-{name}" for name in sizes)
+
+    subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", SCRIPT, "-q", "-k", chosen, "--benchmark-json", out],
+        cwd=SCRIPT.parents[2],
+        check=True,
+    )
+
+    found = json.loads(out.read_text())["benchmarks"]
+    assert {row["params"]["policy"] for row in found} == set(sizes)
+    assert {row["group"] for row in found} == {"16 running, 0 waiting, slots full"}
+    assert all(row["stats"]["rounds"] == 100 for row in found)
