@@ -73,11 +73,15 @@ def _setups(only: Sequence[str], is_quick: bool) -> list[Setup]:
 
 def rates_runs(only: Sequence[str], is_quick: bool) -> list[Run]:
     """Every scheduler at every rate."""
+    return _grid(_setups(only, is_quick), (*STOCK, *SCHEDULERS.values()))
+
+
+def _grid(setups: Sequence[Setup], schedulers: Sequence[str]) -> list[Run]:
     return [
         Run(setup.profile, setup.dataset, rate, setup.trace_s, scheduler)
-        for setup in _setups(only, is_quick)
+        for setup in setups
         for rate in setup.rates
-        for scheduler in (*STOCK, *SCHEDULERS.values())
+        for scheduler in schedulers
     ]
 
 
@@ -187,13 +191,8 @@ _SEEDED = (*STOCK, ALISE, f"{ALISE},sim.predictor={{retrieval}}", f"{ALISE},sim.
 
 def seeds_runs(only: Sequence[str], is_quick: bool) -> list[Run]:
     """`rates` on three seeds and far past saturation, for the paper's scheduler and its rivals."""
-    return [
-        Run(setup.profile, setup.dataset, rate, setup.trace_s, scheduler, seed)
-        for setup in _setups(only, is_quick)
-        for rate in setup.rates + setup.far_rates
-        for scheduler in _SEEDED
-        for seed in _SEEDS
-    ]
+    setups = [replace(s, rates=s.rates + s.far_rates) for s in _setups(only, is_quick)]
+    return [replace(run, seed=seed) for run in _grid(setups, _SEEDED) for seed in _SEEDS]
 
 
 def seeds_table(rows: Sequence[Row]) -> str:
