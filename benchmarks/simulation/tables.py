@@ -65,10 +65,8 @@ def level_line(
         ours: Likewise.
         highest: The highest rate that was run.
     """
-    ratio = _ratio(ours, stock)
-    if math.isinf(ours) and 0.0 < stock < math.inf:
-        ratio = f"> {highest / stock:.2f}"
-    return [name, f"{factor:g}", f"{level:.0%}", _rate(stock), _rate(ours), ratio]
+    rates = [_rate(stock), _rate(ours), _ratio(ours, stock, highest)]
+    return [name, f"{factor:g}", f"{level:.0%}", *rates]
 
 
 def effect_lines(rows: Sequence[Row], name: str) -> list[list[str]]:
@@ -176,9 +174,13 @@ def _rate(value: float) -> str:
     return "above" if math.isinf(value) else f"{value:.3g}"
 
 
-def _ratio(value: float, other: float) -> str:
+def _ratio(value: float, other: float, highest: float = math.inf) -> str:
+    """Where the value lies beyond `highest`, the ratio is at least that of `highest`."""
+    sign = ""
+    if math.isinf(value):
+        value, sign = highest, "> "
     known = 0 < value < math.inf and 0 < other < math.inf
-    return f"{value / other:.2f}" if known else "-"
+    return f"{sign}{value / other:.2f}" if known else "-"
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
