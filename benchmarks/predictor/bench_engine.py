@@ -139,43 +139,30 @@ def measure(kind: str, args: argparse.Namespace) -> dict[str, Any]:
             time.sleep(0.05)
         engine.steps(_WARM_UP_STEPS)
         rng = random.Random(args.seed)
-        pairs, bare_pairs, cpu_pairs, calls_us, num_on = [], [], [], [], 0
+        losses: dict[str, list[float]] = {"loss": [], "bare_loss": [], "cpu_loss": []}
+        off_s, calls_us, num_on = [], [], 0
         for _ in range(args.num_pairs):
-            seconds, bare, cpu = {}, {}, {}
+            times = {}
             for is_on in rng.sample([True, False], 2):
                 engine.scheduler.sola_predictions = timed if is_on else None
                 timed.total_s = 0.0
                 start_cpu = time.process_time()
-                seconds[is_on], bare[is_on] = engine.steps(args.block)
-                cpu[is_on] = time.process_time() - start_cpu
+                steps_s, bare_s = engine.steps(args.block)
+                times[is_on] = (steps_s, bare_s, time.process_time() - start_cpu)
                 if is_on:
                     num_on += args.block
                     calls_us.append(1e6 * timed.total_s / args.block)
-            pairs.append((seconds[True], seconds[False]))
-            bare_pairs.append((bare[True], bare[False]))
-            cpu_pairs.append((cpu[True], cpu[False]))
-        losses = [on / off - 1.0 for on, off in pairs]
-        bare_losses = [on / off - 1.0 for on, off in bare_pairs]
-        cpu_losses = [on / off - 1.0 for on, off in cpu_pairs]
-        low, high = _interval(losses, rng)
-        bare_low, bare_high = _interval(bare_losses, rng)
-        cpu_low, cpu_high = _interval(cpu_losses, rng)
+            off_s.append(times[False][0])
+            for values, on, off in zip(losses.values(), times[True], times[False], strict=True):
+                values.append(on / off - 1.0)
+        step_s = statistics.median(off_s) / args.block
         return {
             "predictor": kind,
             "num_running": args.num_running,
-            "step_ms": 1e3 * statistics.median(off for _, off in pairs) / args.block,
-            "loss": statistics.median(losses),
-            "loss_low": low,
-            "loss_high": high,
-            "bare_loss": statistics.median(bare_losses),
-            "bare_loss_low": bare_low,
-            "bare_loss_high": bare_high,
-            "cpu_loss": statistics.median(cpu_losses),
-            "cpu_loss_low": cpu_low,
-            "cpu_loss_high": cpu_high,
+            "step_ms": 1e3 * step_s,
+            **{key: value for name in losses for key, value in _median(name, losses[name], rng)},
             "client_us_per_step": statistics.median(calls_us),
-            "client_share": statistics.median(calls_us)
-            / (1e6 * statistics.median(off for _, off in pairs) / args.block),
+            "client_share": statistics.median(calls_us) / (1e6 * step_s),
             "answered_per_step": client.counts["num_answered"] / num_on,
             "num_dropped": client.counts["num_dropped"],
             "num_pairs": args.num_pairs,
@@ -188,12 +175,14 @@ def measure(kind: str, args: argparse.Namespace) -> dict[str, Any]:
         engine.core.shutdown()
 
 
-def _interval(values: list[float], rng: random.Random) -> tuple[float, float]:
-    """Bootstrapped 95 % interval of the median."""
+def _median(name: str, values: list[float], rng: random.Random) -> list[tuple[str, float]]:
+    """The median, and the ends of its bootstrapped 95 % interval, by key of a row."""
     medians = sorted(
         statistics.median(rng.choices(values, k=len(values))) for _ in range(_NUM_RESAMPLES)
     )
-    return medians[_NUM_RESAMPLES // 40], medians[-_NUM_RESAMPLES // 40]
+    ends = medians[_NUM_RESAMPLES // 40], medians[-_NUM_RESAMPLES // 40]
+    keys = (name, f"{name}_low", f"{name}_high")
+    return list(zip(keys, (statistics.median(values), *ends), strict=True))
 
 
 def main() -> None:
@@ -205,9 +194,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file")
     args = parser.parse_args()
-    columns = ["predictor", "running", "step ms", "time (95 %)", "bare steps", "CPU time"]
-    print("| " + " | ".join([*columns, "client µs/step"]) + " |")
-    print("| --- |" + " ---: |" * len(columns))
+    print(
+        "| predictor | running | step ms | time (95 %) | bare steps | CPU time | client µs/step |"
+    )
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for kind in args.predictors:
         row = measure(kind, args)
         cells = [
