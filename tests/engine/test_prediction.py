@@ -14,14 +14,13 @@ import pytest
 pytest.importorskip("vllm")
 
 import engine_harness
-from engine_harness import EngineRequest, make_workload
+from engine_harness import STOCK, EngineRequest, make_workload
 from tiny_llama import write_byte_tokenizer, write_tiny_llama
 
 from sola_sched.length_predictor import client as client_module
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-STOCK = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
 LEXICAL = {"sola_sched": {"predictor": "lexical", "log_interval_s": 0}}
 #: Until the process has loaded its models; it yields to all others, and where four others want two
 #: cores that takes more than a minute.

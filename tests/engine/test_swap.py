@@ -15,28 +15,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engine_harness import EngineRequest, RunResult, make_workload, run
+from engine_harness import STOCK, EngineRequest, RunResult, make_workload, num_different, run
 from needs import NEEDS_SWAPPING
-from swapping import STOCK, assert_exact, assert_nothing_left_behind, swap
+from swapping import assert_exact, assert_nothing_left_behind, swap
 from tiny_llama import write_tiny_llama
 
 pytestmark = [pytest.mark.vllm, NEEDS_SWAPPING]
 
 #: Blocks that make vLLM preempt at least 20 times.
 SCARCE = 20
-
-
-def num_different(result: RunResult, reference: RunResult) -> int:
-    return sum(
-        a != b
-        for name, expected in reference.tokens.items()
-        for a, b in zip(expected, result.tokens[name], strict=True)
-    )
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("tiny_llama"))
 
 
 @pytest.fixture(scope="session")

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from engine_harness import make_workload, run
+from engine_harness import STOCK, make_workload, run
 from needs import NEEDS_SWAPPING
-from swapping import STOCK, assert_exact, swap
-from tiny_llama import write_tiny_llama
+from swapping import assert_exact, swap
 
 pytestmark = [pytest.mark.vllm, NEEDS_SWAPPING, pytest.mark.slow]
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("tiny_llama"))
 
 
 def disturbed(seed: int) -> dict[str, Any]:

@@ -10,17 +10,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engine_harness import RunResult, make_workload, run, run_on_v2
+from engine_harness import STOCK, RunResult, make_workload, run, run_on_v2
 from needs import NEEDS_SWAPPING
-from swapping import STOCK, assert_exact, assert_nothing_left_behind, swap
-from tiny_llama import write_tiny_llama
+from swapping import assert_exact, assert_nothing_left_behind, swap
 
 pytestmark = [pytest.mark.vllm, NEEDS_SWAPPING, pytest.mark.slow, pytest.mark.timeout(1800)]
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("tiny_llama"))
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engine_harness import make_workload, run
+from engine_harness import STOCK, make_workload, run
 from needs import NEEDS_SWAPPING
-from tiny_llama import write_tiny_llama
 
 from sola_sched.kv_swap.support import reason_against, without_int8
 from sola_sched.plugin_swap import _reason_against
@@ -21,12 +20,6 @@ from sola_sched.swap_config import CONNECTOR, SwapConfig
 pytestmark = [pytest.mark.vllm, NEEDS_SWAPPING]
 
 OURS = "sola_sched.Scheduler"
-STOCK = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("tiny_llama"))
 
 
 def connector_of(model_dir: Path, **options: Any) -> str | None:

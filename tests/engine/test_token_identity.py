@@ -20,18 +20,18 @@ pytest.importorskip("vllm")
 
 from engine_harness import (
     AMPLE_BLOCKS,
+    STOCK,
     TIGHT_BLOCKS,
     EngineRequest,
     RunResult,
     make_workload,
+    num_different,
     run,
     run_on_v2,
 )
-from tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.vllm
 
-STOCK = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
 #: Random decisions through the same seams: more holds and preemptions than any policy makes.
 CHAOS = "chaos.ChaosScheduler"
 #: Targets by request, cyclically: out of reach, tight, of a class, the default.
@@ -84,11 +84,6 @@ ALL_CASES = list(product(POLICIES, (False, True), (False, True), (False, True), 
 
 
 @pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("tiny_llama"))
-
-
-@pytest.fixture(scope="session")
 def reference(model_dir: Path) -> RunResult:
     """Stock vLLM, synchronous, with room for everything."""
     result = run(STOCK, make_workload(), model_dir)
@@ -118,14 +113,6 @@ def assert_same_tokens(result: RunResult, reference: RunResult, num_aborts: int 
         assert tokens == expected[: len(tokens)], f"{name} continues differently"
         assert name in aborted or len(tokens) == len(expected), f"{name} lost tokens"
     assert result.num_leaked_blocks == 0
-
-
-def num_different(result: RunResult, reference: RunResult) -> int:
-    return sum(
-        a != b
-        for name, expected in reference.tokens.items()
-        for a, b in zip(expected, result.tokens[name], strict=True)
-    )
 
 
 @pytest.mark.parametrize("is_async", [False, True])

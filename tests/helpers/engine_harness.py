@@ -23,6 +23,7 @@ from unittest import mock
 from swap_faults import install, leftovers
 from tiny_llama import MAX_MODEL_LEN, VOCAB_SIZE
 
+STOCK = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
 #: Blocks of 32 tokens: the largest tile of the CPU attention kernel.
 BLOCK_SIZE = 32
 #: Room for all requests of `make_workload`, and room for a few: about 20 preemptions.
@@ -67,6 +68,15 @@ class RunResult:
     num_recomputed: int = 0
     swap_problems: list[str] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
+
+
+def num_different(result: RunResult, reference: RunResult) -> int:
+    """Tokens that are not those of the reference, of requests as long as there."""
+    return sum(
+        a != b
+        for name, expected in reference.tokens.items()
+        for a, b in zip(expected, result.tokens[name], strict=True)
+    )
 
 
 class StepClock:

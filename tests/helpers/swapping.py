@@ -6,7 +6,6 @@ from typing import Any
 
 from engine_harness import RunResult
 
-STOCK = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
 _NO_SLO = {"ttft_s": None, "tpot_s": None, "log_interval_s": 0}
 
 
