@@ -219,7 +219,7 @@ class SwapMixin(_Host):
             room -= -(-request.num_tokens // self.block_size) + 1
             if room < 0 or len(self._residents) >= _MAX_RESIDENTS:
                 break
-            if self._start_load(request):
+            if self._seams.within_max_loras([request]) and self._start_load(request):
                 self._residents.add(request.request_id)
 
     def _start_load(self, request: Request) -> bool:

@@ -7,7 +7,7 @@ checks at start that all of it is there.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from sola_sched.errors import IncompatibleVllmError
@@ -111,6 +111,11 @@ class Seams:
         blocked = [r for r in scheduler.deferred_waiting if not self._is_ready(r)]
         return [*scheduler.kv_holding_waiting, *blocked]
 
+    def _holding_kv(self) -> Iterator[Any]:
+        """Waiting requests that have KV, or will when a load ends."""
+        name = "skipped_waiting" if self._has_skipped else "kv_holding_waiting"
+        return (r for r in getattr(self._scheduler, name) if r.num_computed_tokens)
+
     def _is_ready(self, request: Any) -> bool:
         """Whether nothing blocks the request; a finished grammar unblocks it here."""
         scheduler = self._scheduler
@@ -149,17 +154,18 @@ class Seams:
         scheduler._preempt_request(request, timestamp, drop_stale_output=drop)
 
     def within_max_loras(self, requests: Iterable[Any]) -> list[Any]:
-        """Those of `requests` whose adapters fit beside the adapters of all running requests.
+        """Those of `requests` whose adapters fit beside those of all who run or hold KV.
 
-        vLLM counts the adapters of the requests that it sees in a step; held ones must count too,
-        or a later step could need more adapters than there are slots for.
+        vLLM counts the adapters of the requests that it sees in a step. Held ones must count too,
+        and those whose KV is being loaded, which vLLM admits by itself when it is there: a later
+        step could need more adapters than there are slots for.
         """
         lora_config = getattr(self._scheduler, "lora_config", None)
         if not lora_config:
             return list(requests)
         active = {
             request.lora_request.lora_int_id
-            for request in self._scheduler.running
+            for request in (*self._scheduler.running, *self._holding_kv())
             if request.lora_request
         }
         allowed = []

@@ -24,3 +24,27 @@ def test_other_versions_are_refused_with_the_range_and_a_way_out(version: str) -
 def test_a_scheduler_without_the_seams_is_refused_by_their_names() -> None:
     with pytest.raises(IncompatibleVllmError, match="running, waiting"):
         Seams(SimpleNamespace())
+
+
+@pytest.mark.parametrize("queue", ["kv_holding_waiting", "skipped_waiting"])
+@pytest.mark.parametrize(("num_computed", "allowed"), [(0, [1, None, 2, 2]), (64, [1, None])])
+def test_adapters_of_those_that_hold_kv_count(
+    queue: str, num_computed: int, allowed: list[int | None]
+) -> None:
+    """A held request and one whose KV is being loaded keep their adapters' slots."""
+
+    def request(adapter: int | None, num_computed_tokens: int = 0) -> SimpleNamespace:
+        lora = None if adapter is None else SimpleNamespace(lora_int_id=adapter)
+        return SimpleNamespace(lora_request=lora, num_computed_tokens=num_computed_tokens)
+
+    seams = object.__new__(Seams)
+    seams._has_skipped = queue == "skipped_waiting"
+    seams._scheduler = SimpleNamespace(
+        lora_config=SimpleNamespace(max_loras=2),
+        running=[request(1)],
+        **{queue: [request(3, num_computed)]},
+    )
+
+    found = seams.within_max_loras(map(request, (1, None, 2, 4, 2)))
+
+    assert [r.lora_request and r.lora_request.lora_int_id for r in found] == allowed
