@@ -8,7 +8,7 @@ the same configuration, whether the model can be swapped; where not, they do not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from sola_sched.kv_swap.geometry import Geometry
 from sola_sched.kv_swap.jobs import Job, Report
 from sola_sched.kv_swap.manager import SwapManager
 from sola_sched.kv_swap.packing import Packer
-from sola_sched.kv_swap.support import reason_against, without_int8
+from sola_sched.kv_swap.support import is_latent, reason_against, without_int8
 from sola_sched.kv_swap.tiles import TokenOrder
 from sola_sched.kv_swap.worker import SwapWorker
 from sola_sched.swap_config import SwapConfig
@@ -226,7 +226,7 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
                     group.kv_cache_spec.block_size,
                     is_int8=self.is_int8,
                     group_tokens=self.geometry.group_tokens,
-                    order=_token_order(caches) if self.is_int8 else None,
+                    order=_token_order(group, caches[0]) if self.is_int8 else None,
                 )
             )
         device = next(iter(kv_caches.values())).device
@@ -283,10 +283,9 @@ def swap_options(vllm_config: Any) -> SwapConfig:
     return SolaConfig.from_mapping(additional.get(CONFIG_KEY)).swap
 
 
-def _token_order(caches: Sequence[torch.Tensor]) -> TokenOrder | None:
+def _token_order(group: Any, cache: torch.Tensor) -> TokenOrder | None:
     """How vLLM's CPU attention orders a block; None where the order is the plain one."""
-    cache = caches[0]
-    if cache.device.type != "cpu" or cache.dim() == 3:
+    if cache.device.type != "cpu" or is_latent(group):
         return None
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa

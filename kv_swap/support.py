@@ -6,10 +6,11 @@ from typing import Any
 
 from sola_sched.swap_config import SwapConfig
 
+_LATENT = "MLAAttentionSpec"
 #: Kinds of KV cache, by the name of vLLM's class: blocks that hold consecutive tokens.
 SUPPORTED = (
     "FullAttentionSpec",
-    "MLAAttentionSpec",
+    _LATENT,
     "SlidingWindowSpec",
     "ChunkedLocalAttentionSpec",
 )
@@ -21,6 +22,11 @@ def layer_specs(group: Any) -> list[Any]:
     spec = group.kv_cache_spec
     nested = getattr(spec, "kv_cache_specs", None)
     return list(nested.values()) if nested else [spec]
+
+
+def is_latent(group: Any) -> bool:
+    """Whether a KV cache group holds MLA's latent vectors, not keys and values."""
+    return type(layer_specs(group)[0]).__name__ == _LATENT
 
 
 def reason_against(vllm_config: Any, kv_cache_config: Any, options: SwapConfig) -> str | None:

@@ -15,9 +15,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import torch
-from safetensors.torch import save_file
-from tiny_llama import CONFIG, write_byte_tokenizer, write_tiny_llama
+from tiny_llama import write_adapter, write_byte_tokenizer, write_tiny_llama
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
@@ -97,29 +95,6 @@ def test_kv_connector(generate: Callable[..., list[Any]], tmp_path: Path) -> Non
     again = generate("sola_sched.Scheduler", params, kv_transfer_config=connector("ours"))
     assert tokens(ours) == tokens(stock)
     assert tokens(again) == tokens(stock), "with KV from the connector's store"
-
-
-def write_adapter(folder: Path, seed: int) -> Path:
-    """A LoRA adapter with random weights on the query projections."""
-    folder.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(seed)
-    hidden, rank = CONFIG["hidden_size"], 8
-    weights = {}
-    for layer in range(CONFIG["num_hidden_layers"]):
-        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        weights[f"{name}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator)
-        weights[f"{name}.lora_B.weight"] = torch.randn(hidden, rank, generator=generator)
-    save_file(weights, str(folder / "adapter_model.safetensors"))
-    config = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": 16,
-        "target_modules": ["q_proj"],
-        "bias": "none",
-        "task_type": "CAUSAL_LM",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
 
 
 def test_lora_adapters_never_outnumber_their_slots(

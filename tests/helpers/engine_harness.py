@@ -1,8 +1,8 @@
 """The real engine core on the CPU, in this process, with a tiny fp32 model and greedy sampling.
 
 Its clock is a virtual one that advances with each step, so that the scheduler's decisions do
-not depend on the machine. As a program it runs cases on the V2 model runner, which has to be
-chosen before vLLM is imported.
+not depend on the machine. As a program it runs cases that need a process of their own, such as the
+V2 model runner, which has to be chosen before vLLM is imported.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from kv_watch import KVWatch
 from swap_faults import install, leftovers
 from tiny_llama import MAX_MODEL_LEN, VOCAB_SIZE
 
@@ -34,7 +35,11 @@ _MAX_STEPS = 5000
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One request; it arrives before step `arrival_step` and may be aborted at `abort_step`."""
+    """One request; it arrives before step `arrival_step` and may be aborted at `abort_step`.
+
+    Attributes:
+        adapter: Number, from 1, and folder of a LoRA adapter.
+    """
 
     req_id: str
     prompt: tuple[int, ...]
@@ -43,6 +48,7 @@ class EngineRequest:
     abort_step: int | None = None
     extra_args: Mapping[str, Any] | None = None
     priority: int = 0
+    adapter: tuple[int, str] | None = None
 
 
 @dataclass
@@ -58,6 +64,7 @@ class RunResult:
         num_recomputed: Tokens whose KV was computed more than once for one request.
         swap_problems: What was left behind by swapping, e.g. host slots still in use.
         stats: The scheduler's `sola_stats()`, empty without one.
+        num_kv_compared, largest_kv_error: See `kv_watch`.
     """
 
     tokens: dict[str, list[int]]
@@ -68,6 +75,8 @@ class RunResult:
     num_recomputed: int = 0
     swap_problems: list[str] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
+    num_kv_compared: int = 0
+    largest_kv_error: float = 0.0
 
 
 def num_different(result: RunResult, reference: RunResult) -> int:
@@ -162,6 +171,7 @@ def run(
     zero_kv_at_step: int | None = None,
     swap_faults: Mapping[str, Any] | None = None,
     follow_up: Callable[[RunResult], Sequence[EngineRequest]] | None = None,
+    watches_kv: bool = False,
     **engine_options: Any,
 ) -> RunResult:
     """Serve `requests` on a fresh engine core and shut it down.
@@ -172,6 +182,7 @@ def run(
         swap_faults: Arguments of `swap_faults.install`, which disturbs KV swapping.
         follow_up: Called when all requests have ended; what it returns is served by the same
             engine, with arrivals counted from there, and added to the result.
+        watches_kv: Compare KV before a preemption with what comes back from the host.
         engine_options: More of vLLM's `EngineArgs`.
     """
     with _asynchronous_on_cpu() if async_scheduling else nullcontext():
@@ -188,16 +199,32 @@ def run(
         )
         if swap_faults is not None:
             install(core, **swap_faults)
+        watch = KVWatch(core) if watches_kv else None
         try:
-            return _serve(core, requests, zero_kv_at_step, follow_up)
+            result = _serve(core, requests, zero_kv_at_step, follow_up)
         finally:
             core.shutdown()
+    if watch is not None:
+        result.num_kv_compared, result.largest_kv_error = watch.num_compared, watch.largest
+    return result
 
 
 def run_on_v2(cases: Sequence[Mapping[str, Any]], model_dir: Path) -> list[RunResult]:
     """Run `cases`, keyword arguments of `run` each, on the V2 model runner in one subprocess.
 
     Triton's interpreter executes the runner's kernels, at about 60 ms a step.
+    """
+    variables = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    return run_apart(cases, model_dir, variables)
+
+
+def run_apart(
+    cases: Sequence[Mapping[str, Any]], model_dir: Path, variables: Mapping[str, str] | None = None
+) -> list[RunResult]:
+    """Run `cases`, keyword arguments of `run` each, in one subprocess.
+
+    Args:
+        variables: More of its environment.
     """
     payload = {
         "model_dir": str(model_dir),
@@ -208,8 +235,7 @@ def run_on_v2(cases: Sequence[Mapping[str, Any]], model_dir: Path) -> list[RunRe
     }
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "TRITON_INTERPRET": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        **(variables or {}),
     }
     done = subprocess.run(
         [sys.executable, __file__],
@@ -220,7 +246,7 @@ def run_on_v2(cases: Sequence[Mapping[str, Any]], model_dir: Path) -> list[RunRe
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(f"the V2 runs failed with {done.returncode}:\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"the runs failed with {done.returncode}:\n{done.stderr[-4000:]}")
     return [RunResult(**result) for result in json.loads(done.stdout.splitlines()[-1])]
 
 
@@ -329,11 +355,20 @@ def _engine_core_request(request: EngineRequest, arrival_time: float) -> Any:
         ),
         pooling_params=None,
         arrival_time=arrival_time,
-        lora_request=None,
+        lora_request=_adapter(request),
         cache_salt=None,
         data_parallel_rank=None,
         priority=request.priority,
     )
+
+
+def _adapter(request: EngineRequest) -> Any:
+    if request.adapter is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    number, folder = request.adapter
+    return LoRARequest(f"adapter {number}", number, folder)
 
 
 def _zero_kv(core: Any) -> None:
@@ -381,7 +416,8 @@ def _enable_triton_interpreter() -> None:
 
 
 def _main() -> None:
-    _enable_triton_interpreter()
+    if "VLLM_USE_V2_MODEL_RUNNER" in os.environ:
+        _enable_triton_interpreter()
     payload = json.load(sys.stdin)
     results = []
     for case in payload["cases"]:

@@ -73,6 +73,32 @@ def write_tiny_llama(folder: Path, seed: int = 0, **overrides: Any) -> Path:
     return folder
 
 
+def write_adapter(folder: Path, seed: int) -> Path:
+    """Write a LoRA adapter with random weights on the query projections; returns `folder`."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    hidden, rank = CONFIG["hidden_size"], 8
+    weights = {}
+    for layer in range(CONFIG["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        weights[f"{name}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator)
+        weights[f"{name}.lora_B.weight"] = torch.randn(hidden, rank, generator=generator)
+    save_file(weights, str(folder / "adapter_model.safetensors"))
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj"],
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
 def write_byte_tokenizer(folder: Path) -> None:
     """Add a byte-level tokenizer, so that the model can be served over HTTP."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
