@@ -34,6 +34,7 @@ NAMES = {file: name for name, file in DATASETS.items()}
 
 STOCK = ("stock:512", "stock:2048", "stock:8192")
 PAPER = "sola:policy=paper"
+ORACLE = "sola:sim.predictor=oracle"
 LEVEL = 0.9
 _SEARCH_STEP = 1.25
 _NUM_BISECTIONS = 2

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from setups import PAPER, crossing, mean
+from setups import ORACLE, PAPER, crossing, mean
 
-from sola_sched.bench.points import BOUND
+from sola_sched.bench.points import BOUND, HINDSIGHT
 from sola_sched.bench.sweep import Row
 
 
@@ -186,6 +186,27 @@ def _ratio(value: float, other: float, highest: float = math.inf) -> str:
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     rule = ["---", *("---:" for _ in head[1:])]
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *lines))
+
+
+GAP = ["data", "load", "req/s", "sola", "oracle", HINDSIGHT, BOUND, "oracle / hindsight",
+       "oracle / bound"]  # fmt: skip
+
+
+def gap_lines(rows: Sequence[Row], name: str, base_rate: float) -> list[list[str]]:
+    """One line per rate: ours, with true lengths, with knowledge of the future, and the bound."""
+    lines = []
+    for rate in sorted({row["rate_per_s"] for row in rows}):
+        group = [row for row in rows if row["rate_per_s"] == rate]
+        known = mean(of_scheduler(group, ORACLE), "attainment")
+        lines.append(
+            [
+                name, f"{rate / base_rate:.2f}", f"{rate:.3g}",
+                percent(of_scheduler(group, "sola")), f"{100 * known:.1f}",
+                percent(group, HINDSIGHT), percent(group, BOUND),
+                *(_ratio(known, mean(group, column)) for column in (HINDSIGHT, BOUND)),
+            ]
+        )  # fmt: skip
+    return lines
 
 
 def seed_lines(rows: Sequence[Row], name: str, base_rate: float) -> list[list[str]]:

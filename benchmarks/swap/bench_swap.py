@@ -1,4 +1,4 @@
-"""KV swapping in virtual time: `python benchmarks/swap/bench_swap.py fig8|host|attain`.
+"""KV swapping in virtual time: `python benchmarks/swap/bench_swap.py fig8|host|attain|third`.
 
 The real schedulers, step times and links of a profile; see README.md.
 """
@@ -204,27 +204,14 @@ def attain(args: argparse.Namespace) -> str:
     """`policy="attain"` with KV memory cut to a third."""
     base = Point("llama-3-8b-a100", _dataset(args, "azure_conv_2023.csv.gz"), 1.0, 0.8, 0.12,
                  "stock", num_requests=args.num_requests)  # fmt: skip
-    profile = sweep.make_backend(base.profile)
-    assert isinstance(profile, SimBackend)
-    third = (profile.options.profile.num_blocks or 3000) // 3
     scarce = 1500
-    variants = {
-        "vLLM": "stock",
-        "attain": "sola",
-        "attain, swap": "sola:swap.mode=raw,swap.host_gib=64",
-    }
     parts = []
     for num_blocks, rates in (
-        (third, (5.0, 6.0, 7.0, 8.0, 10.0)),
+        (_third_of_blocks(base.profile), (5.0, 6.0, 7.0, 8.0, 10.0)),
         (scarce, (3.0, 4.0, 5.0, 6.0, 8.0)),
     ):
         rates = rates[:2] if args.quick else rates
-        rows = _rows(args, "attain", [
-            Case(replace(base, rate_per_s=rate, scheduler=text, seed=seed), name, num_blocks)
-            for rate in rates for seed in args.seeds for name, text in variants.items()
-        ])  # fmt: skip
-        met = _table(rows, list(variants), rates, "attained", lambda v: f"{100 * v:.1f} %")
-        speed = _table(rows, list(variants), rates, "normalized_s", lambda v: f"{1e3 * v:.0f}")
+        met, speed = _attain_tables(args, "attain", base, rates, num_blocks, {"vLLM": "stock"})
         parts.append(
             f"Llama-3-8B on one A100 with {num_blocks} KV blocks of 16 tokens, lengths of Azure "
             f"conversations, TTFT 0.8 s, TPOT 0.12 s. Requests within both:\n\n{met}\n\n"
@@ -233,10 +220,66 @@ def attain(args: argparse.Namespace) -> str:
     return "\n\n".join(parts)
 
 
+#: Lengths, targets and the rate that stock vLLM sustains, as in `load` of benchmarks/simulation.
+_LOADS = (
+    ("sharegpt_lengths_llama2.csv.gz", 1.96, 0.105, 3.0),
+    ("azure_conv_2023.csv.gz", 0.97, 0.104, 6.3),
+    ("azure_code_2023.csv.gz", 1.94, 0.105, 4.02),
+    ("arxiv_summarization_lengths_llama2.csv.gz", 2.26, 0.106, 2.97),
+    ("mooncake_conversation.jsonl.gz", 0.991, 0.104, 6.1),
+)
+
+
+def third(args: argparse.Namespace) -> str:
+    """`policy="attain"` on the loads of `benchmarks/simulation`, with a third of the KV memory."""
+    shares = (1.0,) if args.quick else (0.75, 1.0, 1.25, 1.5)
+    chunks = {f"vLLM, {size}": f"stock:{size}" for size in (512, 2048, 8192)}
+    parts = []
+    for file, ttft_s, tpot_s, rate in _LOADS[:1] if args.quick else _LOADS:
+        base = Point("llama-3-8b-a100", _dataset(args, file), 1.0, ttft_s, tpot_s, "stock",
+                     num_requests=args.num_requests)  # fmt: skip
+        num_blocks = _third_of_blocks(base.profile)
+        rates = [float(f"{share * rate:.3g}") for share in shares]
+        met, speed = _attain_tables(args, "third", base, rates, num_blocks, chunks)
+        parts.append(
+            f"Llama-3-8B on one A100 with {num_blocks} KV blocks of 16 tokens, {base.dataset}, "
+            f"TTFT {ttft_s:g} s, TPOT {tpot_s:g} s. Requests within both:\n\n{met}\n\n"
+            f"Normalized latency, ms a token:\n\n{speed}"
+        )
+    return "\n\n".join(parts)
+
+
+def _attain_tables(
+    args: argparse.Namespace,
+    name: str,
+    base: Point,
+    rates: Sequence[float],
+    num_blocks: int,
+    stock: dict[str, str],
+) -> tuple[str, str]:
+    """Attained shares and normalized latencies of vLLM and of ours, a line a rate."""
+    variants = stock | {"attain": "sola", "attain, swap": "sola:swap.mode=raw,swap.host_gib=64"}
+    rows = _rows(args, name, [
+        Case(replace(base, rate_per_s=rate, scheduler=text, seed=seed), label, num_blocks)
+        for rate in rates for seed in args.seeds for label, text in variants.items()
+    ])  # fmt: skip
+    return (
+        _table(rows, list(variants), rates, "attained", lambda v: f"{100 * v:.1f} %"),
+        _table(rows, list(variants), rates, "normalized_s", lambda v: f"{1e3 * v:.0f}"),
+    )
+
+
+def _third_of_blocks(profile: str) -> int:
+    backend = sweep.make_backend(profile)
+    assert isinstance(backend, SimBackend)
+    return (backend.options.profile.num_blocks or 3000) // 3
+
+
 EXPERIMENTS: dict[str, Callable[[argparse.Namespace], str]] = {
     "attain": attain,
     "fig8": fig8,
     "host": host,
+    "third": third,
 }
 
 

@@ -18,6 +18,8 @@ from sola_sched.slo import SloTarget
 
 #: The upper bound takes a scheduler's place in a point.
 BOUND = "bound"
+#: So does what is attained with knowledge of the future.
+HINDSIGHT = "hindsight"
 #: Needs no data: lengths drawn from the fit of `sola_sched.bench.lengths`.
 SYNTHETIC = "sharegpt-like"
 _SYNTHETIC_ROWS = 4000
@@ -33,7 +35,7 @@ class Point:
             ``SYNTHETIC``.
         rate_per_s: Mean arrivals per second; the realised rate is exactly this.
         ttft_s, tpot_s: Targets of every request.
-        scheduler: As on the command line of `sola_sched.bench`, or ``BOUND``.
+        scheduler: As on the command line of `sola_sched.bench`, or ``BOUND`` or ``HINDSIGHT``.
         arrivals: ``poisson``, ``gamma:SHAPE`` (less than 1 is bursty), ``mmpp:RATIO:DWELL_S``
             (two Poisson states whose rates differ by RATIO and that last DWELL_S on average), or
             ``recorded`` (those of the file, stretched to the rate; seed n takes the n-th run of

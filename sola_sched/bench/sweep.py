@@ -20,7 +20,7 @@ from tqdm import tqdm
 from sola_sched import __version__, metrics
 from sola_sched.bench import environment
 from sola_sched.bench.backend import RunOutcome, SchedulerSpec, parse_scheduler
-from sola_sched.bench.points import BOUND, Point, make_workload
+from sola_sched.bench.points import BOUND, HINDSIGHT, Point, make_workload
 from sola_sched.config import CONFIG_KEY
 from sola_sched.slo import SloTarget
 
@@ -35,7 +35,10 @@ _ENGINE = ("simulator/engine.py", "simulator/host.py", "simulator/request.py",
            "simulator/step_time.py", "bench/sim_backend.py")  # fmt: skip
 _POLICY = ("config.py", "cost_fit.py", "cost_gamma.py", "cost_model.py", "monitor.py",
            "planner/*.py", "queues.py", "scheduler.py", "slo.py", "state.py")  # fmt: skip
-_BOUND = ("bench/sim_bound.py", "simulator/bound*.py", "simulator/step_time.py")
+_REFERENCES = {
+    BOUND: ("bench/sim_bound.py", "simulator/bound*.py", "simulator/step_time.py"),
+    HINDSIGHT: (*_ENGINE, *_POLICY, "bench/sim_hindsight.py"),
+}
 # Left out of the file where a row has them.
 _DEFAULTS = {f.name: f.default for f in fields(Point) if f.default is not MISSING} | {
     "num_preemptions": 0
@@ -68,7 +71,8 @@ def run(
 
     Returns:
         One row per distinct point of a scheduler, in the order given, with all parameters, and
-        the column ``bound`` where the same workload was given with ``BOUND`` too; NaN otherwise.
+        the columns ``bound`` and ``hindsight`` where the same workload was given with ``BOUND``
+        and ``HINDSIGHT`` too; NaN otherwise.
     """
     wanted = list(dict.fromkeys(points))
     done = {row["key"]: row for row in load(path)}
@@ -96,15 +100,20 @@ def load(path: Path) -> list[Row]:
 
 
 def with_bound(rows: Sequence[Row]) -> list[Row]:
-    """The rows of schedulers, all columns filled in; ``bound`` is that of the same workload."""
-    ratios = {_workload_of(row): row["attainment"] for row in rows if row["scheduler"] == BOUND}
+    """The rows of schedulers, all columns filled in; ``bound`` is that of the same workload, and
+    so is ``hindsight``."""
+    ratios = {
+        (row["scheduler"], _workload_of(row)): row["attainment"]
+        for row in rows
+        if row["scheduler"] in _REFERENCES
+    }
     return [
         _DEFAULTS
         | row
         | _derived(_DEFAULTS | row)
-        | {BOUND: ratios.get(_workload_of(row), math.nan)}
+        | {name: ratios.get((name, _workload_of(row)), math.nan) for name in _REFERENCES}
         for row in rows
-        if row["scheduler"] != BOUND
+        if row["scheduler"] not in _REFERENCES
     ]
 
 
@@ -130,8 +139,8 @@ def run_point(point: Point, data: Path | None = None) -> Row:
         DatasetError: The data set is missing or unusable.
     """
     head = {"key": key_of(point), **_told(asdict(point))}
-    if point.scheduler == BOUND:
-        return head | {"attainment": _rounded(_bound_of(point, data))}
+    if point.scheduler in _REFERENCES:
+        return head | {"attainment": _rounded(_reference(point, data))}
     outcome = run_outcome(point, data)
     row = _measures(outcome, point.slo)
     return head | _told({name: _rounded(value) for name, value in row.items()})
@@ -163,12 +172,16 @@ def scheduler_spec(point: Point) -> SchedulerSpec:
     return spec
 
 
-def _bound_of(point: Point, data: Path | None) -> float:
+def _reference(point: Point, data: Path | None) -> float:
+    """What is attained by what takes a scheduler's place."""
     from sola_sched.bench.sim_bound import workload_bound
+    from sola_sched.bench.sim_hindsight import attainable_with_hindsight
 
     environment.prepare(None, is_random=True)
     backend = make_backend(point.profile)
     workload = make_workload(point, backend.limits, data)
+    if point.scheduler == HINDSIGHT:
+        return attainable_with_hindsight(backend, workload, point.slo)
     return workload_bound(backend, workload, point.slo).attainable_ratio
 
 
@@ -251,8 +264,8 @@ def _workload_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _sources(scheduler: str) -> tuple[str, ...]:
     kind = scheduler.partition(":")[0]
-    if kind == BOUND:
-        return _BOUND
+    if kind in _REFERENCES:
+        return _REFERENCES[kind]
     if kind == "stock" and "scheduler_cls" not in scheduler:
         return _ENGINE
     # Baselines learn step times and lengths with the product's own models.

@@ -18,10 +18,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from sola_sched.bench import points, report, sweep
+from sola_sched import metrics
+from sola_sched.bench import points, report, sim_hindsight, sweep
 from sola_sched.bench.backend import parse_scheduler
 from sola_sched.bench.cli import main
-from sola_sched.bench.points import BOUND, SYNTHETIC, Point, make_workload
+from sola_sched.bench.points import BOUND, HINDSIGHT, SYNTHETIC, Point, make_workload
 from sola_sched.bench.sim_bound import workload_bound
 from sola_sched.bench.workload import RequestSpec, Workload
 from sola_sched.errors import ConfigError, DatasetError
@@ -119,6 +120,33 @@ def test_no_bound_where_none_was_asked_for(tmp_path: Path) -> None:
     rows = sweep.run(POINTS[:1], tmp_path / "runs.jsonl", is_hidden=True)
 
     assert math.isnan(rows[0]["bound"])
+
+
+def test_hindsight_lies_between_the_scheduler_and_the_bound(tmp_path: Path) -> None:
+    names = ("sola:sim.predictor=oracle,best_effort_share=0", HINDSIGHT, BOUND)
+    overload = [replace(BASE, rate_per_s=60.0, num_requests=60, scheduler=n) for n in names]
+
+    (row,) = sweep.run(overload, tmp_path / "runs.jsonl", is_hidden=True)
+
+    assert row["attainment"] < row["hindsight"] <= row["bound"] <= 1.0
+
+
+def test_what_can_be_done_with_hindsight_is_done_in_a_run() -> None:
+    """The best selection is that of a run: one run serves all, and more are never worse."""
+    point = replace(BASE, rate_per_s=60.0, num_requests=60)
+    backend = sweep.make_backend(point.profile)
+    workload = make_workload(point, backend.limits)
+    plain = backend.run(workload, parse_scheduler(sim_hindsight.SCHEDULER), point.slo)
+
+    shares = [
+        sim_hindsight.attainable_with_hindsight(backend, workload, point.slo, num_runs=n)
+        for n in (1, 2, 6)
+    ]
+
+    assert shares[0] == metrics.attained(plain.records, point.slo).mean()
+    assert shares == sorted(shares)
+    with pytest.raises(ValueError, match="'num_runs' must be >= 1"):
+        sim_hindsight.attainable_with_hindsight(backend, workload, point.slo, num_runs=0)
 
 
 def test_every_scheduler_gets_the_same_requests() -> None:
