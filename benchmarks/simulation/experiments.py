@@ -31,6 +31,7 @@ from tables import (
     level_line,
     load_lines,
     markdown,
+    part_lines,
     percent,
     seed_lines,
     share_table,
@@ -345,6 +346,55 @@ def table4(setup: Setup) -> Outcome:
     return Outcome(rows, markdown(columns, lines))
 
 
+def _part(name: str) -> str:
+    return f"stock:8192,engine.scheduler_cls=ablations.{name}"
+
+
+_PARTS = {
+    "peak memory alone": _part("PeakMemoryAlone"),
+    "paper": PAPER,
+    "paper without": _part("PaperWithoutPeakMemory"),
+    "sola": "sola",
+    "sola without": _part("WithoutPeakMemory"),
+}
+
+
+def benefit(setup: Setup) -> Outcome:
+    """SOLA 6.3.1: peak-memory prediction without the policies, and they without it.
+
+    The paper's case: Qwen1.5-72B with long prompts, where memory is full.
+    """
+    row = TABLE_3[0] if setup.is_quick else TABLE_3[4]
+    stock = ("stock:512", f"stock:{row.chunk}", "stock:8192")
+    rows: list[Row] = []
+    lines = []
+    for slo_name in ("tight",) if setup.is_quick else ("tight", "loose"):
+        base = _evaluation_base(setup, row, slo_name)
+        rates = multiples(base.rate_per_s, (1.0,) if setup.is_quick else (0.85, 1.0, 1.15))
+        names = (*stock, *_PARTS.values())
+        points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=names)
+        found = setup.rows(with_bound(points), f"benefit, {row.model} {slo_name}")
+        rows += found
+        lines += part_lines(found, f"{row.model}, {slo_name}", base.rate_per_s, _PARTS)
+    columns = ["model, SLO", "load", "req/s", "best stock", *_PARTS, BOUND]
+    return Outcome(rows, markdown(columns, lines))
+
+
+def cost(setup: Setup) -> Outcome:
+    """SOLA 6.3.2: how well step times are predicted by the cost model that is learned live."""
+    rows: list[Row] = []
+    lines = []
+    for row, slo_name, base, _ in _evaluations(setup):
+        if slo_name != "tight":
+            continue
+        found = setup.rows(grid(base, scheduler=("sola", PAPER)), f"cost, {row.model}")
+        rows += found
+        lines.append([row.model, NAMES[base.dataset], f"{base.rate_per_s:.3g}",
+                      *(f"{100 * r['cost_model_error']:.1f}" for r in found)])  # fmt: skip
+    columns = ["model", "data", "req/s", "sola, error of a step, %", "paper, error of a step, %"]
+    return Outcome(rows, markdown(columns, lines))
+
+
 _VARIANTS = ("sola", "sola:best_effort_share=0", "sola:safety=0", "sola:safety=0.1",
              "sola:tile=16", "sola:tile=512", "sola:overload=reject", PAPER)  # fmt: skip
 
@@ -485,7 +535,8 @@ def _base(setup: Setup, profile: str, file: str, factor: float) -> Point:
 EXPERIMENTS: dict[str, Callable[[Setup], Outcome]] = {
     function.__name__: function
     for function in (
-        load, load15, levels, long, recorded, seeds, fig7, fig8, fig9, fig10, table4, ablation,
+        load, load15, levels, long, recorded, seeds, fig7, fig8, fig9, fig10, table4, benefit, cost,
+        ablation,
         bursts, shift, prediction, hindsight, missed, shares, slots,
     )
 }  # fmt: skip

@@ -188,6 +188,28 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *lines))
 
 
+def part_lines(
+    rows: Sequence[Row], name: str, base_rate: float, parts: Mapping[str, str]
+) -> list[list[str]]:
+    """One line per rate: stock at its best setting, and schedulers that are no setting of stock.
+
+    Args:
+        parts: Schedulers, in the order of the columns; they may look like stock by name.
+    """
+    lines = []
+    for rate in sorted({row["rate_per_s"] for row in rows}):
+        group = [row for row in rows if row["rate_per_s"] == rate]
+        stock = _best_setting([row for row in group if row["scheduler"] not in parts.values()])
+        lines.append(
+            [
+                name, f"{rate / base_rate:.2f}", f"{rate:.3g}", percent(stock),
+                *(percent(of_scheduler(group, part)) for part in parts.values()),
+                percent(group, BOUND),
+            ]
+        )  # fmt: skip
+    return lines
+
+
 GAP = ["data", "load", "req/s", "sola", "oracle", HINDSIGHT, BOUND, "oracle / hindsight",
        "oracle / bound"]  # fmt: skip
 

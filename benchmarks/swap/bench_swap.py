@@ -1,14 +1,17 @@
-"""KV swapping in virtual time: `python benchmarks/swap/bench_swap.py fig8|host|attain|third`.
+"""What KV swapping buys: `python benchmarks/swap/bench_swap.py fig8|host|attain|third|engine`.
 
-The real schedulers, step times and links of a profile; see README.md.
+All but the last in virtual time, with the real schedulers, step times and links of a profile;
+`engine` by the clock on vLLM's real engine. See README.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +22,7 @@ import numpy as np
 
 from sola_sched.bench import environment, sweep
 from sola_sched.bench.backend import parse_scheduler
+from sola_sched.bench.cli import main as bench_main
 from sola_sched.bench.points import SYNTHETIC, Point, make_workload
 from sola_sched.bench.sim_backend import SimBackend
 from sola_sched.planner import alise_step
@@ -249,6 +253,80 @@ def third(args: argparse.Namespace) -> str:
     return "\n\n".join(parts)
 
 
+#: Of `engine`: blocks of 128 tokens for the bench's random model, which has 256 otherwise; rate,
+#: and targets in ms.
+_ENGINE_BLOCKS, _ENGINE_RATE, _ENGINE_SLO = 48, 2.3, ("ttft:2400", "tpot:140")
+
+
+def engine(args: argparse.Namespace) -> str:
+    """The ways of Fig. 8, and `attain`, on vLLM's real CPU engine with little KV memory."""
+    variants = {
+        "swap, raw": ("sola:policy=alise,swap.mode=raw", ""),
+        "swap, INT8": ("sola:policy=alise,swap.mode=int8", ""),
+        "recompute, where it pays": ("sola:policy=alise,swap.mode=off", ""),
+        "recompute, as in the paper": ("sola:policy=alise,swap.mode=off", "always"),
+        "defer": ("sola:policy=alise,swap.mode=off", "defer"),
+        "vLLM, 512": ("stock:512", ""),
+        "vLLM, 2048": ("stock:2048", ""),
+        "attain": ("sola:swap.mode=off", ""),
+        "attain, swap": ("sola:swap.mode=raw", ""),
+    }
+    path = args.results / f"engine{'-quick' if args.quick else ''}.jsonl"
+    rows = {(r["name"], r["seed"], r["num_prompts"]): r for r in sweep.load(path)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for seed, (name, (scheduler, policy)) in itertools.product(args.seeds, variants.items()):
+        key = name, seed, args.num_requests
+        if key not in rows:
+            rows[key] = {"name": name, "seed": seed} | _on_engine(
+                scheduler, policy, seed, args.num_requests
+            )
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(rows[key]) + "\n")
+    lines = ["| | latency/token, ms | latency, s | attained | output tokens/s | preemptions |",
+             "| --- | ---: | ---: | ---: | ---: | ---: |"]  # fmt: skip
+    for name in variants:
+        found = [rows[name, seed, args.num_requests] for seed in args.seeds]
+        cells = [
+            f"{np.mean([row[column] for row in found]):.{digits}f}"
+            for column, digits in (("normalized_ms", 0), ("latency_s", 2), ("attained", 3),
+                                   ("tokens_per_s", 0), ("num_preemptions", 0))
+        ]  # fmt: skip
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return (
+        f"vLLM's engine on a CPU, random Llama of 62 M parameters, {_ENGINE_BLOCKS} KV blocks of "
+        f"128 tokens, {args.num_requests} requests of `sharegpt-like` at {_ENGINE_RATE:g}/s, "
+        f"targets {' and '.join(_ENGINE_SLO)} ms; means of seeds "
+        f"{', '.join(map(str, args.seeds))}.\n\n" + "\n".join(lines) + "\n".join(lines)
+    )
+
+
+def _on_engine(scheduler: str, policy: str, seed: int, num_prompts: int) -> dict[str, Any]:
+    """One run of `python -m sola_sched.bench`, in this process."""
+    with tempfile.TemporaryDirectory() as folder, _policy(policy):
+        status = bench_main([
+            "--clock", "wall", "--seed", str(seed), "--num-prompts", str(num_prompts),
+            "--request-rate", str(_ENGINE_RATE), "--slo", *_ENGINE_SLO,
+            "--schedulers", scheduler, "--max-num-batched-tokens", "2048",
+            "--engine-args", json.dumps({"num_gpu_blocks_override": _ENGINE_BLOCKS}),
+            "--result-dir", folder, "--result-filename", "run.json",
+        ])  # fmt: skip
+        if status:
+            raise SystemExit(status)
+        result = json.loads((Path(folder) / "run.json").read_text(encoding="utf-8"))
+    return {
+        "scheduler": scheduler,
+        "policy": policy,
+        "num_prompts": num_prompts,
+        "completed": result["completed"],
+        "normalized_ms": result["mean_normalized_latency_ms"],
+        "latency_s": 1e-3 * result["mean_e2el_ms"],
+        "attained": result["attainment"],
+        "tokens_per_s": result["output_throughput"],
+        "num_preemptions": result["scheduler"]["num_preemptions"],
+        "cpu_share": result.get("cpu_share"),
+    }
+
+
 def _attain_tables(
     args: argparse.Namespace,
     name: str,
@@ -277,6 +355,7 @@ def _third_of_blocks(profile: str) -> int:
 
 EXPERIMENTS: dict[str, Callable[[argparse.Namespace], str]] = {
     "attain": attain,
+    "engine": engine,
     "fig8": fig8,
     "host": host,
     "third": third,

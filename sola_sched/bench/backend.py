@@ -108,6 +108,8 @@ class SchedulerStats:
         num_preemptions: Running requests sent back to wait, memory being short or by choice.
         max_num_running: Most requests in one step.
         mean_num_running: Mean number of requests in a step.
+        cost_model_error: Mean of abs(predicted / measured - 1) of step times, of a scheduler that
+            predicts them; NaN for others.
     """
 
     num_steps: int = 0
@@ -116,6 +118,7 @@ class SchedulerStats:
     num_preemptions: int = 0
     max_num_running: int = 0
     mean_num_running: float = math.nan
+    cost_model_error: float = math.nan
 
 
 @dataclass

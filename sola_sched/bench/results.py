@@ -175,6 +175,7 @@ def _scheduler_cost(outcome: RunOutcome) -> Result:
         "num_preemptions": stats.num_preemptions,
         "mean_num_running": stats.mean_num_running,
         "max_num_running": stats.max_num_running,
+        "cost_model_error": stats.cost_model_error if stats.cost_model_error >= 0 else None,
     }
 
 

@@ -10,6 +10,9 @@ import numpy as np
 
 from sola_sched.bench.backend import SchedulerStats
 
+#: The cost model's error is a mean over about so many steps.
+_STEPS_PER_ERROR = 100
+
 
 class SchedulerProbe:
     """Measures a live vLLM scheduler by wrapping three of its bound methods.
@@ -20,6 +23,7 @@ class SchedulerProbe:
     def __init__(self, scheduler: Any) -> None:
         schedule, update = scheduler.schedule, scheduler.update_from_output
         preempt = scheduler._preempt_request
+        monitor = getattr(scheduler, "sola_monitor", None)
         self.reset()
 
         def timed_schedule(*args: Any, **kwargs: Any) -> Any:
@@ -39,6 +43,8 @@ class SchedulerProbe:
             self._total_cpu_s += spent_s
             if scheduler_output.total_num_scheduled_tokens:
                 self._update_cpu_s.append(spent_s)
+                if monitor is not None and len(self._update_cpu_s) % _STEPS_PER_ERROR == 0:
+                    self._cost_errors.append(monitor.cost.mean_abs_error)
             return result
 
         def counted_preempt(*args: Any, **kwargs: Any) -> Any:
@@ -56,11 +62,13 @@ class SchedulerProbe:
         self._num_running: list[int] = []
         self._total_cpu_s = 0.0
         self._num_preemptions = 0
+        self._cost_errors: list[float] = []
 
     def stats(self) -> SchedulerStats:
         """Totals since the last ``reset``."""
         pairs = zip(self._schedule_cpu_s, self._update_cpu_s, strict=False)
         running = self._num_running
+        errors = [error for error in self._cost_errors if math.isfinite(error)]
         return SchedulerStats(
             num_steps=len(self._schedule_cpu_s),
             cpu_s=self._total_cpu_s,
@@ -68,4 +76,5 @@ class SchedulerProbe:
             num_preemptions=self._num_preemptions,
             max_num_running=max(running, default=0),
             mean_num_running=float(np.mean(running)) if running else math.nan,
+            cost_model_error=float(np.mean(errors)) if errors else math.nan,
         )

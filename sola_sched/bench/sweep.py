@@ -41,7 +41,8 @@ _REFERENCES = {
 }
 # Left out of the file where a row has them.
 _DEFAULTS = {f.name: f.default for f in fields(Point) if f.default is not MISSING} | {
-    "num_preemptions": 0
+    "num_preemptions": 0,
+    "cost_model_error": None,
 }
 #: Raised when a change of `points` or of this file changes rows.
 _FORMAT = 1
@@ -209,6 +210,7 @@ def _measures(outcome: RunOutcome, slo: SloTarget) -> Row:
         "num_steps": stats.num_steps,
         "mean_running": stats.mean_num_running,
         "num_preemptions": stats.num_preemptions,
+        "cost_model_error": stats.cost_model_error,
         "cpu_us_per_step": 1e6 * stats.cpu_s / max(1, stats.num_steps),
     }
 

@@ -248,21 +248,35 @@ def test_benchmark_prints_and_saves_the_bound(
     assert len(list(tmp_path.glob("*-attainment.png"))) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "head", "num_lines"),
+    [
+        ("table4", "| model | scheduler | req/s |", 7),
+        ("benefit", "| model, SLO | load | req/s | best stock | peak memory alone |", 3),
+        ("cost", "| model | data | req/s |", 3),
+        ("hindsight", "| data | load | req/s | sola |", 3),
+    ],
+)
 def test_experiments_run_without_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    head: str,
+    num_lines: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "simulation"))
     monkeypatch.setenv("SOLA_SCHED_DATA", str(tmp_path / "none"))
     run_script = importlib.import_module("run").main
-    argv = ["table4", "--quick", "--num-requests", "20", "--results", str(tmp_path)]
+    argv = [name, "--quick", "--num-requests", "20", "--results", str(tmp_path)]
 
     assert run_script(argv) == 0
 
-    table = (tmp_path / "table4-quick.md").read_text()
-    assert table.splitlines()[0].startswith("| model | scheduler | req/s |")
-    assert len(table.splitlines()) == 7
+    table = (tmp_path / f"{name}-quick.md").read_text()
+    assert table.splitlines()[0].startswith(head)
+    assert len(table.splitlines()) == num_lines
     assert run_script([*argv, "--stored"]) == 0
-    assert (tmp_path / "table4-quick.md").read_text() == table
+    assert (tmp_path / f"{name}-quick.md").read_text() == table
     assert table in capsys.readouterr().out
 
 

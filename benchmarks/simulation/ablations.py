@@ -1,0 +1,66 @@
+"""Schedulers with one part left out, for the benefit breakdown of SOLA's section 6.3.1."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from sola_sched.config import CONFIG_KEY
+from sola_sched.planner import attain_step, paper
+from sola_sched.planner.base import peak_tokens
+from sola_sched.scheduler import Scheduler
+from sola_sched.simulator.baseline import STOCK, Rule
+from sola_sched.simulator.baselines import ShortestJobFirst
+
+
+class WithoutPeakMemory(Scheduler):
+    """`attain` that admits whatever has a slot and, for now, blocks."""
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        with (
+            mock.patch.object(attain_step, "num_that_fit", _all_fit),
+            mock.patch.object(paper, "num_that_fit", _all_fit),
+        ):
+            return super().schedule(*args, **kwargs)
+
+
+class PaperWithoutPeakMemory(WithoutPeakMemory):
+    """The same with SOLA's own policy."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        vllm_config.additional_config[CONFIG_KEY]["policy"] = "paper"
+        super().__init__(vllm_config, *args, **kwargs)
+
+
+class PeakMemoryAlone(ShortestJobFirst):
+    """vLLM, first come first served, but admission ends where the predicted peak does (SOLA 5.1).
+
+    Of the base class only the prediction of output lengths is used.
+    """
+
+    def plan(self) -> Rule:
+        waiting = list(self.waiting)
+        if not waiting:
+            return STOCK
+        capacity = self.kv_cache_manager.block_pool.num_gpu_blocks * self.block_size
+        candidates = [*self.running, *waiting[: self._num_free_slots()]]
+        used = np.array([request.num_tokens for request in candidates], dtype=np.float64)
+        left = self._left(candidates)
+        count = len(self.running)
+        while count < len(candidates):
+            if count and peak_tokens(used[: count + 1], left[: count + 1]) > capacity:
+                break
+            count += 1
+        return Rule(admit=candidates[len(self.running) : count])
+
+    def _left(self, requests: list[Any]) -> Any:
+        classes = np.array([self._class_of(request) for request in requests])
+        done = np.array([request.num_output_tokens for request in requests])
+        limits = np.array([request.max_tokens for request in requests])
+        return self._lengths.remaining(classes, done, limits)
+
+
+def _all_fit(state: Any, growing: Any, growth: Any, held: Any, index: Any) -> int:
+    return len(index)
