@@ -356,13 +356,14 @@ _PARTS = {
     "paper without": _part("PaperWithoutPeakMemory"),
     "sola": "sola",
     "sola without": _part("WithoutPeakMemory"),
+    "sola, swap": "sola:swap.mode=raw,swap.host_gib=256",
 }
 
 
 def benefit(setup: Setup) -> Outcome:
     """SOLA 6.3.1: peak-memory prediction without the policies, and they without it.
 
-    The paper's case: Qwen1.5-72B with long prompts, where memory is full.
+    The paper's case: Qwen1.5-72B with long prompts, where memory is full; what swapping adds too.
     """
     row = TABLE_3[0] if setup.is_quick else TABLE_3[4]
     stock = ("stock:512", f"stock:{row.chunk}", "stock:8192")
