@@ -31,6 +31,7 @@ from tables import (
     level_line,
     load_lines,
     markdown,
+    of_scheduler,
     part_lines,
     percent,
     seed_lines,
@@ -101,6 +102,26 @@ def levels(setup: Setup) -> Outcome:
         lines.append(level_line(NAMES[file], factor, level, stock, ours, rates[-1]))
     columns = ["data", "targets, x", "level", "best stock", "sola", "sola / stock"]
     return Outcome(rows, markdown(columns, lines))
+
+
+#: All that stock is counted at anywhere, and those between.
+_CHUNKS = (512, 1024, 2048, 4096, 8192)
+
+
+def chunks(setup: Setup) -> Outcome:
+    """Stock vLLM at more chunk sizes than the three that the others count it at."""
+    rows: list[Row] = []
+    lines = []
+    names = [f"stock:{size}" for size in _CHUNKS]
+    for file in setup.datasets(LENGTHS):
+        base = _base(setup, PROFILE, file, SLO_FACTOR)
+        for rate in multiples(base.rate_per_s, (1.0,) if setup.is_quick else (1.0, 1.25)):
+            points = grid(base, rate_per_s=(rate,), seed=setup.seeds, scheduler=names)
+            found = setup.rows(points, f"chunks, {NAMES[file]}")
+            rows += found
+            lines.append([NAMES[file], f"{rate / base.rate_per_s:.2f}", f"{rate:.3g}",
+                          *(percent(of_scheduler(found, name)) for name in names)])  # fmt: skip
+    return Outcome(rows, markdown(["data", "load", "req/s", *map(str, _CHUNKS)], lines))
 
 
 def recorded(setup: Setup) -> Outcome:
@@ -536,9 +557,8 @@ def _base(setup: Setup, profile: str, file: str, factor: float) -> Point:
 EXPERIMENTS: dict[str, Callable[[Setup], Outcome]] = {
     function.__name__: function
     for function in (
-        load, load15, levels, long, recorded, seeds, fig7, fig8, fig9, fig10, table4, benefit, cost,
-        ablation,
-        bursts, shift, prediction, hindsight, missed, shares, slots,
+        load, load15, levels, long, chunks, recorded, seeds, fig7, fig8, fig9, fig10, table4,
+        benefit, cost, ablation, bursts, shift, prediction, hindsight, missed, shares, slots,
     )
 }  # fmt: skip
 """By name, as on the command line."""
