@@ -12,6 +12,11 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes depends on what else the machine does; times are for `-m timing`.
+settings.register_profile("no_deadline", deadline=None)
+settings.load_profile("no_deadline")
 
 
 def _has_gpu() -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
@@ -142,7 +142,6 @@ def test_arrays_give_the_scalars_elementwise_without_overflow() -> None:
     )
 
 
-@settings(deadline=None)
 @given(models(), shapes, shapes)
 def test_predictions_are_finite_and_monotone(
     model: CostModel, shape: StepShape, more: StepShape
@@ -157,7 +156,6 @@ def test_predictions_are_finite_and_monotone(
     assert predicted <= model.step_s(larger) * (1 + 1e-12)
 
 
-@settings(deadline=None)
 @given(
     models(),
     st.floats(-1.0, 50.0),
@@ -402,7 +400,6 @@ def test_an_hour_of_decodes_does_not_unlearn_prefill() -> None:
     )
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(shapes, times), min_size=1, max_size=40))
 def test_learning_from_anything_keeps_predictions_finite(
     steps: list[tuple[StepShape, float]],
@@ -422,7 +419,6 @@ def test_fit_without_a_usable_step_is_refused() -> None:
         CostModel.fit([(make_shape(), 1.0), (make_shape(chunk=1), math.nan)])
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_solver_agrees_with_scipy(seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sola_sched.cost_fit import DECODE, MIXED, PREFILL, kind_of
@@ -147,7 +147,6 @@ def test_empty_step_is_not_recorded_and_detaching_restores_the_methods() -> None
 # ---- grid
 
 
-@settings(deadline=None)
 @given(st.integers(1, 200_000), st.integers(1, 16_384), st.integers(1, 512), st.integers(1, 10**6))
 def test_grid_stays_within_the_limits(
     max_len: int, max_chunk: int, max_batch: int, max_kv_tokens: int

@@ -250,7 +250,7 @@ def builders(draw: st.DrawFn) -> StateBuilder:
     return b
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(builders(), st.sampled_from([0.0, 0.02, 0.2]), st.sampled_from([1.0, 0.9, 1.1, 1.3]))
 def test_a_kept_plan_is_the_plan_that_would_be_made(
     b: StateBuilder, share: float, slower: float
