@@ -123,7 +123,7 @@ def test_no_bound_where_none_was_asked_for(tmp_path: Path) -> None:
 
 
 def test_hindsight_lies_between_the_scheduler_and_the_bound(tmp_path: Path) -> None:
-    names = ("sola:sim.predictor=oracle,best_effort_share=0", HINDSIGHT, BOUND)
+    names = (sim_hindsight.SCHEDULER, HINDSIGHT, BOUND)
     overload = [replace(BASE, rate_per_s=60.0, num_requests=60, scheduler=n) for n in names]
 
     (row,) = sweep.run(overload, tmp_path / "runs.jsonl", is_hidden=True)

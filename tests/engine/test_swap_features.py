@@ -11,7 +11,15 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from engine_harness import STOCK, EngineRequest, make_workload, num_different, run, run_apart
+from engine_harness import (
+    STOCK,
+    EngineRequest,
+    RunResult,
+    make_workload,
+    num_different,
+    run,
+    run_apart,
+)
 from needs import NEEDS_SWAPPING
 from swapping import assert_exact, assert_nothing_left_behind, swap
 from tiny_deepseek import write_tiny_deepseek
@@ -60,12 +68,7 @@ DRAFTS = {
 
 
 def test_draft_tokens(model_dir: Path) -> None:
-    """In a process of its own: vLLM on CPUs starts one drafting engine per process only."""
-    requests = [repeating(request) for request in make_workload(30)]
-    case = {"requests": requests, "num_blocks": SCARCE, "speculative_config": DRAFTS}
-
-    (result,) = run_apart([case | swap()], model_dir)
-    expected = run(STOCK, requests, model_dir)
+    result, expected = with_drafts(model_dir)
 
     assert result.num_recomputed > 500, "wrong drafts were overwritten"
     assert result.num_preemptions >= 10
@@ -75,12 +78,20 @@ def test_draft_tokens(model_dir: Path) -> None:
 
 def test_draft_tokens_depend_on_what_comes_back(model_dir: Path) -> None:
     """Negative control."""
+    result, expected = with_drafts(model_dir, swap_faults={"zeroed": True})
+
+    assert num_different(result, expected) > 200
+
+
+def with_drafts(model_dir: Path, **options: Any) -> tuple[RunResult, RunResult]:
+    """With draft tokens and swapping, and stock vLLM without either.
+
+    The first in a process of its own: vLLM on CPUs starts one drafting engine per process only.
+    """
     requests = [repeating(request) for request in make_workload(30)]
     case = {"requests": requests, "num_blocks": SCARCE, "speculative_config": DRAFTS}
-
-    (result,) = run_apart([case | {"swap_faults": {"zeroed": True}} | swap()], model_dir)
-
-    assert num_different(result, run(STOCK, requests, model_dir)) > 200
+    (result,) = run_apart([case | options | swap()], model_dir)
+    return result, run(STOCK, requests, model_dir)
 
 
 def repeating(request: EngineRequest) -> EngineRequest:
@@ -118,15 +129,7 @@ HALF_STEP = 0.51 / 255
 
 @pytest.mark.parametrize(("mode", "largest"), [("raw", 0.0), ("int8", HALF_STEP)])
 def test_latent_attention(mode: str, largest: float, tmp_path: Path) -> None:
-    """Tokens cannot tell: on CPUs vLLM's MLA depends on what else is in a batch."""
-    result = run(
-        requests=make_workload(30),
-        model_dir=write_tiny_deepseek(tmp_path / "deepseek"),
-        num_blocks=2 * SCARCE,
-        block_size=16,
-        watches_kv=True,
-        **swap(mode=mode),
-    )
+    result = with_latent_attention(tmp_path, mode)
 
     assert result.num_preemptions >= 20
     assert result.num_recomputed == 0
@@ -138,14 +141,19 @@ def test_latent_attention(mode: str, largest: float, tmp_path: Path) -> None:
 
 def test_latent_attention_depends_on_what_comes_back(tmp_path: Path) -> None:
     """Negative control."""
-    result = run(
+    result = with_latent_attention(tmp_path, "raw", swap_faults={"zeroed": True})
+
+    assert result.largest_kv_error > 0.5
+
+
+def with_latent_attention(tmp_path: Path, mode: str, **options: Any) -> RunResult:
+    """KV is compared: tokens cannot tell, since vLLM's MLA on CPUs depends on the batch."""
+    return run(
         requests=make_workload(30),
         model_dir=write_tiny_deepseek(tmp_path / "deepseek"),
         num_blocks=2 * SCARCE,
         block_size=16,
         watches_kv=True,
-        swap_faults={"zeroed": True},
-        **swap(),
+        **options,
+        **swap(mode=mode),
     )
-
-    assert result.largest_kv_error > 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,38 +38,56 @@ def write_tiny_llama(folder: Path, seed: int = 0, **overrides: Any) -> Path:
     Args:
         overrides: Entries of `config.json` that change no weight's shape.
     """
+    hidden, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+    kv_size = hidden * CONFIG["num_key_value_heads"] // CONFIG["num_attention_heads"]
+    shapes = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (kv_size, hidden),
+        "self_attn.v_proj": (kv_size, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    return write_random_model(folder, CONFIG | overrides, shapes, seed=seed)
+
+
+def write_random_model(
+    folder: Path,
+    config: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, int]],
+    norms: Mapping[str, int] | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write `config.json` and fp32 weights of a decoder; returns `folder`.
+
+    Args:
+        shapes: Of each layer's matrices, by name.
+        norms: Sizes of norms of each layer, beside the two that all have.
+    """
     import torch
     from safetensors.torch import save_file
 
-    hidden, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
-    kv_size = hidden * CONFIG["num_key_value_heads"] // CONFIG["num_attention_heads"]
+    hidden, vocab_size = config["hidden_size"], config["vocab_size"]
     generator = torch.Generator().manual_seed(seed)
 
     def normal(rows: int, columns: int, gain: float) -> torch.Tensor:
         return torch.randn(rows, columns, generator=generator) * gain / columns**0.5
 
     weights = {
-        "model.embed_tokens.weight": normal(VOCAB_SIZE, hidden, hidden**0.5),
+        "model.embed_tokens.weight": normal(vocab_size, hidden, hidden**0.5),
         "model.norm.weight": torch.ones(hidden),
-        "lm_head.weight": normal(VOCAB_SIZE, hidden, 1.0),
+        "lm_head.weight": normal(vocab_size, hidden, 1.0),
     }
-    for layer in range(CONFIG["num_hidden_layers"]):
-        shapes = {
-            "self_attn.q_proj": (hidden, hidden),
-            "self_attn.k_proj": (kv_size, hidden),
-            "self_attn.v_proj": (kv_size, hidden),
-            "self_attn.o_proj": (hidden, hidden),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-        }
+    sizes = {"input_layernorm": hidden, "post_attention_layernorm": hidden, **(norms or {})}
+    for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         for name, (rows, columns) in shapes.items():
             weights[f"{prefix}.{name}.weight"] = normal(rows, columns, _GAIN)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{prefix}.{name}.weight"] = torch.ones(hidden)
+        for name, size in sizes.items():
+            weights[f"{prefix}.{name}.weight"] = torch.ones(size)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG | overrides, indent=1))
+    (folder / "config.json").write_text(json.dumps(dict(config), indent=1))
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
     return folder
 
