@@ -147,7 +147,9 @@ class SwapMixin(_Host):
             num_tokens = min(self.sola_copies.covered_tokens(req_id), request.num_tokens - 1)
             will_load = self._is_worth_loading(req_id, 0, num_tokens)
             if will_load:
-                table.num_computed[row] = max(num_tokens, table.num_computed[row])
+                # One token is left to compute: vLLM admits nobody in a step without tokens for it.
+                found = min(num_tokens, int(table.prefill_target[row]) - 1)
+                table.num_computed[row] = max(found, table.num_computed[row])
             elif before.get(req_id, False):  # what was expected then is not to be had
                 caches = self._seams.caches_prefixes
                 found = self._seams.num_cached_tokens(request) if caches else 0

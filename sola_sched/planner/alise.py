@@ -52,6 +52,7 @@ class AlisePlanner:
         self._again = Recompute()
         self._took_part: BoolArray = np.zeros(0, dtype=np.bool_)
         self._settled: tuple[StepPlan, IntArray, IntArray, tuple[int, int]] | None = None
+        self._num_free_blocks = 0
         self._num_settled = self._num_plans = 0
 
     def plan(self, state: StepState) -> StepPlan:
@@ -83,16 +84,20 @@ class AlisePlanner:
         if step.num_settled and not len(plan.reject):
             self._settled = plan, state.running, state.waiting, table.known
             self._num_settled = step.num_settled
+            self._num_free_blocks = state.num_free_blocks
         return plan
 
     def _kept_plan(self, state: StepState) -> StepPlan | None:
-        """The plan before, if it decided nothing new and the same requests run and wait."""
+        """The plan before, if it decided nothing new and the same requests run and wait.
+
+        Blocks come free without an end where those of a displaced request were being copied.
+        """
         if self._settled is None or not self._num_settled:
             return None
         plan, running, waiting, known = self._settled
         is_same = (
             known == state.table.known
-            and state.num_free_blocks > most_blocks(state, plan)
+            and most_blocks(state, plan) < state.num_free_blocks <= self._num_free_blocks
             and are_equal(running, state.running)
             and are_equal(waiting, state.waiting)
         )

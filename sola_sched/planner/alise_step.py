@@ -89,8 +89,8 @@ class AliseStep:
         ahead = np.zeros(len(rows), dtype=np.int64)
         ahead[:num_running] = state.num_ahead
         self.left = state.remaining(rows, ahead)
-        new = np.where(self.is_decode, 0, table.prefill_target[rows] - table.num_computed[rows])
-        self.new = np.maximum(new, 0).astype(np.float64)
+        new = np.maximum(table.prefill_target[rows] - table.num_computed[rows], 1)
+        self.new = np.where(self.is_decode, 0, new).astype(np.float64)
         self.ctx = np.maximum(table.num_prompt[rows] + table.num_output[rows] + ahead, 1)
         time = ExecutionTime.of(state.cost, batch)
         prefill_s = time.prefill_s(self.new, table.num_computed[rows].astype(np.float64))

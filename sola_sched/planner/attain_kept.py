@@ -83,13 +83,16 @@ class KeptPlan:
         return self.plan
 
     def _are_the_same(self, state: StepState) -> bool:
-        """Whether the same requests run and wait, and there is memory for another step."""
+        """Whether the same requests run and wait, and there is memory for another step.
+
+        Blocks come free without an end where those of a displaced request were being copied.
+        """
         made = self.made
         return (
             self.num_steps <= _MAX_STEPS
             and state.now_s <= self.until_s
             and self.known == state.table.known
-            and state.num_free_blocks > most_blocks(state, self.plan)
+            and most_blocks(state, self.plan) < state.num_free_blocks <= made.num_free_blocks
             and are_equal(made.running, state.running)
             and are_equal(made.waiting, state.waiting)
         )

@@ -224,6 +224,29 @@ def test_a_plan_that_decided_nothing_is_kept_until_somebody_comes() -> None:
     assert planner.plan(b.build()) is not first
 
 
+def test_blocks_that_come_free_by_themselves_end_a_kept_plan() -> None:
+    """Those of a displaced request, once they have been copied."""
+    b = StateBuilder(num_blocks=100, num_free_blocks=5)
+    decode(b, "a", 50)
+    waiting(b, "w", 200)
+    planner = make_alise()
+    first = planner.plan(b.build())
+    assert not b.names(first.admit)
+    assert planner.plan(b.build(num_free_blocks=4)) is first
+    assert b.names(planner.plan(b.build(num_free_blocks=90)).admit) == ["w"]
+
+
+def test_what_a_host_copy_holds_whole_still_takes_a_token_of_the_step() -> None:
+    """vLLM admits nobody in a step without tokens for it."""
+    b = StateBuilder()
+    decode(b, "a", 50)
+    row = waiting(b, "swapped", 200)
+    b.table.num_computed[row] = b.table.prefill_target[row]
+    plan = make_alise().plan(b.build())
+    assert b.names(plan.admit) == ["swapped"]
+    assert plan.token_budget == 2
+
+
 def test_a_plan_is_kept_while_a_prefill_fills_the_chunks() -> None:
     b = StateBuilder()
     decode(b, "a", 50)

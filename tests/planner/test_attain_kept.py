@@ -117,6 +117,15 @@ def test_while_nobody_may_start_the_plan_is_kept() -> None:
     assert run.steps(6) == [False, *[True] * 5]
 
 
+def test_blocks_that_come_free_by_themselves_end_it() -> None:
+    """Those of a displaced request, once they have been copied."""
+    run = Run(make_state())
+    run.changes["num_free_blocks"] = 500
+    assert run.steps(3) == [False, True, True]
+    run.changes["num_free_blocks"] = 600
+    assert run.steps(2) == [False, True]
+
+
 def new_arrival(b: StateBuilder) -> None:
     b.waiting("new", waited_s=0.0, slo=LOOSE)
 

@@ -16,6 +16,7 @@ from sola_sched.kv_swap.jobs import Job, Piece
 from sola_sched.scheduler import Scheduler
 from sola_sched.simulator import StepTimeModel, VirtualEngine, VirtualRequest
 from sola_sched.simulator.swap_link import LinkSpeed, SwapLink
+from sola_sched.state import StepPlan, StepState
 
 pytestmark = pytest.mark.vllm
 
@@ -56,9 +57,15 @@ def test_int8_moves_and_takes_fewer_bytes() -> None:
     assert slots[1] / slots[0] == pytest.approx(2 / (1 + 4 / 16), rel=0.02)
 
 
-def serve(swap_link: LinkSpeed | None, *, is_async: bool, always: bool = True) -> VirtualEngine:
+def serve(
+    swap_link: LinkSpeed | None,
+    *,
+    is_async: bool,
+    always: bool = True,
+    scheduler_cls: type[Scheduler] = Scheduler,
+) -> VirtualEngine:
     engine = VirtualEngine(
-        Scheduler,
+        scheduler_cls,
         model=TINY_MODEL,
         num_blocks=34,
         max_model_len=512,
@@ -94,6 +101,22 @@ def test_swapping_saves_the_time_of_computing_again(is_async: bool) -> None:
         engine.scheduler.sola_copies.check_integrity()
         assert engine.scheduler.sola_copies.is_idle
         assert engine.num_free_blocks == 33
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_whoever_waits_has_a_token_left_to_compute(is_async: bool) -> None:
+    """Or a step that has no tokens but for its decodes would never admit it."""
+    least = []
+
+    class Watched(Scheduler):
+        def _with_swaps(self, state: StepState, plan: StepPlan) -> StepPlan:
+            table, waiting = state.table, state.waiting
+            least.extend(table.prefill_target[waiting] - table.num_computed[waiting])
+            return super()._with_swaps(state, plan)
+
+    serve(FAST, is_async=is_async, scheduler_cls=Watched)
+
+    assert min(least) == 1
 
 
 def test_where_copies_take_longer_they_are_not_made() -> None:
