@@ -22,6 +22,8 @@ BoolArray = NDArray[np.bool_]
 
 #: Share of requests that may end before `StepState.surely_remaining`.
 _RARE = 0.05
+#: Probabilities of `StepState.likely_remaining`: the middles of equal parts of the mass.
+_LIKELY = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 #: Values of `RequestTable.phase`.
 FREE, WAITING, PREFILL, DECODE, PARKED = 0, 1, 2, 3, 4
@@ -271,13 +273,20 @@ class StepState:
 
     def surely_remaining(self, rows: IntArray, num_ahead: IntArray | int = 0) -> FloatArray:
         """Output tokens left (>= 1) that 95 % of such requests reach, as in `remaining`."""
+        return self._remaining_at(_RARE, rows, num_ahead)
+
+    def likely_remaining(self, rows: IntArray, num_ahead: IntArray | int = 0) -> FloatArray:
+        """Equally likely values [n, 5] of the output tokens left (>= 1), as in `remaining`."""
+        return np.stack([self._remaining_at(q, rows, num_ahead) for q in _LIKELY], axis=1)
+
+    def _remaining_at(self, q: float, rows: IntArray, num_ahead: IntArray | int) -> FloatArray:
         table = self.table
         output, limit = table.num_output[rows] + num_ahead, table.max_tokens[rows]
-        left = self.lengths.remaining_quantile(_RARE, table.length_class[rows], output, limit)
+        left = self.lengths.remaining_quantile(q, table.length_class[rows], output, limit)
         if table.num_predicted and self.trusts_predictions:
             own, quantiles = self._own(rows)
             left[own] = _limited(
-                remaining_at(_RARE, quantiles, output[own], left[own]), output[own], limit[own]
+                remaining_at(q, quantiles, output[own], left[own]), output[own], limit[own]
             )
         return left
 

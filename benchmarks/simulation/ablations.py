@@ -62,5 +62,5 @@ class PeakMemoryAlone(ShortestJobFirst):
         return self._lengths.remaining(classes, done, limits)
 
 
-def _all_fit(state: Any, growing: Any, growth: Any, held: Any, index: Any) -> int:
+def _all_fit(state: Any, growing: Any, index: Any, left: Any) -> int:
     return len(index)

@@ -297,10 +297,11 @@ class AttainStep:
         need = float(prefills.new[waiting].sum())
         used = 1.0 - (state.num_free_blocks - need / state.block_size) / max(1, state.num_blocks)
         if used > _MEMORY_THRESHOLD:
-            started = prefills.rows[:num_started]
-            growing = np.concatenate([decodes.rows_alive, started])
-            growth = np.concatenate([decodes.remaining[decodes.alive], state.remaining(started)])
-            count = num_that_fit(state, growing, growth, 0, waiting - num_started)
+            growing = np.concatenate([decodes.rows_alive, prefills.rows[:num_started]])
+            ahead = np.zeros(len(growing) + len(waiting), dtype=np.int64)
+            ahead[: decodes.num_alive] = decodes.ahead[decodes.alive]
+            left = state.likely_remaining(np.concatenate([growing, prefills.rows[waiting]]), ahead)
+            count = num_that_fit(state, growing, waiting - num_started, left)
         mask[places[:count]] = True
         return mask
 

@@ -25,29 +25,41 @@ def peak_tokens(used: FloatArray | IntArray, left: FloatArray) -> float:
 
     Source: SOLA section 5.1, after LightLLM. With requests sorted by tokens left, longest
     first, the need when request i ends is ``sum_{j<=i} used_j + i * left_i``; the peak is the
-    largest of these.
+    largest of these. With several equally likely values of what is left, each counts as a request
+    of its own and for its share: the peak of the expected need. That is less than the need of
+    expected lengths, since requests of equal expectations do not all end together.
 
     Args:
-        used: Tokens each request holds now.
-        left: Tokens each request will still add, >= 0.
+        used: Tokens each request holds now, [n].
+        left: Tokens each request will still add, >= 0, [n] or [n, k].
     """
-    if not len(used):
-        return 0.0
-    order = np.argsort(-left)
-    held = np.cumsum(used[order])
-    return float((held + left[order] * np.arange(1, len(order) + 1)).max())
+    return _Peak(used, left).tokens(len(used))
 
 
-def num_that_fit(
-    state: StepState, growing: IntArray, growth: FloatArray, held: int, index: IntArray
-) -> int:
+class _Peak:
+    """`peak_tokens` of the first requests, for one count after another."""
+
+    def __init__(self, used: FloatArray | IntArray, left: FloatArray) -> None:
+        left = left.reshape(len(used), -1)
+        self._num_values = left.shape[1]
+        order = np.argsort(-left, axis=None)
+        self._place = order // self._num_values
+        self._used, self._left = used[self._place], left.ravel()[order]
+
+    def tokens(self, count: int) -> float:
+        is_in = self._place < count
+        held = np.cumsum(self._used * is_in) + self._left * np.cumsum(is_in)
+        return float(held.max(initial=0.0)) / self._num_values
+
+
+def num_that_fit(state: StepState, growing: IntArray, index: IntArray, left: FloatArray) -> int:
     """How many waiting requests, from the front, keep the predicted peak inside the KV cache.
 
     Args:
         state: The step's state.
-        growing: Rows that run on, each to add `growth` tokens, shape [len(growing)].
-        held: Tokens of KV that stay as they are.
+        growing: Rows that run on.
         index: Positions in `state.waiting` of the candidates, in the order of admission.
+        left: Tokens that those in `growing` and the candidates will still add, as in `peak_tokens`.
 
     Returns:
         A count in [0, len(index)]; at least 1 when nothing else holds KV.
@@ -55,18 +67,13 @@ def num_that_fit(
     if not len(index):
         return 0
     table = state.table
-    capacity = state.num_blocks * state.block_size * _PLANNABLE - held
+    capacity = state.num_blocks * state.block_size * _PLANNABLE
     used = table.prefill_target[growing] + table.num_output[growing]
     used = np.maximum(used, table.num_computed[growing])
-    new_used = table.prefill_target[state.waiting[index]]
-    new_left = state.remaining(state.waiting[index])
+    peak = _Peak(np.concatenate([used, table.prefill_target[state.waiting[index]]]), left)
 
     def fits(count: int) -> bool:
-        need = peak_tokens(
-            np.concatenate([used, new_used[:count]]),
-            np.concatenate([growth, new_left[:count]]),
-        )
-        return need <= capacity
+        return peak.tokens(len(growing) + count) <= capacity
 
     if fits(len(index)):
         return len(index)
@@ -74,7 +81,7 @@ def num_that_fit(
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    if low == 0 and not len(growing) and not held:
+    if low == 0 and not len(growing):
         return 1
     return low
 

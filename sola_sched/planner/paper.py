@@ -238,4 +238,5 @@ class PaperPlanner:
         need = state.table.prefill_target[state.waiting[index]].sum() / state.block_size
         if used + need / max(1, state.num_blocks) < _MEMORY_THRESHOLD:
             return len(index)
-        return num_that_fit(state, running, growth, 0, index)
+        left = np.concatenate([growth, state.remaining(state.waiting[index])])
+        return num_that_fit(state, running, index, left)

@@ -16,6 +16,7 @@ from sola_sched.config import SolaConfig
 from sola_sched.cost_model import CostModel, StepShape
 from sola_sched.planner import make_planner
 from sola_sched.planner.attain import AttainPlanner
+from sola_sched.prediction import LengthPrediction
 from sola_sched.slo import SloTarget
 
 LOOSE = SloTarget(10.0, 0.1)
@@ -443,6 +444,17 @@ def test_admission_stops_where_the_predicted_peak_outgrows_the_cache() -> None:
         b.waiting(f"w{i}", waited_s=0.0, prompt=160, slo=LOOSE)
     plan = make_attain().plan(b.build())
     assert len(plan.admit) == 4  # 100 blocks x 16 x 0.97 = 1552 tokens; each peaks at 320
+
+
+def test_admission_knows_that_outputs_of_one_expectation_do_not_end_together() -> None:
+    """As above, but half of them end with the first token and the others after 319."""
+    b = StateBuilder(left=160.0, num_blocks=100, num_free_blocks=100)
+    for i in range(10):
+        row = b.waiting(f"w{i}", waited_s=0.0, prompt=160, slo=LOOSE)
+        b.table.predict(row, LengthPrediction(np.repeat([1.0, 319.0], 5), "histogram"))
+    plan = make_attain().plan(b.build())
+    # Most is needed when three in five are left: 3/5 x 320 tokens, not 320.
+    assert len(plan.admit) == 8
 
 
 def test_a_held_lost_decode_gives_its_slot_to_a_request_that_can_make_it() -> None:

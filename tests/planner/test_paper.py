@@ -113,15 +113,36 @@ def test_peak_memory_equals_a_step_by_step_count(requests: list[tuple[int, int]]
     assert peak_tokens(used, left.astype(float)) == brute
 
 
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 500), st.lists(st.integers(0, 300), min_size=3, max_size=3)),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_the_peak_of_the_expected_need_is_that_of_a_step_by_step_mean(
+    requests: list[tuple[int, list[int]]],
+) -> None:
+    used = np.array([u for u, _ in requests])
+    left = np.array([values for _, values in requests], dtype=np.float64)
+    brute = max(
+        sum((u + step) * sum(n >= step for n in values) / 3 for u, values in requests)
+        for step in range(301)
+    )
+    assert peak_tokens(used, left) == pytest.approx(brute)
+    assert peak_tokens(used, left) <= peak_tokens(used, left.max(axis=1)) + 1e-6
+
+
 def test_admission_counts_requests_until_the_predicted_peak_is_full() -> None:
     b = StateBuilder(left=160.0, num_blocks=100)
     for i in range(10):
         b.waiting(f"w{i}", waited_s=0.0, prompt=160)
     state = b.build()
-    none = state.running
-    assert num_that_fit(state, none, np.empty(0), 0, np.arange(10)) == 4
-    assert num_that_fit(state, none, np.empty(0), 1000, np.arange(10)) == 1
-    assert num_that_fit(state, none, np.empty(0), 0, np.arange(0)) == 0
+    none, all_of_them = state.running, np.arange(10)
+    assert num_that_fit(state, none, all_of_them, np.full(10, 160.0)) == 4
+    assert num_that_fit(state, none, all_of_them, np.full((10, 5), 160.0)) == 4
+    assert num_that_fit(state, none, all_of_them, np.full(10, 9000.0)) == 1
+    assert num_that_fit(state, none, np.arange(0), np.empty(0)) == 0
 
 
 @pytest.mark.parametrize(("num_free_blocks", "is_ordered"), [(50, False), (7, True)])
