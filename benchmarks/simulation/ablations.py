@@ -62,5 +62,5 @@ class PeakMemoryAlone(ShortestJobFirst):
         return self._lengths.remaining(classes, done, limits)
 
 
-def _all_fit(state: Any, growing: Any, index: Any, left: Any) -> int:
+def _all_fit(state: Any, growing: Any, index: Any, left: Any, num_ahead: Any = 0) -> int:
     return len(index)

@@ -301,7 +301,7 @@ class AttainStep:
             ahead = np.zeros(len(growing) + len(waiting), dtype=np.int64)
             ahead[: decodes.num_alive] = decodes.ahead[decodes.alive]
             left = state.likely_remaining(np.concatenate([growing, prefills.rows[waiting]]), ahead)
-            count = num_that_fit(state, growing, waiting - num_started, left)
+            count = num_that_fit(state, growing, waiting - num_started, left, ahead)
         mask[places[:count]] = True
         return mask
 

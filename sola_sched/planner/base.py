@@ -52,7 +52,13 @@ class _Peak:
         return float(held.max(initial=0.0)) / self._num_values
 
 
-def num_that_fit(state: StepState, growing: IntArray, index: IntArray, left: FloatArray) -> int:
+def num_that_fit(
+    state: StepState,
+    growing: IntArray,
+    index: IntArray,
+    left: FloatArray,
+    num_ahead: IntArray | int = 0,
+) -> int:
     """How many waiting requests, from the front, keep the predicted peak inside the KV cache.
 
     Args:
@@ -60,17 +66,16 @@ def num_that_fit(state: StepState, growing: IntArray, index: IntArray, left: Flo
         growing: Rows that run on.
         index: Positions in `state.waiting` of the candidates, in the order of admission.
         left: Tokens that those in `growing` and the candidates will still add, as in `peak_tokens`.
+        num_ahead: Of each of them, tokens in flight, which `left` does not count.
 
     Returns:
         A count in [0, len(index)]; at least 1 when nothing else holds KV.
     """
     if not len(index):
         return 0
-    table = state.table
+    rows = np.concatenate([growing, state.waiting[index]])
+    peak = _Peak(state.table.num_prompt[rows] + state.table.num_output[rows] + num_ahead, left)
     capacity = state.num_blocks * state.block_size * _PLANNABLE
-    used = table.prefill_target[growing] + table.num_output[growing]
-    used = np.maximum(used, table.num_computed[growing])
-    peak = _Peak(np.concatenate([used, table.prefill_target[state.waiting[index]]]), left)
 
     def fits(count: int) -> bool:
         return peak.tokens(len(growing) + count) <= capacity

@@ -145,6 +145,18 @@ def test_admission_counts_requests_until_the_predicted_peak_is_full() -> None:
     assert num_that_fit(state, none, np.arange(0), np.empty(0)) == 0
 
 
+def test_admission_counts_the_outputs_of_a_request_that_came_back_once() -> None:
+    b = StateBuilder(num_blocks=100)
+    row = b.decode("back", first_ago_s=1.0, out=700, prompt=100)
+    b.table.prefill_target[row] = 790  # its prompt and 690 outputs were computed again
+    b.waiting("w", waited_s=0.0, prompt=160)
+    left, waiting = np.full(2, 100.0), np.arange(1)
+    # Of 1552 tokens 800 + 160 + 2 x 100 and as many more as are in flight.
+    assert num_that_fit(b.build(), b.build().running, waiting, left) == 1
+    assert num_that_fit(b.build(), b.build().running, waiting, left, np.array([392, 0])) == 1
+    assert num_that_fit(b.build(), b.build().running, waiting, left, np.array([393, 0])) == 0
+
+
 @pytest.mark.parametrize(("num_free_blocks", "is_ordered"), [(50, False), (7, True)])
 def test_full_slots_the_decodes_are_ordered_only_where_memory_may_end(
     num_free_blocks: int, is_ordered: bool
