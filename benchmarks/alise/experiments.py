@@ -25,6 +25,11 @@ SCHEDULERS = {
     "attain, histogram": "sola",
     "attain, oracle": "sola:sim.predictor=oracle",
 }
+#: The same with the KV of displaced requests kept in host memory (`seeds` alone).
+SWAPPING = {
+    f"{name}, swap": f"{SCHEDULERS[name]},swap.mode=int8"
+    for name in ("alise, histogram", "alise, retrieval", "alise, oracle")
+}
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ def lines_of(rows: Sequence[Row], column: str) -> dict[str, list[Row]]:
     ordered = sorted(rows, key=lambda row: row["rate_per_s"])
     lines = {"FCFS": [r for r in ordered if r["scheduler"] == FCFS]}
     lines["vLLM, best chunk"] = best_stock(ordered, column)
-    for name, scheduler in SCHEDULERS.items():
+    for name, scheduler in (SCHEDULERS | SWAPPING).items():
         lines[name] = [r for r in ordered if r["scheduler"] == scheduler]
     return {name: line for name, line in lines.items() if line}
 
@@ -186,7 +191,11 @@ def _mean_ratio(ratios: Sequence[_Ratio]) -> _Ratio:
 
 
 _SEEDS = (0, 1, 2)
-_SEEDED = (*STOCK, ALISE, f"{ALISE},sim.predictor={{retrieval}}", f"{ALISE},sim.predictor=oracle")
+_SEEDED = (
+    *STOCK,
+    *(SCHEDULERS[f"alise, {name}"] for name in ("histogram", "retrieval", "oracle")),
+    *SWAPPING.values(),
+)
 
 
 def seeds_runs(only: Sequence[str], is_quick: bool) -> list[Run]:
@@ -200,6 +209,8 @@ def seeds_table(rows: Sequence[Row]) -> str:
     body = []
     for setup in dict.fromkeys((row["profile"], row["dataset"]) for row in rows):
         group = [r for r in rows if (r["profile"], r["dataset"]) == setup]
+        if {r["seed"] for r in group if r["scheduler"] == FCFS} < set(_SEEDS):
+            continue  # has not been run on all of them
         found = [_ratios([r for r in group if r["seed"] == seed])[1] for seed in _SEEDS]
         for name in found[0]:
             cells = [f"{setup[0]}, {setup[1]}", name]
