@@ -40,8 +40,7 @@ class _Peak:
     """`peak_tokens` of the first requests, for one count after another."""
 
     def __init__(self, used: FloatArray | IntArray, left: FloatArray) -> None:
-        left = left.reshape(len(used), -1)
-        self._num_values = left.shape[1]
+        self._num_values = left.shape[1] if left.ndim == 2 else 1
         order = np.argsort(-left, axis=None)
         self._place = order // self._num_values
         self._used, self._left = used[self._place], left.ravel()[order]

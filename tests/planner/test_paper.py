@@ -95,6 +95,7 @@ def test_the_window_damps_a_single_odd_step() -> None:
 def test_peak_memory_of_two_requests_by_hand() -> None:
     # After 10 steps the first ends: 100 + 50 + 2 x 10 = 170; then 50 + 100 = 150.
     assert peak_tokens(np.array([100, 50]), np.array([10.0, 100.0])) == 170.0
+    assert peak_tokens(np.empty(0), np.empty(0)) == 0.0
 
 
 @given(
