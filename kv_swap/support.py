@@ -40,6 +40,8 @@ def reason_against(vllm_config: Any, kv_cache_config: Any, options: SwapConfig) 
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name} is {getattr(parallel, name)}, which spreads blocks over workers"
+    if getattr(parallel, "pipeline_parallel_size", 1) > 1:
+        return f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, which is not tested"
     if not kv_cache_config.kv_cache_groups:
         return "the model has no KV cache"
     for group in kv_cache_config.kv_cache_groups:

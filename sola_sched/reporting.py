@@ -66,6 +66,15 @@ def summary_line(stats: Mapping[str, Any], num_running: int, num_waiting: int) -
             f"; in {stats['short_of_slots']:.0%} of the latest steps requests waited for a slot "
             "with KV memory and TPOT to spare: raise --max-num-seqs"
         )
+    swapped = ""
+    if swap := stats.get("swap"):
+        crossover = swap["crossover_tokens"]
+        swapped = (
+            f", {swap['num_swapped_out']} KV tokens copied to the host and "
+            f"{swap['num_swapped_in']} back"
+        )
+        if crossover is not None:
+            swapped += f" (worth it from {crossover} on)"
     return (
         f"{stats['num_finished']} finished, attained {stats['attainment']:.1%} "
         f"(TTFT {stats['ttft_attainment']:.1%}, TPOT {stats['tpot_attainment']:.1%}), "
@@ -73,5 +82,5 @@ def summary_line(stats: Mapping[str, Any], num_running: int, num_waiting: int) -
         f"(longest estimate {stats['longest_ewt_s']:.1f} s), {stats['num_held']} holds, "
         f"{stats['num_preempted_by_policy']} preemptions by policy, "
         f"{stats['num_rejected']} rejected, step model error {stats['cost_model_error']:.1%}"
-        f"{ignored}{slots}"
+        f"{swapped}{ignored}{slots}"
     )

@@ -40,6 +40,16 @@ def test_the_log_line_tells_how_many_met_their_targets() -> None:
     assert "3 holds, 1 preemptions by policy, 0 rejected" in line
 
 
+def test_the_log_line_tells_from_which_length_on_swapping_is_worth_it() -> None:
+    stats = engine_stats("attain", StateMonitor(make_cost(), FixedLengths(), lambda: 0.0)) | COUNTS
+    swap = {"num_swapped_out": 900, "num_swapped_in": 700, "crossover_tokens": 120}
+    line = summary_line(stats | {"swap": swap}, num_running=4, num_waiting=7)
+    assert "900 KV tokens copied to the host and 700 back (worth it from 120 on)" in line
+    unknown = summary_line(stats | {"swap": swap | {"crossover_tokens": None}}, 4, 7)
+    assert "700 back" in unknown
+    assert "worth it" not in unknown
+
+
 def test_nothing_has_happened_yet() -> None:
     monitor = StateMonitor(make_cost(), FixedLengths(), lambda: 0.0)
     assert "0 finished, attained 0.0%" in summary_line(

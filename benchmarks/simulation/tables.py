@@ -34,6 +34,45 @@ def load_lines(
     return lines
 
 
+def rival_lines(
+    rows: Sequence[Row], name: str, base_rate: float, rules: Sequence[str]
+) -> list[list[str]]:
+    """One line per rate: each rule at its best chunk size, then ours and the bound."""
+    lines = []
+    for rate in sorted({row["rate_per_s"] for row in rows}):
+        group = [row for row in rows if row["rate_per_s"] == rate]
+        best = [
+            _best_of([row for row in group if row["scheduler"].startswith(f"{rule}:")])
+            for rule in rules
+        ]
+        lines.append(
+            [
+                name, f"{rate / base_rate:.2f}", f"{rate:.3g}",
+                *(f"{percent(r)} ({r[0]['scheduler'].partition(':')[2]})" for r in best),
+                percent(of_scheduler(group, "sola")), percent(group, BOUND),
+            ]
+        )  # fmt: skip
+    return lines
+
+
+def predicted_lines(
+    rows: Sequence[Row], name: str, base_rate: float, other: str
+) -> list[list[str]]:
+    """One line per rate: ours, ours with another predictor, the bound, and the shares of it."""
+    lines = []
+    for rate in sorted({row["rate_per_s"] for row in rows}):
+        group = [row for row in rows if row["rate_per_s"] == rate]
+        found = [of_scheduler(group, scheduler) for scheduler in ("sola", other)]
+        bound = mean(group, BOUND)
+        lines.append(
+            [
+                name, f"{rate / base_rate:.2f}", f"{rate:.3g}", *map(percent, found),
+                percent(group, BOUND), *(f"{mean(r, 'attainment') / bound:.2f}" for r in found),
+            ]
+        )  # fmt: skip
+    return lines
+
+
 def goodput_head(first: str, others: Sequence[str]) -> list[str]:
     return [first, "level", "best stock", *map(short, others), BOUND, "sola / stock",
             "sola / bound"]  # fmt: skip
@@ -141,7 +180,12 @@ def of_scheduler(rows: Sequence[Row], scheduler: str) -> list[Row]:
 
 def _best_setting(rows: Sequence[Row]) -> list[Row]:
     """Rows of the stock setting that attains most on average over these rows' seeds."""
-    names = dict.fromkeys(r["scheduler"] for r in rows if _is_stock(r["scheduler"]))
+    return _best_of([row for row in rows if _is_stock(row["scheduler"])])
+
+
+def _best_of(rows: Sequence[Row]) -> list[Row]:
+    """Rows of the setting that attains most on average over these rows' seeds."""
+    names = dict.fromkeys(row["scheduler"] for row in rows)
     return max(
         (of_scheduler(rows, name) for name in names),
         key=lambda group: (mean(group, "attainment"), -mean(group, "mean_ttft_s")),

@@ -181,6 +181,11 @@ def make_config(**parallel: int) -> Any:
             make_groups(make_spec("FullAttentionSpec")),
             "decode_context_parallel_size is 2",
         ),
+        (
+            make_config(pipeline_parallel_size=2),
+            make_groups(make_spec("FullAttentionSpec")),
+            "pipeline_parallel_size is 2, which is not tested",
+        ),
         (make_config(), make_groups(), "the model has no KV cache"),
     ],
 )
