@@ -1,0 +1,66 @@
+"""The script that measures copies on a GPU: what it does where there is none."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+_SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "swap" / "bench_transfer.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_transfer", _SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bench_transfer"] = module  # where dataclasses look
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures where there is a GPU")
+def test_without_a_gpu_numbers_are_marked_absent(script: ModuleType, tmp_path: Path) -> None:
+    assert script.main(["--results", str(tmp_path)]) == 0
+    table = (tmp_path / "transfer.md").read_text()
+    assert "speed absent" in table
+    assert "GB/s" in table
+    assert not [
+        line for line in table.splitlines() if line.startswith("| raw") and "absent" not in line
+    ]
+
+
+@pytest.mark.parametrize(("is_int8", "worst"), [(False, 0.0), (True, 0.55)])
+def test_round_trips_of_both_modes_are_right(
+    script: ModuleType, is_int8: bool, worst: float
+) -> None:
+    swapped = script.Swapped(script.TINY, 640, torch.device("cpu"), is_int8=is_int8)
+    assert swapped.largest_error() <= worst
+    swapped.worker.close()
+
+
+def test_a_wrong_round_trip_reports_no_speed(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(script.Packer, "unpack", lambda self, piece, image: None)
+
+    assert script.main(["--results", str(tmp_path)]) == 1
+    assert "no speed is reported" in capsys.readouterr().out
+    assert not (tmp_path / "transfer.md").exists()
+
+
+def test_a_step_is_the_matrix_products_of_the_shape(script: ModuleType) -> None:
+    flop_counter = pytest.importorskip("torch.utils.flop_counter")
+    with flop_counter.FlopCounterMode(display=False) as flops:
+        script.make_step(script.TINY, torch.device("cpu"))()
+    # Batch 64, two layers; 32 x (32 + 32), 32 x 32, 32 x 128 and 64 x 32 weights.
+    assert flops.get_total_flops() == 2 * 64 * 2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32)
