@@ -71,7 +71,7 @@ def test_draft_tokens(model_dir: Path) -> None:
     result, expected = with_drafts(model_dir)
 
     assert result.num_recomputed > 500, "wrong drafts were overwritten"
-    assert result.num_preemptions >= 10
+    assert result.num_preemptions >= 20
     assert result.stats["swap"]["num_loaded"] > 500
     assert_exact(result, expected)
 
@@ -88,7 +88,7 @@ def with_drafts(model_dir: Path, **options: Any) -> tuple[RunResult, RunResult]:
 
     The first in a process of its own: vLLM on CPUs starts one drafting engine per process only.
     """
-    requests = [repeating(request) for request in make_workload(30)]
+    requests = [repeating(request) for request in make_workload(60)]
     case = {"requests": requests, "num_blocks": SCARCE, "speculative_config": DRAFTS}
     (result,) = run_apart([case | options | swap()], model_dir)
     return result, run(STOCK, requests, model_dir)
