@@ -209,7 +209,7 @@ def seeds_table(rows: Sequence[Row]) -> str:
     body = []
     for setup in dict.fromkeys((row["profile"], row["dataset"]) for row in rows):
         group = [r for r in rows if (r["profile"], r["dataset"]) == setup]
-        if {r["seed"] for r in group if r["scheduler"] == FCFS} < set(_SEEDS):
+        if not set(_SEEDS) <= {r["seed"] for r in group if r["scheduler"] == FCFS}:
             continue  # has not been run on all of them
         found = [_ratios([r for r in group if r["seed"] == seed])[1] for seed in _SEEDS]
         for name in found[0]:

@@ -42,6 +42,7 @@ from tables import (
     side_by_side_lines,
 )
 
+from sola_sched.bench.backend import BASELINES
 from sola_sched.bench.calibrate import SLO_FACTOR
 from sola_sched.bench.points import BOUND, HINDSIGHT, SYNTHETIC, Point
 from sola_sched.bench.sweep import Row
@@ -131,14 +132,10 @@ def chunks(setup: Setup) -> Outcome:
     return Outcome(rows, markdown(["data", "load", "req/s", *map(str, _CHUNKS)], lines))
 
 
-#: Every rule of `sola_sched.simulator.baselines`.
-_RIVALS = ("prefill-first", "decode-first", "sjf", "sjf-oracle", "spf", "hrrn", "reject")
-
-
 def rivals(setup: Setup) -> Outcome:
     """Every other rule, each at the best of stock's chunk sizes, at stock's rate and past it."""
     chunks = tuple(name.partition(":")[2] for name in STOCK)
-    names = (*STOCK, *(f"{rule}:{size}" for rule in _RIVALS for size in chunks), "sola")
+    names = (*STOCK, *(f"{rule}:{size}" for rule in BASELINES for size in chunks), "sola")
     rows: list[Row] = []
     lines = []
     for file in setup.datasets(LENGTHS):
@@ -147,8 +144,8 @@ def rivals(setup: Setup) -> Outcome:
         points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=names)
         found = setup.rows(with_bound(points), f"rivals, {NAMES[file]}")
         rows += found
-        lines += rival_lines(found, NAMES[file], base.rate_per_s, ("stock", *_RIVALS))
-    columns = ["data", "load", "req/s", "best stock", *_RIVALS, "sola", BOUND]
+        lines += rival_lines(found, NAMES[file], base.rate_per_s, ("stock", *BASELINES))
+    columns = ["data", "load", "req/s", "best stock", *BASELINES, "sola", BOUND]
     return Outcome(rows, markdown(columns, lines))
 
 

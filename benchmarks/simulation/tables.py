@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from setups import ORACLE, PAPER, crossing, mean
 
@@ -20,13 +20,12 @@ def load_lines(
 ) -> list[list[str]]:
     """One line per rate: mean over seeds of each scheduler, stock at its best setting."""
     lines = []
-    for rate in sorted({row["rate_per_s"] for row in rows}):
-        group = [row for row in rows if row["rate_per_s"] == rate]
+    for rate, group in _by_rate(rows):
         stock = _best_setting(group)
         lines.append(
             [
                 name, f"{rate / base_rate:.2f}", f"{rate:.3g}",
-                f"{percent(stock)} ({stock[0]['scheduler'].partition(':')[2]})",
+                _with_setting(stock),
                 *(percent(of_scheduler(group, s)) for s in compared if not _is_stock(s)),
                 percent(group, BOUND),
             ]
@@ -39,8 +38,7 @@ def rival_lines(
 ) -> list[list[str]]:
     """One line per rate: each rule at its best chunk size, then ours and the bound."""
     lines = []
-    for rate in sorted({row["rate_per_s"] for row in rows}):
-        group = [row for row in rows if row["rate_per_s"] == rate]
+    for rate, group in _by_rate(rows):
         best = [
             _best_of([row for row in group if row["scheduler"].startswith(f"{rule}:")])
             for rule in rules
@@ -48,7 +46,7 @@ def rival_lines(
         lines.append(
             [
                 name, f"{rate / base_rate:.2f}", f"{rate:.3g}",
-                *(f"{percent(r)} ({r[0]['scheduler'].partition(':')[2]})" for r in best),
+                *map(_with_setting, best),
                 percent(of_scheduler(group, "sola")), percent(group, BOUND),
             ]
         )  # fmt: skip
@@ -60,8 +58,7 @@ def predicted_lines(
 ) -> list[list[str]]:
     """One line per rate: ours, ours with another predictor, the bound, and the shares of it."""
     lines = []
-    for rate in sorted({row["rate_per_s"] for row in rows}):
-        group = [row for row in rows if row["rate_per_s"] == rate]
+    for rate, group in _by_rate(rows):
         found = [of_scheduler(group, scheduler) for scheduler in ("sola", other)]
         bound = mean(group, BOUND)
         lines.append(
@@ -111,8 +108,7 @@ def level_line(
 def effect_lines(rows: Sequence[Row], name: str) -> list[list[str]]:
     """What `sola` does beside attainment, against the best stock setting at the same rate."""
     lines = []
-    for rate in sorted({row["rate_per_s"] for row in rows}):
-        group = [row for row in rows if row["rate_per_s"] == rate]
+    for rate, group in _by_rate(rows):
         stock, ours = _best_setting(group), of_scheduler(group, "sola")
         tokens = mean(ours, "tokens_per_s") / mean(stock, "tokens_per_s")
         lines.append(
@@ -164,10 +160,20 @@ def side_by_side_lines(
         for group in groups:
             at_rate = [row for row in group if row["rate_per_s"] == rate]
             stock = _best_setting(at_rate)
-            chunk = stock[0]["scheduler"].partition(":")[2]
-            cells += [f"{percent(stock)} ({chunk})", percent(of_scheduler(at_rate, "sola"))]
+            cells += [_with_setting(stock), percent(of_scheduler(at_rate, "sola"))]
         lines.append(cells)
     return lines
+
+
+def _by_rate(rows: Sequence[Row]) -> Iterator[tuple[float, list[Row]]]:
+    """The rates, ascending, and the rows at each."""
+    for rate in sorted({row["rate_per_s"] for row in rows}):
+        yield rate, [row for row in rows if row["rate_per_s"] == rate]
+
+
+def _with_setting(rows: Sequence[Row]) -> str:
+    """Attained %, and the setting of the scheduler that the rows are of."""
+    return f"{percent(rows)} ({rows[0]['scheduler'].partition(':')[2]})"
 
 
 def _is_stock(scheduler: str) -> bool:
@@ -241,8 +247,7 @@ def part_lines(
         parts: Schedulers, in the order of the columns; they may look like stock by name.
     """
     lines = []
-    for rate in sorted({row["rate_per_s"] for row in rows}):
-        group = [row for row in rows if row["rate_per_s"] == rate]
+    for rate, group in _by_rate(rows):
         stock = _best_setting([row for row in group if row["scheduler"] not in parts.values()])
         lines.append(
             [
@@ -261,8 +266,7 @@ GAP = ["data", "load", "req/s", "sola", "oracle", HINDSIGHT, BOUND, "oracle / hi
 def gap_lines(rows: Sequence[Row], name: str, base_rate: float) -> list[list[str]]:
     """One line per rate: ours, with true lengths, with knowledge of the future, and the bound."""
     lines = []
-    for rate in sorted({row["rate_per_s"] for row in rows}):
-        group = [row for row in rows if row["rate_per_s"] == rate]
+    for rate, group in _by_rate(rows):
         known = mean(of_scheduler(group, ORACLE), "attainment")
         lines.append(
             [

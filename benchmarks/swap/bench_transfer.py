@@ -142,8 +142,12 @@ def round_trips(shape: Shape, device: torch.device) -> str | None:
         error = swapped.largest_error()
         swapped.worker.close()
         if error > limit:
-            mode = "INT8 KV differs by {:.2f} steps" if is_int8 else "raw KV differs by {:.3g}"
-            return f"{mode.format(error)} after a round trip"
+            how = (
+                f"INT8 KV differs by {error:.2f} steps"
+                if is_int8
+                else f"raw KV differs by {error:.3g}"
+            )
+            return f"{how} after a round trip"
     return None
 
 
