@@ -12,7 +12,7 @@ from sola_sched.ewt import estimate_waits
 from sola_sched.planner.alise_step import AliseStep, Recompute
 from sola_sched.planner.base import are_equal, most_blocks, neutral
 from sola_sched.planner.levels import PriorityLevels
-from sola_sched.state import DECODE, BoolArray, IntArray, StepPlan, StepState
+from sola_sched.state import DECODE, BoolArray, StepPlan, StepState
 
 #: Waits are estimated once in so many plans where they decide who is refused.
 _REJECT_PLANS = 4
@@ -51,8 +51,7 @@ class AlisePlanner:
         self._batch = 1.0
         self._again = Recompute()
         self._took_part: BoolArray = np.zeros(0, dtype=np.bool_)
-        self._settled: tuple[StepPlan, IntArray, IntArray, tuple[int, int]] | None = None
-        self._num_free_blocks = 0
+        self._settled: tuple[StepPlan, StepState, tuple[int, int]] | None = None
         self._num_settled = self._num_plans = 0
 
     def plan(self, state: StepState) -> StepPlan:
@@ -82,9 +81,8 @@ class AlisePlanner:
             self._took_part[plan.admit] = True
         self._settled = None
         if step.num_settled and not len(plan.reject):
-            self._settled = plan, state.running, state.waiting, table.known
+            self._settled = plan, state, table.known
             self._num_settled = step.num_settled
-            self._num_free_blocks = state.num_free_blocks
         return plan
 
     def _kept_plan(self, state: StepState) -> StepPlan | None:
@@ -94,12 +92,12 @@ class AlisePlanner:
         """
         if self._settled is None or not self._num_settled:
             return None
-        plan, running, waiting, known = self._settled
+        plan, made, known = self._settled
         is_same = (
             known == state.table.known
-            and most_blocks(state, plan) < state.num_free_blocks <= self._num_free_blocks
-            and are_equal(running, state.running)
-            and are_equal(waiting, state.waiting)
+            and most_blocks(state, plan) < state.num_free_blocks <= made.num_free_blocks
+            and are_equal(made.running, state.running)
+            and are_equal(made.waiting, state.waiting)
         )
         if not is_same:
             return None
