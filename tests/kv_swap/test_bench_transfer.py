@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from scripts import load_script
 
 torch = pytest.importorskip("torch")
-
-_SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "swap" / "bench_transfer.py"
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_transfer", _SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_transfer"] = module  # where dataclasses look
-    spec.loader.exec_module(module)
-    return module
+    return load_script("swap", "bench_transfer")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures where there is a GPU")
