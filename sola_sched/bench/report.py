@@ -25,6 +25,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Result], str]], ...] = (
     ("TTFT mean", lambda r: _number(r.get("mean_ttft_ms"), 0)),
     ("p50", lambda r: _number(r.get("p50_ttft_ms"), 0)),
     ("p99", lambda r: _number(r.get("p99_ttft_ms"), 0)),
+    ("max", lambda r: _number(r.get("max_ttft_ms"), 0)),
     ("TPOT mean", lambda r: _number(r.get("mean_tpot_ms"), 1)),
     ("p50", lambda r: _number(r.get("p50_tpot_ms"), 1)),
     ("p99", lambda r: _number(r.get("p99_tpot_ms"), 1)),

@@ -102,6 +102,7 @@ def make_result(
         "max_output_tokens_per_s": peak_tokens_per_s,
         "max_concurrent_requests": peak_requests,
         **_latencies(records, info.percentile_metrics, info.percentiles),
+        "max_ttft_ms": 1e3 * max((record.ttft_s for record in done), default=math.nan),
         **_detailed(records, flags.tolist()),
         "slo": {
             "ttft_ms": slo.ttft_s * 1e3, "tpot_ms": slo.tpot_s * 1e3, "source": info.slo.source,

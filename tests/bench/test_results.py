@@ -153,6 +153,16 @@ def test_table_marks_the_best_stock_run_of_each_rate() -> None:
     )
 
 
+def test_table_tells_the_worst_wait() -> None:
+    header, _, run, nothing = report.table(
+        [run_result("sola", 2.0, (0.1, 0.25, 0.2, math.nan)), run_result("stock", 2.0, (math.nan,))]
+    ).splitlines()[:4]
+
+    worst = slice(header.index(" max"), header.index(" max") + 4)
+    assert run[worst].strip() == "250"
+    assert nothing[worst].strip() == "-"
+
+
 def test_sustained_rates_are_bounded_by_what_was_run() -> None:
     good, bad = (0.1,) * 10, (0.9,) * 10
     runs = [
