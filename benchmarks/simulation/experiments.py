@@ -479,18 +479,19 @@ _RETRIEVED = "sola:sim.predictor=recorded:benchmarks/results/alise/predictions-a
 
 
 def predicted(setup: Setup) -> Outcome:
-    """`sola` past saturation with the errors that the retrieval predictor makes."""
+    """`sola` past saturation with the errors of the retrieval predictor, and with true lengths."""
     rows: list[Row] = []
     lines = []
+    names = {"sola": "sola", "retrieval": _RETRIEVED, "oracle": ORACLE}
     for file, factor in itertools.product(setup.datasets(LENGTHS), (SLO_FACTOR, LOOSE_FACTOR)):
         base = _base(setup, PROFILE, file, factor)
         rates = multiples(base.rate_per_s, (2.0,) if setup.is_quick else (1.5, 2.0))
-        points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=("sola", _RETRIEVED))
+        points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=tuple(names.values()))
         found = setup.rows(with_bound(points), f"predicted, {NAMES[file]}")
         rows += found
-        lines += predicted_lines(found, f"{NAMES[file]}, {factor:g} x", base.rate_per_s, _RETRIEVED)
-    columns = ["data", "load", "req/s", "sola", "retrieval", BOUND, "sola / bound",
-               "retrieval / bound"]  # fmt: skip
+        name = f"{NAMES[file]}, {factor:g} x"
+        lines += predicted_lines(found, name, base.rate_per_s, tuple(names.values()))
+    columns = ["data", "load", "req/s", *names, BOUND, *(f"{n} / bound" for n in names)]
     return Outcome(rows, markdown(columns, lines))
 
 

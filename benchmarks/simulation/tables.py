@@ -54,12 +54,12 @@ def rival_lines(
 
 
 def predicted_lines(
-    rows: Sequence[Row], name: str, base_rate: float, other: str
+    rows: Sequence[Row], name: str, base_rate: float, schedulers: Sequence[str]
 ) -> list[list[str]]:
-    """One line per rate: ours, ours with another predictor, the bound, and the shares of it."""
+    """One line per rate: each scheduler, the bound, and the share of it that each attains."""
     lines = []
     for rate, group in _by_rate(rows):
-        found = [of_scheduler(group, scheduler) for scheduler in ("sola", other)]
+        found = [of_scheduler(group, scheduler) for scheduler in schedulers]
         bound = mean(group, BOUND)
         lines.append(
             [

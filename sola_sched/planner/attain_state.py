@@ -19,6 +19,8 @@ _PREFILL_MARGIN = 0.95
 #: leaves out would be a large share of them.
 _MANY_TILES = 8
 _SUB_TILE = 16
+#: Share of the time that decodes have at least, as far as anybody counts on it.
+_LEAST_SHARE = 0.1
 #: Tokens and times are turned into each other and back.
 _ROUNDING = 1.0 + 1e-6
 #: Steps of a request that is predicted to end with the next one: with one step exactly, 0 further
@@ -243,14 +245,25 @@ def _deadlines(
     deadline: FloatArray = table.due_s[rows] - state.now_s
     (again,) = num_output.nonzero()
     if len(again):  # preempted after its first token: what counts is TPOT
-        back = rows[again]
+        back, usual_s = rows[again], usual_token_s(state, decode_s)
         first, out = table.first_token_s[back], num_output[again]
         tpot = keep * table.tpot_s[back]
-        slack = np.where(np.isinf(tpot), 0.0, np.maximum(tpot - decode_s, 0.0))
+        slack = np.where(np.isinf(tpot), 0.0, np.maximum(tpot - usual_s, 0.0))
         due = first + tpot * out + slack * (state.remaining(back) - 1)
         late = first > table.due_s[back]
         deadline[again] = np.where(late, -np.inf, due - state.now_s)
     return deadline
+
+
+def usual_token_s(state: StepState, decode_s: float) -> float:
+    """Time between two tokens of a decode, with the prefills that come in between, seconds.
+
+    Args:
+        state: The step's state.
+        decode_s: Time of a step without prefill, seconds.
+    """
+    share = max(_LEAST_SHARE, 1.0 - state.prefill_share)
+    return decode_s / share / state.accepted_per_decode
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 from sola_sched.planner.attain_alone import prompts_alone
 from sola_sched.planner.attain_kept import KeptPlan, kept_plan
 from sola_sched.planner.attain_lost import LostStep
-from sola_sched.planner.attain_state import BestEffort, StepView
+from sola_sched.planner.attain_state import BestEffort, StepView, usual_token_s
 from sola_sched.planner.base import neutral, num_that_fit
 from sola_sched.planner.deadlines import Jobs, Slots
 from sola_sched.state import BoolArray, FloatArray, IntArray, StepPlan
@@ -20,6 +20,8 @@ _ADMISSION_MARGIN = 0.1
 _MEMORY_THRESHOLD = 0.5
 #: A chunk takes at least so many times what a step with a chunk costs more than one without.
 _MIN_CHUNK = 5.0
+#: So many decodes may be given up for prefills, each for more than `_WORTH` of them.
+_GIVEN_UP, _WORTH = (1, 2, 4, 8), 2
 #: Waiting requests offered beyond the chunk: prefix-cache hits may leave budget for them.
 _NUM_SPARE_OFFERS = 16
 
@@ -176,15 +178,15 @@ class AttainStep:
                 if len(other) > len(best):
                     best, limit_s = other, limit
         gain = len(best)
-        if most - 2 <= gain:
+        if most - _WORTH <= gain:
             return best, limit_s
         allowed_s = np.sort(self.decodes.allowed_s[self.decodes.alive])
-        for num_given_up in (1, 2, 4, 8):
-            if num_given_up >= len(allowed_s) or most - 2 * num_given_up <= gain:
+        for num_given_up in _GIVEN_UP:
+            if num_given_up >= len(allowed_s) or most - _WORTH * num_given_up <= gain:
                 break
             other = on_time(float(allowed_s[num_given_up]))
-            if len(other) - 2 * num_given_up > gain:
-                gain = len(other) - 2 * num_given_up
+            if len(other) - _WORTH * num_given_up > gain:
+                gain = len(other) - _WORTH * num_given_up
                 best, limit_s = other, float(allowed_s[num_given_up])
         return best, limit_s
 
@@ -202,17 +204,12 @@ class AttainStep:
         room, has = float(self.view.token_room), float(self.prefills.has[candidates].max())
         return self.view.mixed_s + self.state.cost.prefill_marginal_s(room, has)
 
-    def _usual_s(self) -> float:
-        """Time between two tokens of a decode, with the prefills that come in between."""
-        share = max(0.1, 1.0 - self.state.prefill_share)
-        return self.decodes.decode_s / share / self.state.accepted_per_decode
-
     def _on_loan_s(self) -> float:
         """Longest step after which faster ones will most likely bring all back on course."""
         state, decodes, alive = self.state, self.decodes, self.decodes.alive
         rows = decodes.rows_alive
         tpot = self.view.keep * state.table.tpot_s[rows]
-        usual_s = self._usual_s()
+        usual_s = usual_token_s(state, decodes.decode_s)
         num_steps = state.surely_remaining(rows, decodes.ahead[alive]) - 1.0
         with np.errstate(invalid="ignore"):  # 0 steps x no target
             payback = np.fmax(num_steps * (tpot - usual_s), 0.0)
@@ -231,7 +228,8 @@ class AttainStep:
         ctx = prefills.new[index] + prefills.has[index] + outputs / 2
         total: FloatArray = prefills.service_s[index] + outputs * (one + per_ctx * ctx / 1000)
         if has_slot_cost:
-            total += outputs * (self._usual_s() / self.state.max_num_running)
+            usual_s = usual_token_s(self.state, self.decodes.decode_s)
+            total += outputs * (usual_s / self.state.max_num_running)
         return total
 
     # Prefills ---------------------------------------------------------------
@@ -321,5 +319,44 @@ class AttainStep:
         token_s = np.minimum.accumulate(state.accepted_per_decode * tpot)
         if (full_s <= np.minimum(decodes.alive_surely_bear_s, token_s)).all():
             return len(waiting)  # as nearly always, and cheaper to see
-        (over,) = (full_s > np.minimum(decodes.alive_bear_s, token_s)).nonzero()
-        return int(over[0]) if len(over) else len(waiting)
+        count = _num_within(full_s, np.minimum(decodes.alive_bear_s, token_s))
+        if count == len(waiting):
+            return count
+        return self._num_worth(waiting, full_s, token_s, count)
+
+    def _num_worth(
+        self, waiting: IntArray, full_s: FloatArray, token_s: FloatArray, count: int
+    ) -> int:
+        """How many of `waiting` may start when some decodes in their way may miss their targets.
+
+        A decode far behind its schedule, as after a preemption, bears little more than a step
+        takes now: until it ends it would keep out everybody, and half of the engine empty.
+
+        Args:
+            waiting: Candidates, in order.
+            full_s: Time of steps with the first of them, one more each, seconds.
+            token_s: Longest steps that they themselves bear, seconds.
+            count: How many may start with all decodes on course.
+        """
+        decodes, prefills = self.decodes, self.prefills
+        (alive,) = decodes.alive.nonzero()
+        order = alive[decodes.sustain_s[alive].argsort(kind="stable")]
+        bear_s = decodes.sustain_s[order]
+        end_s = decodes.remaining[order] / self.state.accepted_per_decode * decodes.decode_s
+        start_s = prefills.deadline_s[waiting] - prefills.service_s[waiting]
+        sustained, best = count, 0
+        for num_given_up in _GIVEN_UP:
+            if num_given_up >= len(bear_s):
+                break
+            more = _num_within(full_s, np.minimum(bear_s[num_given_up], token_s))
+            is_late = start_s[sustained:more] < end_s[:num_given_up].max()
+            gain = int(np.count_nonzero(is_late)) - _WORTH * num_given_up
+            if gain > best:
+                best, count = gain, more
+        return count
+
+
+def _num_within(values: FloatArray, limits: FloatArray) -> int:
+    """How many values, from the first, are within their limits."""
+    (over,) = (values > limits).nonzero()
+    return int(over[0]) if len(over) else len(values)

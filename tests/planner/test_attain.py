@@ -18,6 +18,7 @@ from sola_sched.planner import make_planner
 from sola_sched.planner.attain import AttainPlanner
 from sola_sched.prediction import LengthPrediction
 from sola_sched.slo import SloTarget
+from sola_sched.state import StepPlan
 
 LOOSE = SloTarget(10.0, 0.1)
 
@@ -436,6 +437,44 @@ def test_admission_leaves_a_decode_that_is_about_to_end_the_time_it_has() -> Non
     state = dataclasses.replace(b.build(), accepted_per_decode=2.0)
     plan = make_attain().plan(state)
     assert len(plan.admit) == 2  # 3 decodes: 13 ms < 0.9 x 15 ms
+
+
+def plan_far_behind(*, ttft_s: float) -> StepPlan:
+    """A decode that bears 19.6 ms a step, four that bear 100, eight that wait; and the plan."""
+    b = StateBuilder(left=50.0)
+    b.decode("far behind", first_ago_s=4.92, out=10, arrived_ago_s=5.5)
+    for i in range(4):
+        b.decode(f"d{i}", first_ago_s=0.5, out=10)
+    for i in range(8):
+        b.waiting(f"w{i}", waited_s=0.0, prompt=16, slo=SloTarget(ttft_s, 0.1))
+    return make_attain().plan(b.build())
+
+
+def test_one_decode_far_behind_does_not_keep_out_many_until_their_deadlines() -> None:
+    """Its 50 steps of 15 ms end after 0.75 s."""
+    plan = plan_far_behind(ttft_s=0.5)
+    assert len(plan.admit) == 8
+    assert plan.run is None  # nor is it held: it may end early
+
+
+def test_nobody_is_given_up_for_those_who_can_wait_until_it_ends() -> None:
+    plan = plan_far_behind(ttft_s=3.0)
+    assert len(plan.admit) == 2  # 7 decodes: 17 ms < 0.9 x 19.6 ms < 18 ms
+
+
+@pytest.mark.parametrize(("prefill_share", "is_back"), [(0.0, True), (0.5, True), (0.8, False)])
+def test_a_displaced_decode_comes_back_if_it_can_be_on_course_beside_prefills(
+    prefill_share: float, is_back: bool
+) -> None:
+    """It is 2 s behind; 50 tokens of 22 ms and 44 ms catch up, of 110 ms do not."""
+    b = StateBuilder(left=50.0, max_num_tokens=64)
+    for i in range(12):
+        b.decode(f"d{i}", first_ago_s=0.5, out=10)
+    row = b.waiting("displaced", waited_s=4.0, prompt=100)
+    b.table.first_token_s[row], b.table.num_output[row] = b.table.arrival_s[row] + 1.0, 10
+    b.waiting("new", waited_s=0.0, prompt=100)
+    plan = make_attain().plan(b.build(prefill_share=prefill_share))
+    assert ("displaced" in b.names(plan.admit)) is is_back
 
 
 def test_admission_stops_where_the_predicted_peak_outgrows_the_cache() -> None:
