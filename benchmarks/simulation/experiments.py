@@ -11,6 +11,8 @@ from setups import (
     NAMES,
     ORACLE,
     PAPER,
+    REJECT,
+    SPF,
     STOCK,
     Setup,
     at_stock_rate,
@@ -55,7 +57,7 @@ LONG_LOADS = (0.8, 1.0, 1.25, 1.5)
 LOOSE_FACTOR = 15.0
 #: Requests of a long run, as a multiple of those of the others.
 LONG = 4
-OTHERS = ("reject", "spf", PAPER)
+OTHERS = (REJECT, SPF, PAPER)
 
 
 @dataclass(frozen=True)
@@ -298,7 +300,7 @@ def plane_points(setup: Setup) -> list[Point]:
     """Azure's chat trace at 1.25 times stock's rate, as in `load`; one point per scheduler."""
     base = _base(setup, PROFILE, setup.datasets(("azure-conv",))[0], SLO_FACTOR)
     base = replace(base, rate_per_s=multiples(base.rate_per_s, (1.25,))[0])
-    return grid(base, scheduler=("stock:2048", "reject", "spf", PAPER, "sola"))
+    return grid(base, scheduler=("stock:2048", *OTHERS, "sola"))
 
 
 def fig9(setup: Setup) -> Outcome:
@@ -542,7 +544,7 @@ def bursts(setup: Setup) -> Outcome:
     """Arrivals burstier than Poisson at the same mean rate."""
     kinds = ("poisson", "gamma:0.5", "gamma:0.25", "mmpp:4:20")
     rows, lines = [], []
-    compared = (*STOCK, "reject", "spf", "sola")
+    compared = (*STOCK, REJECT, SPF, "sola")
     for file in setup.datasets(("azure-conv", "azure-code")):
         base = _base(setup, PROFILE, file, SLO_FACTOR)
         for kind in kinds[:2] if setup.is_quick else kinds:
@@ -559,7 +561,7 @@ def bursts(setup: Setup) -> Outcome:
 def shift(setup: Setup) -> Outcome:
     """Lengths of another data set from the middle of the run on."""
     rows, lines = [], []
-    compared = (*STOCK, "reject", "spf", "sola")
+    compared = (*STOCK, REJECT, SPF, "sola")
     for first, second in (("azure-conv", "azure-code"), ("azure-code", "sharegpt")):
         files = [setup.datasets((name,))[0] for name in (first, second)]
         bases = [_base(setup, PROFILE, file, SLO_FACTOR) for file in files]

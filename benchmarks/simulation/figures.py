@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from setups import NAMES, PAPER
+from setups import NAMES, PAPER, REJECT, SPF
 from tables import best_stock_rows, of_scheduler
 
 from sola_sched.bench import sweep
@@ -17,8 +17,8 @@ from sola_sched.bench.sweep import Row
 
 _STYLE: dict[str, dict[str, Any]] = {
     "stock": {"color": "#1f5f8b", "marker": "s", "label": "vLLM, best chunk size"},
-    "reject": {"color": "#6c757d", "marker": "v", "label": "reject"},
-    "spf": {"color": "#2a9d8f", "marker": "^", "label": "shortest prompt first"},
+    REJECT: {"color": "#6c757d", "marker": "v", "label": "reject"},
+    SPF: {"color": "#2a9d8f", "marker": "^", "label": "shortest prompt first"},
     "sjf": {"color": "#b0a160", "marker": "P", "label": "shortest job first"},
     "prefill-first": {"color": "#5aa9c9", "marker": "D", "label": "prefill first"},
     PAPER: {"color": "#e07a1f", "marker": "D", "label": "policy paper"},

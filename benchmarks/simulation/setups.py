@@ -34,6 +34,8 @@ NAMES = {file: name for name, file in DATASETS.items()}
 
 STOCK = ("stock:512", "stock:2048", "stock:8192")
 PAPER = "sola:policy=paper"
+#: Two other rules, at the chunk size that is best for them past saturation (`rivals`).
+REJECT, SPF = "reject:512", "spf:512"
 ORACLE = "sola:sim.predictor=oracle"
 LEVEL = 0.9
 _SEARCH_STEP = 1.25

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from setups import ORACLE, PAPER, crossing, mean
+from setups import ORACLE, PAPER, REJECT, SPF, crossing, mean
 
 from sola_sched.bench.points import BOUND, HINDSIGHT
 from sola_sched.bench.sweep import Row
@@ -209,8 +209,9 @@ def best_stock_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def short(scheduler: str) -> str:
-    if scheduler == PAPER:
-        return "paper"
+    names = {PAPER: "paper", REJECT: "reject", SPF: "spf"}
+    if scheduler in names:
+        return names[scheduler]
     return scheduler.removeprefix("sola:sim.predictor=")
 
 
