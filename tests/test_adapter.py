@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from states import as_lists
 from virtual_model import TINY_MODEL
@@ -222,6 +222,10 @@ def test_the_best_effort_share_is_honoured_and_the_oldest_is_next(share: float) 
     ),
     seed=st.integers(0, 2**20),
 )
+@example(  # one prompt of 40 tokens a step does not use up a share of 0.4
+    share=0.4, slo_s=0.3, overload=3.0, prompt=40, seed=1156,
+    options={"max_num_seqs": 256, "max_num_batched_tokens": 256, "async_scheduling": False},
+)  # fmt: skip
 @settings(
     max_examples=15,
     deadline=None,
@@ -314,7 +318,9 @@ def test_in_traffic_a_kept_plan_is_what_would_be_planned(
     assert all(r.is_finished for r in records)
     assert compared.num_kept > 100
     assert compared.num_other == 0
-    assert compared.credit_off_s < 1e-6
+    assert (
+        compared.credit_off_s < 1e-5
+    )  # of at most half a second; step times are learned meanwhile
 
 
 @pytest.mark.parametrize(("num_blocks", "is_told"), [(2000, True), (250, False)])

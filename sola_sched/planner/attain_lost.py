@@ -91,14 +91,22 @@ class LostStep:
             lost_prefill = self._lost_prefill(index, limit_s, beside_s, room, served, tokens)
             if lost_prefill is not None:
                 chosen, (num_tokens, is_alone) = np.array([index]), lost_prefill
-                if is_alone or num_tokens < view.prefills.size_of(index)[0]:
+                if num_tokens < view.prefills.size_of(index)[0]:
                     return run, (chosen, num_tokens, is_alone)
-                spare_s -= float(view.prefills.service_s[index])
+                first_s = float(view.prefills.service_s[index])
+                spare_s -= first_s
+                if is_alone:
+                    # One short prompt a step would never use up a large share.
+                    spare_s = min(limit_s, 2.0 * view.mixed_s) - view.mixed_s - first_s
+                    spare_s = min(spare_s, credit.credit_s)
+                    served, tokens = served[:0], 0
                 others = prefills[prefill_arrival.argsort(kind="stable")[1:]]
                 starting = np.concatenate([served, chosen])
                 more = self._more(others, spare_s, room - tokens - num_tokens, starting)
                 chosen = np.concatenate([chosen, more])
                 num_tokens += int(view.prefills.new[more].sum())
+                if is_alone:
+                    return run, (chosen, num_tokens, True)
                 spare_s -= float(view.prefills.service_s[more].sum())
         elif len(started := prefills[prefills < view.prefills.num_started]):
             index = int(started[np.argmin(table.arrival_s[view.prefills.rows[started]])])

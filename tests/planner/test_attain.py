@@ -319,6 +319,25 @@ def test_best_effort_credit_serves_the_oldest_lost_request_first() -> None:
     assert set(served) == {"oldest lost"}
 
 
+@pytest.mark.parametrize(("prompt", "num_served"), [(20, 5), (200, 1)])
+def test_short_lost_prompts_share_the_step_that_credit_pays_for(
+    prompt: int, num_served: int
+) -> None:
+    """As many as take the time that such a step costs anyway, 11 ms; 2 or 20 ms each."""
+    planner = make_attain(best_effort_share=0.1)
+    planner.best_effort.credit_s = 0.1
+    b = StateBuilder(max_num_tokens=512)
+    b.decode("fine", first_ago_s=0.0, out=1)
+    for i in range(10):
+        b.waiting(f"lost {i}", waited_s=9.0 - i, prompt=prompt)
+    for i in range(10):
+        b.waiting(f"w{i}", waited_s=0.3, prompt=2000)
+    plan = planner.plan(b.build())
+    assert b.names(plan.admit) == [f"lost {i}" for i in range(num_served)]
+    assert plan.token_budget == num_served * prompt + 1
+    assert planner.best_effort.credit_s == pytest.approx(0.1 - num_served * prompt * 1e-4, rel=1e-3)
+
+
 @pytest.mark.parametrize("num_full_steps", [0, 2])
 def test_the_lost_earn_their_share_also_in_steps_where_all_slots_are_taken(
     num_full_steps: int,
