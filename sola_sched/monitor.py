@@ -31,6 +31,8 @@ from sola_sched.trust import PredictionTrust
 
 #: Weight of the newest step in the running averages of the system state.
 _AVERAGING = 0.05
+#: Weight of the newest displacement or end among them.
+_DISPLACED_WEIGHT = 0.01
 
 
 @dataclass(slots=True)
@@ -92,6 +94,7 @@ class StateMonitor:
         self._num_ended = 0
         self._last_end_s = math.nan
         self.end_interval_s = math.nan
+        self.displaced_share = 0.0
         self._parked: set[int] = set()
 
     # Events ---------------------------------------------------------------------------------
@@ -171,6 +174,7 @@ class StateMonitor:
         table.prefill_target[row] = num_tokens
         if at_front:
             table.num_preemptions[row] += 1
+            self.displaced_share += _DISPLACED_WEIGHT * (1.0 - self.displaced_share)
             table.queue_pos[row] = self._front_pos
             self._front_pos -= 1
 
@@ -310,6 +314,7 @@ class StateMonitor:
 
     def _book_end(self) -> None:
         """Average the time between the ends of requests, which is that between free slots."""
+        self.displaced_share -= _DISPLACED_WEIGHT * self.displaced_share
         now, last = self.clock(), self._last_end_s
         self._last_end_s = now
         if math.isnan(last):
@@ -375,6 +380,7 @@ class StateMonitor:
             elapsed_s=elapsed,
             prefill_share=self.prefill_share,
             end_interval_s=self.end_interval_s,
+            displaced_share=self.displaced_share,
             has_slo=self._num_limited > 0,
             has_classes=self._num_ranked > 0,
             trusts_predictions=self.trust.is_trusted,

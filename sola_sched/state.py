@@ -222,6 +222,7 @@ class StepState:
         elapsed_s: Measured engine time since the previous plan, seconds.
         prefill_share: Recent share of engine time spent on prefill, in [0, 1).
         end_interval_s: Recent mean time between two ends of requests, seconds; NaN at first.
+        displaced_share: Displacements as a share of recent displacements and ends, in [0, 1).
         has_slo: Whether any live request has a target.
         has_classes: Whether the priorities of live requests may differ.
         trusts_predictions: Whether a row's own prediction is used; see `PredictionTrust`.
@@ -246,6 +247,7 @@ class StepState:
     elapsed_s: float = 0.0
     prefill_share: float = 0.0
     end_interval_s: float = math.nan
+    displaced_share: float = 0.0
     has_slo: bool = True
     has_classes: bool = True
     trusts_predictions: bool = True

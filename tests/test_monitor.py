@@ -141,6 +141,22 @@ def test_a_preempted_request_waits_in_front_and_recomputes_its_output() -> None:
     assert table.num_preemptions[first] == 1
 
 
+def test_displacements_are_averaged_against_ends() -> None:
+    monitor, _ = make_monitor()
+    row = add(monitor, "a")
+    shares = [state_of(monitor, row).displaced_share]
+    for number in range(600):  # two displacements for each end
+        monitor.requeued(row, num_tokens=101, at_front=True)
+        monitor.requeued(row, num_tokens=101, at_front=True)
+        monitor.requeued(row, num_tokens=101, at_front=False)  # waits for more input: neither
+        add(monitor, f"b{number}")
+        monitor.finished(f"b{number}")
+        shares.append(state_of(monitor, row).displaced_share)
+    assert shares[0] == 0.0
+    assert 0.0 < shares[1] < 0.05
+    assert shares[-1] == pytest.approx(2 / 3, abs=0.02)
+
+
 def test_steps_are_paired_first_in_first_out_and_idle_time_is_no_step_time() -> None:
     learning = CostModel()
     monitor, clock = make_monitor(learning)

@@ -44,8 +44,8 @@ class AttainPlanner:
        early, so that steps need not end for the sake of one. Admission stops where decode steps
        would outgrow the TPOT targets, where slots end (those that the lost hold count as free) or
        where the predicted peak memory does (SOLA 5.1, but of the expected need, not of the need
-       of expected lengths). Where TTFT is short beside a step and all decodes can wait, prompts
-       get a step of their own.
+       of expected lengths, and a tenth beyond the memory while few are displaced). Where TTFT is
+       short beside a step and all decodes can wait, prompts get a step of their own.
     4. *The lost* get what is left over, and a guaranteed `best_effort_share` of the engine time
        in which they wait; the one that arrived first is always next. Requests without a TTFT
        target count here.

@@ -277,7 +277,14 @@ class LostStep:
         tokens = min(need, self.view.tokens_in(limit_s, room, has))
         if not tokens and self.credit.is_full:
             tokens = min(need, self.view.tile)
+        if self._is_restored(index):  # its place in memory is worth what computing it would be
+            return tokens, float(self.view.state.cost.prefill_marginal_s(tokens + has, 0.0))
         return tokens, float(self.view.state.cost.prefill_marginal_s(float(tokens), has))
+
+    def _is_restored(self, index: int) -> bool:
+        """Whether this request waits to come back with KV that need not be computed."""
+        prefills, table = self.view.prefills, self.view.state.table
+        return index >= prefills.num_started and bool(table.num_preemptions[prefills.rows[index]])
 
     def price_s(self) -> float:
         """Credit for which the next prefill on credit is to be had, seconds; call after `serve`.
@@ -313,12 +320,30 @@ class LostStep:
         return slots > 0 and free > float(self._blocks(np.array([index]))[0])
 
     def _blocks(self, places: IntArray) -> FloatArray:
-        """KV blocks that each prefill still needs, and one to spare."""
-        blocks: FloatArray = self.view.prefills.new[places] / self.view.state.block_size + 1.0
-        return blocks
+        """KV blocks that each waiting request needs, restored or cached ones too; one to spare."""
+        prefills = self.view.prefills
+        tokens: FloatArray = prefills.new[places] + prefills.has[places]
+        return tokens / self.view.state.block_size + 1.0
+
+    def _safe(self, lost_run: IntArray) -> IntArray:
+        """Of the lost decodes that run, those that no other request displaces.
+
+        Without swapping all: they would lose their KV. With it, where memory is what is short,
+        running on what is left over of the time must not keep it from those on time: the first
+        by arrival stay, up to the share of the memory that the share of the time is.
+        """
+        state, decodes = self.view.state, self.view.decodes
+        if state.reload_s_per_token == math.inf or not len(lost_run):
+            return lost_run
+        order = lost_run[state.table.arrival_s[decodes.rows[lost_run]].argsort(kind="stable")]
+        room = self.credit.share * state.num_blocks * state.block_size
+        count = int(decodes.ctx[order].cumsum().searchsorted(room, side="right"))
+        return order[: max(1, count)]
 
     def victims(self, admit: IntArray, lost_run: IntArray, served: IntArray) -> IntArray:
-        """Held requests that leave for the slots and blocks this step needs, the youngest first.
+        """Lost requests that leave for the slots and blocks this step needs, the youngest first.
+
+        Those that sit out and, with swapping, decodes that run on what is left over.
 
         Args:
             admit: Rows that start in the step.
@@ -330,7 +355,7 @@ class LostStep:
         if not len(admit) and state.num_free_blocks > len(decodes.rows):
             return admit  # a decode takes one block at most
         is_held = decodes.lost.copy()
-        is_held[lost_run] = False
+        is_held[self._safe(lost_run)] = False
         is_pending = view.held_prefills
         is_pending[served[served < view.prefills.num_started]] = False
         (pending,) = is_pending.nonzero()

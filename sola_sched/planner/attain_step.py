@@ -10,14 +10,17 @@ from sola_sched.planner.attain_alone import prompts_alone
 from sola_sched.planner.attain_kept import KeptPlan, kept_plan
 from sola_sched.planner.attain_lost import LostStep
 from sola_sched.planner.attain_state import BestEffort, StepView, usual_token_s
-from sola_sched.planner.base import neutral, num_that_fit
+from sola_sched.planner.base import PLANNABLE, neutral, num_that_fit
 from sola_sched.planner.deadlines import Jobs, Slots
-from sola_sched.state import BoolArray, FloatArray, IntArray, StepPlan
+from sola_sched.state import BoolArray, FloatArray, IntArray, StepPlan, StepState
 
 #: Share of the step time that new decodes may not fill: prefills come in between.
 _ADMISSION_MARGIN = 0.1
 #: KV use above which admission predicts the peak.
 _MEMORY_THRESHOLD = 0.5
+#: Share of the KV memory that the peak of the expected need may take: while displacements are less
+#: than the first share of all ends and displacements; from the second share on `base.PLANNABLE`.
+_OVERCOMMITTED, _FEW_DISPLACED, _MANY_DISPLACED = 1.1, 0.3, 0.45
 #: A chunk takes at least so many times what a step with a chunk costs more than one without.
 _MIN_CHUNK = 5.0
 #: So many decodes may be given up for prefills, each for more than `_WORTH` of them.
@@ -78,7 +81,10 @@ class AttainStep:
         starting = prefills.rows[served[is_waiting]]
         run = np.concatenate([decodes.rows_alive, decodes.rows[lost_run], run_prefills])
         budget = (decodes.num_alive + len(lost_run)) * state.tokens_per_decode + tokens
-        victims = np.concatenate([victims, lost.victims(starting, lost_run, served)])
+        displaced = lost.victims(starting, lost_run, served)
+        if len(displaced) and len(lost_run):
+            run = run[~np.isin(run, displaced)]
+        victims = np.concatenate([victims, displaced])
         if not len(run) and not len(starting) and not len(offered):
             return neutral(state, "stalled")
         runs_all = len(run) == len(state.running) and not len(run_prefills)
@@ -292,14 +298,16 @@ class AttainStep:
         if count:
             count = self._num_sustained(waiting[:count])
         waiting = waiting[:count]
-        need = float(prefills.new[waiting].sum())
+        need = float((prefills.new + prefills.has)[waiting].sum())
         used = 1.0 - (state.num_free_blocks - need / state.block_size) / max(1, state.num_blocks)
         if used > _MEMORY_THRESHOLD:
             growing = np.concatenate([decodes.rows_alive, prefills.rows[:num_started]])
             ahead = np.zeros(len(growing) + len(waiting), dtype=np.int64)
             ahead[: decodes.num_alive] = decodes.ahead[decodes.alive]
             left = state.likely_remaining(np.concatenate([growing, prefills.rows[waiting]]), ahead)
-            count = num_that_fit(state, growing, waiting - num_started, left, ahead)
+            count = num_that_fit(
+                state, growing, waiting - num_started, left, ahead, share=_plannable(state)
+            )
         mask[places[:count]] = True
         return mask
 
@@ -310,9 +318,10 @@ class AttainStep:
         others = decodes.num_alive + num_started
         if not others:
             return len(waiting)
-        ctx = decodes.ctx_alive + float((prefills.new + prefills.has)[:num_started].sum())
+        size = prefills.new + prefills.has
+        ctx = decodes.ctx_alive + float(size[:num_started].sum())
         step_s = state.cost.decode_s(
-            others + np.arange(1.0, len(waiting) + 1), ctx + prefills.new[waiting].cumsum()
+            others + np.arange(1.0, len(waiting) + 1), ctx + size[waiting].cumsum()
         )
         full_s = np.asarray(step_s) / (1.0 - _ADMISSION_MARGIN)
         tpot = self.view.keep * state.table.tpot_s[prefills.rows[waiting]]
@@ -360,3 +369,13 @@ def _num_within(values: FloatArray, limits: FloatArray) -> int:
     """How many values, from the first, are within their limits."""
     (over,) = (values > limits).nonzero()
     return int(over[0]) if len(over) else len(values)
+
+
+def _plannable(state: StepState) -> float:
+    """Share of the KV memory that may be planned for.
+
+    A displacement now and then costs less than memory that waits for a peak; where requests are
+    displaced time and again, as with short prompts and long outputs, it costs more.
+    """
+    excess = (state.displaced_share - _FEW_DISPLACED) / (_MANY_DISPLACED - _FEW_DISPLACED)
+    return _OVERCOMMITTED - (_OVERCOMMITTED - PLANNABLE) * min(1.0, max(0.0, excess))

@@ -10,7 +10,7 @@ import numpy as np
 from sola_sched.state import FloatArray, IntArray, StepPlan, StepState
 
 #: Share of the KV cache that may be planned for; the rest absorbs partly filled blocks.
-_PLANNABLE = 0.97
+PLANNABLE = 0.97
 
 
 class Planner(Protocol):
@@ -57,6 +57,8 @@ def num_that_fit(
     index: IntArray,
     left: FloatArray,
     num_ahead: IntArray | int = 0,
+    *,
+    share: float = PLANNABLE,
 ) -> int:
     """How many waiting requests, from the front, keep the predicted peak inside the KV cache.
 
@@ -66,6 +68,7 @@ def num_that_fit(
         index: Positions in `state.waiting` of the candidates, in the order of admission.
         left: Tokens that those in `growing` and the candidates will still add, as in `peak_tokens`.
         num_ahead: Of each of them, tokens in flight, which `left` does not count.
+        share: Of the KV cache, that the peak may take.
 
     Returns:
         A count in [0, len(index)]; at least 1 when nothing else holds KV.
@@ -74,7 +77,7 @@ def num_that_fit(
         return 0
     rows = np.concatenate([growing, state.waiting[index]])
     peak = _Peak(state.table.num_prompt[rows] + state.table.num_output[rows] + num_ahead, left)
-    capacity = state.num_blocks * state.block_size * _PLANNABLE
+    capacity = state.num_blocks * state.block_size * share
 
     def fits(count: int) -> bool:
         return peak.tokens(len(growing) + count) <= capacity

@@ -290,11 +290,12 @@ def test_lost_decodes_that_came_later_go_on_beside_the_oldest_prompt() -> None:
     assert not len(plan.preempt)
 
 
-def test_lost_decodes_go_on_while_the_oldest_prompt_finds_no_memory() -> None:
+@pytest.mark.parametrize("computed", [0, 2999])  # restored KV takes blocks too
+def test_lost_decodes_go_on_while_the_oldest_prompt_finds_no_memory(computed: int) -> None:
     b = StateBuilder(num_blocks=100, num_free_blocks=20)
     b.decode("fine", first_ago_s=0.1, out=2)
     b.decode("later", first_ago_s=0.1, out=2, arrived_ago_s=50.0)
-    b.waiting("oldest", waited_s=100.0, prompt=3000)
+    b.table.num_computed[b.waiting("oldest", waited_s=100.0, prompt=3000)] = computed
     planner = make_attain(best_effort_share=0.1)
     plan = planner.plan(b.build())
     assert plan.run is None or set(b.names(plan.run)) == {"fine", "later"}
@@ -336,6 +337,43 @@ def test_short_lost_prompts_share_the_step_that_credit_pays_for(
     assert b.names(plan.admit) == [f"lost {i}" for i in range(num_served)]
     assert plan.token_budget == num_served * prompt + 1
     assert planner.best_effort.credit_s == pytest.approx(0.1 - num_served * prompt * 1e-4, rel=1e-3)
+
+
+def test_a_lost_request_whose_kv_comes_back_is_charged_for_what_it_holds() -> None:
+    """It computes one token. At that price the lost would take the memory of those on time."""
+    planner = make_attain(best_effort_share=0.1)
+    planner.best_effort.credit_s = 0.1
+    b = StateBuilder(max_num_tokens=512)
+    b.decode("fine", first_ago_s=0.0, out=1)
+    row = b.waiting("restored", waited_s=9.0, prompt=200)
+    b.table.num_computed[row], b.table.num_preemptions[row] = 199, 1
+    for i in range(10):
+        b.waiting(f"w{i}", waited_s=0.3, prompt=2000)
+    plan = planner.plan(b.build())
+    assert b.names(plan.admit) == ["restored"]
+    assert plan.token_budget == 2
+    assert planner.best_effort.credit_s == pytest.approx(0.1 - 200 * 1e-4, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("swaps", "share", "displaced"),
+    [(False, 0.05, []), (True, 0.05, ["lost 2"]), (True, 0.0, ["lost 2"]), (True, 0.96, [])],
+)
+def test_lost_decodes_that_run_give_way_to_those_on_time_where_their_kv_is_kept(
+    swaps: bool, share: float, displaced: list[str]
+) -> None:
+    b = StateBuilder(num_blocks=60, num_free_blocks=3)
+    for i in range(3):
+        b.decode(f"lost {i}", first_ago_s=0.1, out=2, arrived_ago_s=50.0 - i, prompt=300)
+    b.waiting("w", waited_s=0.1, prompt=160)
+    state = b.build()
+    if swaps:
+        state.reload_s_per_token = 1e-6
+    plan = make_attain(best_effort_share=share).plan(state)
+    assert b.names(plan.admit) == ["w"]
+    assert b.names(plan.preempt) == displaced
+    runs = {"lost 0", "lost 1", "lost 2"} - set(displaced)
+    assert plan.run is None if not displaced else set(b.names(plan.run)) == runs
 
 
 @pytest.mark.parametrize("num_full_steps", [0, 2])
@@ -496,23 +534,25 @@ def test_a_displaced_decode_comes_back_if_it_can_be_on_course_beside_prefills(
     assert ("displaced" in b.names(plan.admit)) is is_back
 
 
-def test_admission_stops_where_the_predicted_peak_outgrows_the_cache() -> None:
-    b = StateBuilder(left=160.0, num_blocks=100, num_free_blocks=100)
+@pytest.mark.parametrize(
+    ("displaced_share", "num_admitted", "num_spread"),
+    [(0.0, 5, 9), (0.3, 5, 9), (0.4, 5, 8), (0.45, 4, 8), (0.9, 4, 8)],
+)
+def test_admission_stops_where_the_predicted_peak_outgrows_the_cache(
+    displaced_share: float, num_admitted: int, num_spread: int
+) -> None:
+    """100 blocks x 16 tokens x 1.1, or 0.97 where requests are displaced time and again."""
+    b, spread = (StateBuilder(left=160.0, num_blocks=100, num_free_blocks=100) for _ in range(2))
     for i in range(10):
         b.waiting(f"w{i}", waited_s=0.0, prompt=160, slo=LOOSE)
-    plan = make_attain().plan(b.build())
-    assert len(plan.admit) == 4  # 100 blocks x 16 x 0.97 = 1552 tokens; each peaks at 320
-
-
-def test_admission_knows_that_outputs_of_one_expectation_do_not_end_together() -> None:
-    """As above, but half of them end with the first token and the others after 319."""
-    b = StateBuilder(left=160.0, num_blocks=100, num_free_blocks=100)
-    for i in range(10):
-        row = b.waiting(f"w{i}", waited_s=0.0, prompt=160, slo=LOOSE)
-        b.table.predict(row, LengthPrediction(np.repeat([1.0, 319.0], 5), "histogram"))
-    plan = make_attain().plan(b.build())
-    # Most is needed when three in five are left: 3/5 x 320 tokens, not 320.
-    assert len(plan.admit) == 8
+        row = spread.waiting(f"w{i}", waited_s=0.0, prompt=160, slo=LOOSE)
+        spread.table.predict(row, LengthPrediction(np.repeat([1.0, 319.0], 5), "histogram"))
+    plan = make_attain().plan(b.build(displaced_share=displaced_share))
+    assert len(plan.admit) == num_admitted  # each peaks at 320 tokens
+    # Half of them end with the first token, the others after 319. Most is needed when three in
+    # five are left: 3/5 x 320 tokens each.
+    plan = make_attain().plan(spread.build(displaced_share=displaced_share))
+    assert len(plan.admit) == num_spread
 
 
 def test_a_held_lost_decode_gives_its_slot_to_a_request_that_can_make_it() -> None:

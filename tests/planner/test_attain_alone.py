@@ -105,7 +105,7 @@ def test_a_prompt_that_has_begun_ends_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "short", [{"max_num_running": NUM_DECODES}, {"num_blocks": 330, "num_free_blocks": 90}]
+    "short", [{"max_num_running": NUM_DECODES}, {"num_blocks": 290, "num_free_blocks": 50}]
 )
 def test_nobody_starts_alone_without_a_slot_and_memory(short) -> None:
     b = make_state(**short)
