@@ -37,7 +37,7 @@ _FIRST_BACK_OFF_S, _LONGEST_BACK_OFF_S = 1.0, 60.0
 _HEALTHY_AFTER_S = 60.0
 _START_TIMEOUT_S = 300.0
 _ANSWER_TIMEOUT_S = 60.0
-_STOP_TIMEOUT_S = 2.0
+_STOP_TIMEOUT_S = 10.0  # it may be writing what it learned
 
 Answer = tuple[str, LengthPrediction]
 
