@@ -197,7 +197,7 @@ def host(args: argparse.Namespace) -> str:
         lost = _table(rows, names, sizes, "refused", lambda v: f"{v:.0f}", "GiB")
         speed = _table(rows, names, sizes, "normalized_s", lambda v: f"{1e3 * v:.1f}", "GiB")
         parts.append(
-            f"OPT-13B on one V100, Alpaca at {rate:g} requests/s, groups of 16 tokens.\n\n"
+            f"{base.profile}, {base.dataset} at {rate:g} requests/s, groups of 16 tokens.\n\n"
             f"Tokens that found no room on the host and were computed again:\n\n{lost}\n\n"
             f"Normalized latency, ms a token:\n\n{speed}"
         )
@@ -217,8 +217,8 @@ def attain(args: argparse.Namespace) -> str:
         rates = rates[:2] if args.quick else rates
         met, speed = _attain_tables(args, "attain", base, rates, num_blocks, {"vLLM": "stock"})
         parts.append(
-            f"Llama-3-8B on one A100 with {num_blocks} KV blocks of 16 tokens, lengths of Azure "
-            f"conversations, TTFT 0.8 s, TPOT 0.12 s. Requests within both:\n\n{met}\n\n"
+            f"Llama-3-8B on one A100 with {num_blocks} KV blocks of 16 tokens, {base.dataset}, "
+            f"TTFT 0.8 s, TPOT 0.12 s. Requests within both:\n\n{met}\n\n"
             f"Normalized latency, ms a token:\n\n{speed}"
         )
     return "\n\n".join(parts)
