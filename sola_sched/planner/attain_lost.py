@@ -335,7 +335,9 @@ class LostStep:
         state, decodes = self.view.state, self.view.decodes
         if state.reload_s_per_token == math.inf or not len(lost_run):
             return lost_run
-        order = lost_run[state.table.arrival_s[decodes.rows[lost_run]].argsort(kind="stable")]
+        order: IntArray = lost_run[
+            state.table.arrival_s[decodes.rows[lost_run]].argsort(kind="stable")
+        ]
         room = self.credit.share * state.num_blocks * state.block_size
         count = int(decodes.ctx[order].cumsum().searchsorted(room, side="right"))
         return order[: max(1, count)]
