@@ -128,7 +128,7 @@ class _Driver:
         self._rng = np.random.default_rng(0)
         self._num_added = 0
         vocab_size = engine.model_config.get_vocab_size()
-        # Neither the special tokens at the start nor placeholders at the end of a vocabulary.
+        # Neither the special tokens at the start nor the padding at the end of a vocabulary.
         self._tokens = (min(256, vocab_size // 2), min(8192, vocab_size))
 
     def run(self, scenario: Scenario) -> list[Step]:

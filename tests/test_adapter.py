@@ -318,9 +318,8 @@ def test_in_traffic_a_kept_plan_is_what_would_be_planned(
     assert all(r.is_finished for r in records)
     assert compared.num_kept > 100
     assert compared.num_other == 0
-    assert (
-        compared.credit_off_s < 1e-5
-    )  # of at most half a second; step times are learned meanwhile
+    # Of at most half a second; step times are learned meanwhile.
+    assert compared.credit_off_s < 1e-5
 
 
 @pytest.mark.parametrize(("num_blocks", "is_told"), [(2000, True), (250, False)])

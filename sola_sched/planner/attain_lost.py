@@ -94,12 +94,13 @@ class LostStep:
                 if num_tokens < view.prefills.size_of(index)[0]:
                     return run, (chosen, num_tokens, is_alone)
                 first_s = float(view.prefills.service_s[index])
-                spare_s -= first_s
                 if is_alone:
                     # One short prompt a step would never use up a large share.
                     spare_s = min(limit_s, 2.0 * view.mixed_s) - view.mixed_s - first_s
                     spare_s = min(spare_s, credit.credit_s)
                     served, tokens = served[:0], 0
+                else:
+                    spare_s -= first_s
                 others = prefills[prefill_arrival.argsort(kind="stable")[1:]]
                 starting = np.concatenate([served, chosen])
                 more = self._more(others, spare_s, room - tokens - num_tokens, starting)
@@ -321,9 +322,8 @@ class LostStep:
 
     def _blocks(self, places: IntArray) -> FloatArray:
         """KV blocks that each waiting request needs, restored or cached ones too; one to spare."""
-        prefills = self.view.prefills
-        tokens: FloatArray = prefills.new[places] + prefills.has[places]
-        return tokens / self.view.state.block_size + 1.0
+        blocks: FloatArray = self.view.prefills.size[places] / self.view.state.block_size + 1.0
+        return blocks
 
     def _safe(self, lost_run: IntArray) -> IntArray:
         """Of the lost decodes that run, those that no other request displaces.

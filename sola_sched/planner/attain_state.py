@@ -225,6 +225,12 @@ class Prefills:
         return has
 
     @functools.cached_property
+    def size(self) -> FloatArray:
+        """Tokens of KV that each holds when it has ended, computed here or not."""
+        size: FloatArray = self.new + self.has
+        return size
+
+    @functools.cached_property
     def service_s(self) -> FloatArray:
         """What computing the rest adds to steps that run anyway, seconds."""
         service_s: FloatArray = np.asarray(self._state.cost.prefill_marginal_s(self.new, self.has))

@@ -231,7 +231,7 @@ class AttainStep:
         outputs = self.state.remaining(prefills.rows[index])
         one = float(cost.decode_s(2.0, 0.0)) - float(cost.decode_s(1.0, 0.0))
         per_ctx = float(cost.decode_s(1.0, 1000.0)) - float(cost.decode_s(1.0, 0.0))
-        ctx = prefills.new[index] + prefills.has[index] + outputs / 2
+        ctx = prefills.size[index] + outputs / 2
         total: FloatArray = prefills.service_s[index] + outputs * (one + per_ctx * ctx / 1000)
         if has_slot_cost:
             usual_s = usual_token_s(self.state, self.decodes.decode_s)
@@ -298,7 +298,7 @@ class AttainStep:
         if count:
             count = self._num_sustained(waiting[:count])
         waiting = waiting[:count]
-        need = float((prefills.new + prefills.has)[waiting].sum())
+        need = float(prefills.size[waiting].sum())
         used = 1.0 - (state.num_free_blocks - need / state.block_size) / max(1, state.num_blocks)
         if used > _MEMORY_THRESHOLD:
             growing = np.concatenate([decodes.rows_alive, prefills.rows[:num_started]])
@@ -318,10 +318,9 @@ class AttainStep:
         others = decodes.num_alive + num_started
         if not others:
             return len(waiting)
-        size = prefills.new + prefills.has
-        ctx = decodes.ctx_alive + float(size[:num_started].sum())
+        ctx = decodes.ctx_alive + float(prefills.size[:num_started].sum())
         step_s = state.cost.decode_s(
-            others + np.arange(1.0, len(waiting) + 1), ctx + size[waiting].cumsum()
+            others + np.arange(1.0, len(waiting) + 1), ctx + prefills.size[waiting].cumsum()
         )
         full_s = np.asarray(step_s) / (1.0 - _ADMISSION_MARGIN)
         tpot = self.view.keep * state.table.tpot_s[prefills.rows[waiting]]
