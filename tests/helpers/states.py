@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from sola_sched.config import SolaConfig
 from sola_sched.cost_model import CostModel, StepShape
+from sola_sched.planner import make_planner
+from sola_sched.planner.attain import AttainPlanner
 from sola_sched.slo import SloTarget
 from sola_sched.state import DECODE, PREFILL, WAITING, RequestTable, StepPlan, StepState
 
@@ -56,6 +59,13 @@ def make_cost() -> CostModel:
                 shape = StepShape(decodes, 0, tokens, 0.0, 0.0)
                 steps.append((shape, STEP_S + DECODE_S * decodes + TOKEN_S * tokens))
     return CostModel.fit(steps)
+
+
+def make_attain(**options: object) -> AttainPlanner:
+    """The planner of `attain`, without margin and best-effort share unless `options` have them."""
+    planner = make_planner(SolaConfig(**{"safety": 0.0, "best_effort_share": 0.0, **options}))
+    assert isinstance(planner, AttainPlanner)
+    return planner
 
 
 class StateBuilder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from states import StateBuilder
+from states import StateBuilder, make_attain
 
 from sola_sched.config import SolaConfig
 from sola_sched.planner import make_planner
@@ -67,13 +67,13 @@ def test_a_prompt_that_is_late_even_alone_changes_nothing() -> None:
 def test_decodes_do_not_wait_twice_in_a_row() -> None:
     b = make_state()
     b.waiting("w", waited_s=0.0, slo=TIGHT)
-    planner = make_planner(SolaConfig(safety=0.0, best_effort_share=0.0))
+    planner = make_attain()
     state = b.build()
     assert [runs_decodes(b, planner.plan(state)) for _ in range(4)] == [False, True, False, True]
 
 
 def test_a_step_in_which_nothing_is_decided_ends_the_pause() -> None:
-    planner = make_planner(SolaConfig(safety=0.0, best_effort_share=0.0))
+    planner = make_attain()
     b = make_state()
     idle = b.build()
     b.waiting("w", waited_s=0.0, slo=TIGHT)

@@ -11,11 +11,8 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from states import DECODE_S, NOW, STEP_S, TOKEN_S, StateBuilder, as_lists
+from states import DECODE_S, NOW, STEP_S, TOKEN_S, StateBuilder, as_lists, make_attain
 
-from sola_sched.config import SolaConfig
-from sola_sched.planner import make_planner
-from sola_sched.planner.attain import AttainPlanner
 from sola_sched.prediction import LengthPrediction
 from sola_sched.slo import SloTarget
 from sola_sched.state import PARKED, PREFILL, WAITING, StepPlan
@@ -34,9 +31,7 @@ class Run:
 
     def __init__(self, b: StateBuilder, share: float = 0.0) -> None:
         self.b = b
-        planner = make_planner(SolaConfig(safety=0.0, best_effort_share=share))
-        assert isinstance(planner, AttainPlanner)
-        self.planner = planner
+        self.planner = make_attain(best_effort_share=share)
         self.now_s, self.elapsed_s = NOW, 0.0
         self.changes: dict[str, object] = {}
 
