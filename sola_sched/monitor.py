@@ -22,10 +22,12 @@ from sola_sched.state import (
     PARKED,
     PREFILL,
     WAITING,
+    DecodeBatch,
     IntArray,
     LengthModel,
     RequestTable,
     StepState,
+    are_equal,
 )
 from sola_sched.trust import PredictionTrust
 
@@ -33,6 +35,8 @@ from sola_sched.trust import PredictionTrust
 _AVERAGING = 0.05
 #: Weight of the newest displacement or end among them.
 _DISPLACED_WEIGHT = 0.01
+
+_NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -96,6 +100,9 @@ class StateMonitor:
         self.end_interval_s = math.nan
         self.displaced_share = 0.0
         self._parked: set[int] = set()
+        # Of the state before, where nothing has happened since that they depend on.
+        self._batch: DecodeBatch | None = None
+        self._waiting: IntArray | None = None
 
     # Events ---------------------------------------------------------------------------------
 
@@ -112,6 +119,7 @@ class StateMonitor:
         """A request arrived; returns its row. `arrival_s` is on the monitor's clock."""
         table = self.table
         row = table.add(req_id)
+        self._waiting = None
         table.phase[row] = WAITING
         table.arrival_s[row] = arrival_s
         table.ttft_s[row] = slo.ttft_s
@@ -145,6 +153,7 @@ class StateMonitor:
     def admitted(self, row: int, *, num_computed: int, prefill_target: int) -> None:
         """A waiting request got a slot; `num_computed` tokens came from a cache."""
         table = self.table
+        self._batch = self._waiting = None
         table.phase[row] = PREFILL
         table.num_computed[row] = num_computed
         table.prefill_target[row] = prefill_target
@@ -153,6 +162,7 @@ class StateMonitor:
         """Exactly these waiting requests are out of the planner's hands for now."""
         if not rows and not self._parked:
             return
+        self._waiting = None
         for row in self._parked.difference(rows):
             if self.table.phase[row] == PARKED:
                 self.table.phase[row] = WAITING
@@ -169,6 +179,7 @@ class StateMonitor:
     def requeued(self, row: int, *, num_tokens: int, at_front: bool) -> None:
         """A request lost its KV (preemption) or waits for more input; it is WAITING again."""
         table = self.table
+        self._batch = self._waiting = None
         table.phase[row] = WAITING
         table.num_computed[row] = 0
         table.prefill_target[row] = num_tokens
@@ -177,6 +188,12 @@ class StateMonitor:
             self.displaced_share += _DISPLACED_WEIGHT * (1.0 - self.displaced_share)
             table.queue_pos[row] = self._front_pos
             self._front_pos -= 1
+
+    def are_decodes(self, rows: IntArray) -> bool:
+        """Whether all of these rows are in DECODE."""
+        if self._batch_with(rows) is not None:
+            return True
+        return int(np.count_nonzero(self.table.phase[rows] == DECODE)) == len(rows)
 
     def scheduled(
         self, decode_rows: IntArray, prefill_rows: IntArray, prefill_tokens: IntArray
@@ -188,7 +205,8 @@ class StateMonitor:
             prefill_rows: Rows that prefill, with their `prefill_tokens` in the step.
         """
         table = self.table
-        ctx = int((table.num_prompt[decode_rows] + table.num_output[decode_rows]).sum())
+        batch = self._batch_with(decode_rows)
+        ctx = table.num_tokens(decode_rows) if batch is None else batch.num_tokens
         new, squares, products, sampled = 0, 0, 0, []
         # A loop: nearly always these are few.
         for row, tokens in zip(prefill_rows.tolist(), prefill_tokens.tolist(), strict=True):
@@ -207,7 +225,7 @@ class StateMonitor:
                 shape=shape,
                 predicted_s=self.cost.step_s(shape) if self.cost.is_ready else 0.0,
                 decode_rows=decode_rows,
-                prefill_rows=np.array(sampled, dtype=np.int64),
+                prefill_rows=np.array(sampled, dtype=np.int64) if sampled else _NO_ROWS,
                 num_ended=self._num_ended,
             )
         )
@@ -230,10 +248,13 @@ class StateMonitor:
         """
         now = self.clock()
         record = self._in_flight.popleft()
+        batch = None
         if rows is None:
             rows = record.decode_rows
             if len(record.prefill_rows):
                 rows = np.concatenate([rows, record.prefill_rows])
+            else:
+                batch = self._batch_with(rows)
         start = self._last_update_s if self._was_busy else record.scheduled_s
         elapsed = now - start
         self._last_update_s = now
@@ -250,16 +271,21 @@ class StateMonitor:
         if not len(rows):
             return
         table = self.table
-        fresh = np.isnan(table.first_token_s[rows])
-        if np.count_nonzero(fresh):
-            table.first_token_s[rows[fresh]] = now
+        if batch is None or not batch.have_begun:
+            fresh = np.isnan(table.first_token_s[rows])
+            if np.count_nonzero(fresh):
+                table.first_token_s[rows[fresh]] = now
         table.last_token_s[rows] = now
+        table.num_output[rows] += 1 if num_tokens is None else num_tokens
+        if batch is not None:
+            batch.num_tokens += len(rows)
+            batch.have_begun = True
+        elif self._batch is not None:
+            self._batch.num_tokens = table.num_tokens(self._batch.rows)
         if num_tokens is None:
-            table.num_output[rows] += 1
             return
-        table.num_output[rows] += num_tokens
         if shape.num_decodes:
-            mean = float(np.mean(num_tokens))
+            mean = int(num_tokens.sum()) / len(rows)
             self.accepted_per_decode += _AVERAGING * (max(1.0, mean) - self.accepted_per_decode)
 
     def finished(self, req_id: str, *, by_itself: bool = True, rejected: bool = False) -> None:
@@ -291,6 +317,7 @@ class StateMonitor:
                 stats.num_attained += bool(ttft_met and tpot_met)
                 stats.max_wait_s = max(stats.max_wait_s, ttft)
         self._num_ended += 1
+        self._waiting = None
         self._book_end()
         table.remove(req_id)
 
@@ -345,29 +372,33 @@ class StateMonitor:
         Args:
             running: Rows that hold a slot, in the engine's order.
             The rest: as in `StepState`.
+
+        Returns:
+            The state. Its `running` stays the same array while the same decodes run on; passing
+            that on to `scheduled` makes this cheaper.
         """
         table = self.table
-        rows = np.asarray(running, dtype=np.int64)
+        rows, batch = np.asarray(running, dtype=np.int64), self._batch
+        if batch is not None and are_equal(rows, batch.rows):
+            rows = batch.rows
+        else:  # a copy: that it is the same array tells later that these are the same rows
+            rows, batch = rows.copy(), None
+        if self._waiting is None:
+            (self._waiting,) = (table.phase == WAITING).nonzero()
         now = self.clock()
         start = now
         if self._in_flight:
             free_s = max(self._last_update_s, self._in_flight[0].scheduled_s)
-            sampling: list[IntArray] = []
             for record in self._in_flight:
                 free_s += record.predicted_s
-                sampling += (record.decode_rows, record.prefill_rows)
-            ahead = np.bincount(np.concatenate(sampling), minlength=table.capacity)[rows]
             start = max(now, free_s)
-        else:
-            ahead = np.zeros(len(rows), dtype=np.int64)
-        (waiting,) = (table.phase == WAITING).nonzero()
         elapsed, self._elapsed_s = self._elapsed_s, 0.0
-        return StepState(
+        state = StepState(
             now_s=start,
             table=table,
             running=rows,
-            num_ahead=ahead,
-            waiting=waiting,
+            num_ahead=self._num_ahead(rows),
+            waiting=self._waiting,
             lengths=self.lengths,
             cost=self.cost,
             max_num_tokens=max_num_tokens,
@@ -384,4 +415,28 @@ class StateMonitor:
             has_slo=self._num_limited > 0,
             has_classes=self._num_ranked > 0,
             trusts_predictions=self.trust.is_trusted,
+            batch=batch,
         )
+        self._batch = state.batch
+        return state
+
+    def _num_ahead(self, rows: IntArray) -> IntArray:
+        """Output tokens in flight for each of `rows`."""
+        sampling: list[IntArray] = []
+        num_alike = 0  # steps of these very decodes
+        for record in self._in_flight:
+            if record.decode_rows is rows and not len(record.prefill_rows):
+                num_alike += 1
+            else:
+                sampling += (record.decode_rows, record.prefill_rows)
+        if not sampling:
+            ahead: IntArray = np.empty(len(rows), dtype=np.int64)
+            ahead.fill(num_alike)
+            return ahead
+        counts = np.bincount(np.concatenate(sampling), minlength=self.table.capacity)
+        return counts[rows] + num_alike
+
+    def _batch_with(self, rows: IntArray) -> DecodeBatch | None:
+        """The batch of the last state, where it is of these very rows and still stands."""
+        batch = self._batch
+        return batch if batch is not None and batch.rows is rows else None

@@ -8,6 +8,7 @@ what it hid. See `docs/design.md` for the seams and the rules they follow.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ from sola_sched.vllm_compat import Seams, check_version
 logger = init_logger("vllm.sola_sched")
 
 _NEUTRAL = StepPlan()
+_id_of = operator.attrgetter("request_id")
 #: Waiting requests whose prefix is looked up in the cache at a step; a new one is at once.
 _LOOKUPS_PER_STEP = 4
 #: Plans between two estimates of the waits, and the weight of one in the running means.
@@ -227,11 +229,10 @@ class SolaSchedulerMixin(SwapMixin):
         pool = self.kv_cache_manager.block_pool
         left, rows = self._left
         if self.running != left:  # the same objects, as long as nobody has come or gone
-            rows = np.array([row_of[r.request_id] for r in self.running], dtype=np.int64)
-            self._left = self.running.copy(), rows
-        self._running_rows = self._shown_rows = rows
+            left = self.running.copy()
+            rows = np.fromiter(map(row_of.__getitem__, map(_id_of, left)), np.int64, len(left))
         state = self.sola_monitor.state(
-            self._running_rows,
+            rows,
             max_num_tokens=self.max_num_scheduled_tokens,
             max_num_running=self._seams.num_slots,
             num_free_blocks=pool.get_num_free_blocks(),
@@ -239,6 +240,8 @@ class SolaSchedulerMixin(SwapMixin):
             block_size=self.block_size,
             tokens_per_decode=self._tokens_per_decode,
         )
+        self._running_rows = self._shown_rows = state.running
+        self._left = left, state.running
         if self._seams.caches_prefixes:
             self._expect_cached(state.waiting)
         self._expect_loads(state)
@@ -278,7 +281,10 @@ class SolaSchedulerMixin(SwapMixin):
             self._preempt_rows(plan.preempt)
         # Adapters of requests about to be hidden count, so this comes before hiding them.
         if plan.admit is not None:
-            self.waiting.plan(self._seams.within_max_loras(self._requests(plan.admit)))
+            rows = plan.admit
+            self.waiting.plan(
+                self._seams.within_max_loras(self._requests(rows)) if len(rows) else ()
+            )
         elif self.lora_config:
             self.waiting.plan(self._seams.within_max_loras(self.waiting))
         run = None if plan.run is None or self._is_as_it_runs(plan.run) else plan.run
@@ -364,11 +370,11 @@ class SolaSchedulerMixin(SwapMixin):
             or len(rows) != len(scheduled)
             or len(self.running) != len(self._running_rows)
         ):  # somebody was admitted, preempted or left out
-            rows = np.fromiter((row_of[name] for name in scheduled), np.int64, len(scheduled))
-        is_decode = table.phase[rows] == DECODE
-        if np.count_nonzero(is_decode) == len(rows):
+            rows = np.fromiter(map(row_of.__getitem__, scheduled), np.int64, len(scheduled))
+        if monitor.are_decodes(rows):
             monitor.scheduled(rows, rows[:0], rows[:0])
             return
+        is_decode = table.phase[rows] == DECODE
         prefills = rows[~is_decode]
         tokens = []
         for row in prefills.tolist():

@@ -111,6 +111,7 @@ class RequestTable:
         self._free = list(range(capacity - 1, -1, -1))
         for name in _COLUMNS:
             setattr(self, name, _column(name, capacity))
+        self._defaults = self._by_column()
 
     def __len__(self) -> int:
         return len(self.row_of)
@@ -128,8 +129,8 @@ class RequestTable:
         row = self._free.pop()
         self.row_of[req_id] = row
         self.req_id[row] = req_id
-        for name, (_, default) in _COLUMNS.items():
-            getattr(self, name)[row] = default
+        for column, default in self._defaults:
+            column[row] = default
         self.serial[row] = self.num_added
         self.num_added += 1
         return row
@@ -147,6 +148,10 @@ class RequestTable:
         self.num_predicted += math.isnan(self.predicted[row, 0])
         self.predicted[row] = prediction.quantiles
         self.num_predictions += 1
+
+    def num_tokens(self, rows: IntArray) -> int:
+        """Prompt and delivered output tokens of these rows, in sum."""
+        return int((self.num_prompt[rows] + self.num_output[rows]).sum())
 
     @property
     def known(self) -> tuple[int, int]:
@@ -174,6 +179,11 @@ class RequestTable:
             fresh = _column(name, self.capacity)
             fresh[:old] = getattr(self, name)
             setattr(self, name, fresh)
+        self._defaults = self._by_column()
+
+    def _by_column(self) -> list[tuple[NDArray[Any], Any]]:
+        """Every column and its default."""
+        return [(getattr(self, name), default) for name, (_, default) in _COLUMNS.items()]
 
 
 def _column(name: str, capacity: int) -> NDArray[Any]:
@@ -199,6 +209,37 @@ class LengthModel(Protocol):
         self, q: float, class_ids: NDArray[np.int32], num_output: IntArray, max_tokens: IntArray
     ) -> FloatArray:
         """Output tokens left (>= 1) that a share `q` of such requests does not exceed."""
+
+
+def are_equal(rows: IntArray, others: IntArray) -> bool:
+    """Whether both are the same rows in the same order; cheaper than `np.array_equal`."""
+    if rows is others:
+        return True
+    return len(rows) == len(others) == np.count_nonzero(rows == others)
+
+
+@dataclass(slots=True)
+class DecodeBatch:
+    """Decodes that run on together: what stays as it is, and what grows by a token each.
+
+    Attributes:
+        rows: Their rows, in the engine's order.
+        num_tokens: Their prompt and delivered output tokens, in sum.
+        tpot_s: The shortest of their targets, seconds.
+        have_begun: Whether each is known to have its first token.
+    """
+
+    rows: IntArray
+    num_tokens: int
+    tpot_s: float
+    have_begun: bool = False
+
+    @classmethod
+    def of(cls, table: RequestTable, rows: IntArray) -> DecodeBatch | None:
+        """The batch of these rows, None where there are none or not all of them decode."""
+        if not len(rows) or np.count_nonzero(table.phase[rows] == DECODE) < len(rows):
+            return None
+        return cls(rows, table.num_tokens(rows), float(table.tpot_s[rows].min()))
 
 
 @dataclass(slots=True)
@@ -228,6 +269,7 @@ class StepState:
         trusts_predictions: Whether a row's own prediction is used; see `PredictionTrust`.
         reload_s_per_token: What it takes to swap KV back in, seconds per token; ``inf`` where it
             is computed again, None where it is not known yet.
+        batch: `running` where all of them decode, None where not; found where it is not given.
     """
 
     now_s: float
@@ -252,11 +294,18 @@ class StepState:
     has_classes: bool = True
     trusts_predictions: bool = True
     reload_s_per_token: float | None = math.inf
+    batch: DecodeBatch | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch is None:
+            self.batch = DecodeBatch.of(self.table, self.running)
 
     def decode_step_s(self, rows: IntArray) -> float:
         """Time of a step in which these rows decode and nothing else happens, seconds."""
-        ctx = int((self.table.num_prompt[rows] + self.table.num_output[rows]).sum())
-        return float(self.cost.decode_s(len(rows), ctx))
+        batch = self.batch
+        if batch is not None and rows is batch.rows:
+            return float(self.cost.decode_s(len(rows), batch.num_tokens))
+        return float(self.cost.decode_s(len(rows), self.table.num_tokens(rows)))
 
     def remaining(self, rows: IntArray, num_ahead: IntArray | int = 0) -> FloatArray:
         """Predicted output tokens left (>= 1) for `rows`, after `num_ahead` in flight.

@@ -10,9 +10,9 @@ import numpy as np
 from sola_sched.config import SolaConfig
 from sola_sched.ewt import estimate_waits
 from sola_sched.planner.alise_step import AliseStep, Recompute
-from sola_sched.planner.base import are_equal, most_blocks, neutral
+from sola_sched.planner.base import most_blocks, neutral
 from sola_sched.planner.levels import PriorityLevels
-from sola_sched.state import DECODE, BoolArray, StepPlan, StepState
+from sola_sched.state import DECODE, BoolArray, StepPlan, StepState, are_equal
 
 #: Waits are estimated once in so many plans where they decide who is refused.
 _REJECT_PLANS = 4

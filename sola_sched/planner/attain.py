@@ -17,7 +17,7 @@ from sola_sched.planner.attain_kept import KeptPlan
 from sola_sched.planner.attain_state import BestEffort, Decodes, Prefills, StepView
 from sola_sched.planner.attain_step import AttainStep
 from sola_sched.planner.base import neutral, priority_victims, with_useful_victims
-from sola_sched.state import DECODE, BoolArray, IntArray, StepPlan, StepState
+from sola_sched.state import DECODE, DecodeBatch, IntArray, StepPlan, StepState
 
 #: While slots are all that is short, the swap of a late decode for a waiting request is weighed
 #: once in so many steps.
@@ -89,12 +89,12 @@ class AttainPlanner:
         if len(victims):
             stay = ~np.isin(rows, victims)
             rows, ahead = rows[stay], ahead[stay]
-        table = state.table
-        is_decode = table.phase[rows] == DECODE
-        if self._is_settled(state, rows, is_decode):
+        table, batch = state.table, state.batch
+        if batch is not None and not len(victims) and self._is_settled(state, batch):
             if len(state.waiting):
                 self.best_effort.unseen_s += state.elapsed_s
-            return StepPlan(preempt=victims, admit=rows[:0], problem="decode")
+            return StepPlan(admit=rows[:0], problem="decode")
+        is_decode = table.phase[rows] == DECODE
         lowest = 0
         if state.has_classes and len(rows) + len(state.waiting):
             lowest = int(table.priority[np.concatenate([rows, state.waiting])].max())
@@ -115,11 +115,9 @@ class AttainPlanner:
         self._did_wait = plan.problem == "prompts"
         return plan
 
-    def _is_settled(self, state: StepState, rows: IntArray, is_decode: BoolArray) -> bool:
+    def _is_settled(self, state: StepState, batch: DecodeBatch) -> bool:
         """Nothing can be decided: only decodes, all served within their targets, no free slot."""
-        if not len(rows) or np.count_nonzero(is_decode) < len(rows):
-            return False
-        table = state.table
+        rows, table = batch.rows, state.table
         if len(state.waiting):
             if self.rejects or len(rows) < state.max_num_running:
                 return False
@@ -128,5 +126,4 @@ class AttainPlanner:
                 self._num_settled += 1
                 if self._num_settled % _SLOT_REVIEW_STEPS == 1:
                     return False
-        token_s = self.keep * float(table.tpot_s[rows].min())
-        return state.decode_step_s(rows) <= token_s * state.accepted_per_decode
+        return state.decode_step_s(rows) <= self.keep * batch.tpot_s * state.accepted_per_decode

@@ -9,8 +9,8 @@ import numpy as np
 
 from sola_sched.planner.attain_lost import LostStep
 from sola_sched.planner.attain_state import BestEffort, StepView
-from sola_sched.planner.base import are_equal, most_blocks
-from sola_sched.state import IntArray, StepPlan, StepState
+from sola_sched.planner.base import most_blocks
+from sola_sched.state import IntArray, StepPlan, StepState, are_equal
 
 #: A plan is kept for so many steps, at most.
 _MAX_STEPS = 8

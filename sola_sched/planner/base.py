@@ -93,13 +93,6 @@ def num_that_fit(
     return low
 
 
-def are_equal(rows: IntArray, others: IntArray) -> bool:
-    """Whether both are the same rows in the same order; cheaper than `np.array_equal`."""
-    if rows is others:
-        return True
-    return len(rows) == len(others) == np.count_nonzero(rows == others)
-
-
 def most_blocks(state: StepState, plan: StepPlan) -> int:
     """KV blocks that a step of this plan takes, at most."""
     num_tokens = plan.token_budget or state.max_num_tokens
