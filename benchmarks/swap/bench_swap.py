@@ -1,4 +1,4 @@
-"""What KV swapping buys: `python benchmarks/swap/bench_swap.py fig8|host|attain|third|engine`.
+"""What KV swapping buys: `python benchmarks/swap/bench_swap.py fig8|alone|host|attain|...`.
 
 All but the last in virtual time, with the real schedulers, step times and links of a profile;
 `engine` by the clock on vLLM's real engine. See README.md.
@@ -26,6 +26,8 @@ from sola_sched.bench.cli import main as bench_main
 from sola_sched.bench.points import SYNTHETIC, Point, make_workload
 from sola_sched.bench.sim_backend import SimBackend
 from sola_sched.planner import alise_step
+from sola_sched.planner.alise_step import AliseStep
+from sola_sched.state import DECODE, StepPlan
 
 _ROOT = Path(__file__).resolve().parents[2]
 _RESULTS = _ROOT / "benchmarks" / "results" / "swap"
@@ -40,8 +42,9 @@ class Case:
         point: Arrivals, lengths, targets and scheduler.
         name: In tables.
         num_blocks: KV blocks; None for the profile's.
-        policy: ``defer`` displaces nobody, ``always`` whoever has more left, both as in the
-            paper's comparison; empty leaves the policy as it is.
+        policy: Words: ``defer`` displaces nobody, ``always`` whoever has more left, both as in the
+            paper's comparison; ``alone`` computes prompts whole, in steps without decodes. Empty
+            leaves the policy as it is.
     """
 
     point: Point
@@ -51,16 +54,46 @@ class Case:
 
 
 @contextlib.contextmanager
-def _policy(name: str) -> Iterator[None]:
-    """Change the one decision in which the paper's alternatives differ."""
-    if name == "defer":
-        with mock.patch.object(alise_step.AliseStep, "_gives_way", return_value=False):
-            yield
-    elif name == "always":
-        with mock.patch.object(alise_step, "_MIN_GAIN", 0.0):
-            yield
-    else:
+def _policy(words: str) -> Iterator[None]:
+    """Change the decisions in which the paper's alternatives, or its engine, differ."""
+    step = AliseStep
+    changes: dict[str, Sequence[Any]] = {
+        "defer": (mock.patch.object(step, "_gives_way", return_value=False),),
+        "always": (mock.patch.object(alise_step, "_MIN_GAIN", 0.0),),
+        "alone": (
+            mock.patch.object(step, "_room", lambda self: self.state.max_num_tokens),
+            mock.patch.object(step, "plan", _alone(step.plan)),
+        ),
+    }
+    with contextlib.ExitStack() as stack:
+        for word in words.split():
+            for change in changes[word]:
+                stack.enter_context(change)
         yield
+
+
+def _alone(plan: Callable[[AliseStep], StepPlan]) -> Callable[[AliseStep], StepPlan]:
+    """A step that computes prompts has nothing else; KV that comes from the host is no prompt."""
+
+    def changed(self: AliseStep) -> StepPlan:
+        planned, table = plan(self), self.state.table
+        if planned.run is None or planned.admit is None:
+            return planned
+        rows = np.concatenate([planned.run, planned.admit])
+        left = table.prefill_target[rows] - table.num_computed[rows]
+        computes = (table.phase[rows] != DECODE) & (left > 1)
+        if not computes.any():
+            return planned
+        self.num_settled = 0
+        num_run = len(planned.run)
+        return replace(
+            planned,
+            run=planned.run[computes[:num_run]],
+            admit=planned.admit[computes[num_run:]],
+            token_budget=min(int(left[computes].sum()), self.state.max_num_tokens),
+        )
+
+    return changed
 
 
 def run(case: Case, data: Path | None) -> dict[str, Any]:
@@ -157,6 +190,33 @@ def fig8(args: argparse.Namespace) -> str:
             f"Mean latency, s:\n\n{latency}\n\nOver raw swapping: {over['latency_s']}."
         )
     return "\n\n".join(parts)
+
+
+def alone(args: argparse.Namespace) -> str:
+    """Fig. 8 in an engine like the paper's, which computes prompts in steps of their own."""
+    alise = "sola:policy=alise,sim.predictor=oracle"
+    variants = {
+        "swap, raw": (f"{alise},swap.mode=raw,swap.host_gib=256", "alone"),
+        "recompute": (alise, "alone always"),
+        "defer": (alise, "alone defer"),
+    }
+    profile, dataset, num_blocks, rates = _FIG8_SETUPS[0]
+    rates = rates[:2] if args.quick else rates
+    base = Point(profile, _dataset(args, dataset), 1.0, 60.0, 1.0, "stock",
+                 num_requests=args.num_requests)  # fmt: skip
+    rows = _rows(args, "alone", [
+        Case(replace(base, rate_per_s=rate, scheduler=text, seed=seed), name, num_blocks, how)
+        for rate in rates for seed in args.seeds for name, (text, how) in variants.items()
+    ])  # fmt: skip
+    table = _table(rows, list(variants), rates, "normalized_s", lambda v: f"{1e3 * v:.0f}")
+    counts = _table(rows, list(variants), rates, "num_preemptions", lambda v: f"{v:.0f}")
+    over = ", ".join(
+        _over_swapping(rows, name, rates, "normalized_s") for name in list(variants)[1:]
+    )
+    return (
+        f"Normalized latency, ms a token, {profile}, {base.dataset}, lengths known, prompts "
+        f"computed alone.\n\n{table}\n\nOver raw swapping: {over}.\n\nPreemptions:\n\n{counts}"
+    )
 
 
 def _over_swapping(
@@ -308,7 +368,7 @@ def engine(args: argparse.Namespace) -> str:
         f"vLLM's engine on a CPU, random Llama of 62 M parameters, {_ENGINE_BLOCKS} KV blocks of "
         f"128 tokens, {args.num_requests} requests of `sharegpt-like` at {_ENGINE_RATE:g}/s, "
         f"targets {' and '.join(_ENGINE_SLO)} ms; means of seeds "
-        f"{', '.join(map(str, args.seeds))}.\n\n" + "\n".join(lines) + "\n".join(lines)
+        f"{', '.join(map(str, args.seeds))}.\n\n" + "\n".join(lines)
     )
 
 
@@ -366,6 +426,7 @@ def _third_of_blocks(profile: str) -> int:
 
 
 EXPERIMENTS: dict[str, Callable[[argparse.Namespace], str]] = {
+    "alone": alone,
     "attain": attain,
     "engine": engine,
     "fig8": fig8,
