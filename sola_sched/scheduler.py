@@ -42,6 +42,7 @@ logger = init_logger("vllm.sola_sched")
 
 _NEUTRAL = StepPlan()
 _id_of = operator.attrgetter("request_id")
+_tokens_of = operator.attrgetter("new_token_ids")
 #: Waiting requests whose prefix is looked up in the cache at a step; a new one is at once.
 _LOOKUPS_PER_STEP = 4
 #: Plans between two estimates of the waits, and the weight of one in the running means.
@@ -403,17 +404,14 @@ class SolaSchedulerMixin(SwapMixin):
         ):
             monitor.completed()
         else:
-            row_of = monitor.table.row_of
-            received = np.array(
-                [
-                    (row_of[out.request_id], len(out.new_token_ids))
-                    for group in outputs.values()
-                    for out in group.outputs
-                    if out.new_token_ids
-                ],
-                dtype=np.int64,
-            ).reshape(-1, 2)
-            monitor.completed(received[:, 0], received[:, 1])
+            answers = [out for group in outputs.values() for out in group.outputs]
+            answers = [out for out in answers if out.new_token_ids]
+            rows = map(monitor.table.row_of.__getitem__, map(_id_of, answers))
+            tokens = map(len, map(_tokens_of, answers))
+            monitor.completed(
+                np.fromiter(rows, np.int64, len(answers)),
+                np.fromiter(tokens, np.int64, len(answers)),
+            )
         for name, by_itself in self._ended:
             self.sola_monitor.finished(name, by_itself=by_itself)
         self._ended.clear()

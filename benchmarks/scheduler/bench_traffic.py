@@ -32,7 +32,9 @@ LOADS = {
     "llama-3-8b-a100": (16.0, 0.4, 0.15),
     "llama-3-70b-a100": (7.0, 0.5, 0.2),
 }
-POLICIES = ("attain", "paper", "alise")
+#: The last one has no targets: the state is kept, and vLLM plans as ever.
+OBSERVE = "observe"
+POLICIES = ("attain", "paper", "alise", OBSERVE)
 #: Token budgets: what stock attains most with, and what our planners choose within.
 _STOCK_CHUNK, _OUR_CHUNK = 1024, 8192
 #: Mean and standard deviation of the logarithm; means are about those of ShareGPT.
@@ -137,9 +139,12 @@ def measure(
     rate_per_s, ttft_s, tpot_s = LOADS[profile_name]
     profile = load_step_profile(profile_name)
     options = {"policy": policy, "ttft_s": ttft_s, "tpot_s": tpot_s}
+    chunk = _OUR_CHUNK
+    if policy == OBSERVE:
+        options, chunk = {"ttft_s": None, "tpot_s": None}, _STOCK_CHUNK
     engines = (
         TrafficEngine(AsyncScheduler, profile, _STOCK_CHUNK, {}),
-        TrafficEngine(sola_sched.Scheduler, profile, _OUR_CHUNK, options),
+        TrafficEngine(sola_sched.Scheduler, profile, chunk, options),
     )
     requests = traffic(rate_per_s, num_requests, seed)
     start_s, end_s = requests[num_requests // 5].arrival_s, requests[-1].arrival_s

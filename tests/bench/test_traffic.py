@@ -41,6 +41,26 @@ def test_both_schedulers_serve_the_same_arrivals(bench, monkeypatch):
         assert served.duration_s == pytest.approx(arrivals[0][-1] - arrivals[0][12], abs=0.2)
 
 
+def test_observing_changes_no_step(bench, monkeypatch):
+    steps = {}
+    step = bench.TrafficEngine.step
+
+    def remember(engine):
+        trace = step(engine)
+        if trace is not None:
+            scheduled = dict(trace.output.num_scheduled_tokens)
+            steps.setdefault(id(engine.scheduler), []).append(scheduled)
+        return trace
+
+    monkeypatch.setattr(bench.TrafficEngine, "step", remember)
+
+    bench.measure("observe", "llama-3-8b-a100", num_requests=40, seed=2)
+
+    stock, ours = steps.values()
+    assert len(stock) > 50
+    assert stock == ours
+
+
 def test_arrivals_follow_from_the_seed(bench):
     first, again, other = (bench.traffic(10.0, 200, seed) for seed in (0, 0, 1))
 
