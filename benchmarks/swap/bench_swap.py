@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -56,13 +56,12 @@ class Case:
 @contextlib.contextmanager
 def _policy(words: str) -> Iterator[None]:
     """Change the decisions in which the paper's alternatives, or its engine, differ."""
-    step = AliseStep
     changes: dict[str, Sequence[Any]] = {
-        "defer": (mock.patch.object(step, "_gives_way", return_value=False),),
+        "defer": (mock.patch.object(AliseStep, "_gives_way", return_value=False),),
         "always": (mock.patch.object(alise_step, "_MIN_GAIN", 0.0),),
         "alone": (
-            mock.patch.object(step, "_room", lambda self: self.state.max_num_tokens),
-            mock.patch.object(step, "plan", _alone(step.plan)),
+            mock.patch.object(AliseStep, "_room", lambda self: self.state.max_num_tokens),
+            mock.patch.object(AliseStep, "plan", _alone(AliseStep.plan)),
         ),
     }
     with contextlib.ExitStack() as stack:
@@ -147,10 +146,18 @@ def _is_met(times_s: Sequence[float], arrival_s: float, point: Point) -> bool:
 # Experiments --------------------------------------------------------------------------------
 
 
-#: Profile, lengths, KV blocks (None for the profile's), rates and host memory of Fig. 8.
+class _Fig8Setup(NamedTuple):
+    """Profile, lengths, KV blocks (None for the profile's) and rates of Fig. 8."""
+
+    profile: str
+    dataset: str
+    num_blocks: int | None
+    rates: tuple[float, ...]
+
+
 _FIG8_SETUPS = (
-    ("opt-13b-v100", "alpaca.jsonl.gz", None, (5.0, 6.0, 7.0, 8.0, 10.0, 12.0, 16.0)),
-    ("llama-3-8b-a100", "sharegpt_lengths_llama2.csv.gz", 1500, (2.0, 2.5, 3.0)),
+    _Fig8Setup("opt-13b-v100", "alpaca.jsonl.gz", None, (5.0, 6.0, 7.0, 8.0, 10.0, 12.0, 16.0)),
+    _Fig8Setup("llama-3-8b-a100", "sharegpt_lengths_llama2.csv.gz", 1500, (2.0, 2.5, 3.0)),
 )
 
 
@@ -167,14 +174,8 @@ def fig8(args: argparse.Namespace) -> str:
         "vLLM": ("stock", ""),
     }
     parts = []
-    for profile, dataset, num_blocks, rates in _FIG8_SETUPS:
-        rates = rates[:2] if args.quick else rates
-        base = Point(profile, _dataset(args, dataset), 1.0, 60.0, 1.0, "stock",
-                     num_requests=args.num_requests)  # fmt: skip
-        rows = _rows(args, "fig8", [
-            Case(replace(base, rate_per_s=rate, scheduler=text, seed=seed), name, num_blocks, how)
-            for rate in rates for seed in args.seeds for name, (text, how) in variants.items()
-        ])  # fmt: skip
+    for setup in _FIG8_SETUPS:
+        base, rates, rows = _fig8_rows(args, "fig8", setup, variants)
         table = _table(rows, list(variants), rates, "normalized_s", lambda v: f"{1e3 * v:.0f}")
         latency = _table(rows, list(variants), rates, "latency_s", lambda v: f"{v:.2f}")
         over = {
@@ -183,10 +184,10 @@ def fig8(args: argparse.Namespace) -> str:
                 ("normalized_s", list(variants)[2:]), ("latency_s", list(variants)[2:])
             )
         }  # fmt: skip
-        blocks = f", {num_blocks} KV blocks" if num_blocks else ""
+        blocks = f", {setup.num_blocks} KV blocks" if setup.num_blocks else ""
         parts.append(
-            f"Normalized latency, ms a token, {profile}, {base.dataset}{blocks}, lengths known.\n\n"
-            f"{table}\n\nOver raw swapping: {over['normalized_s']}.\n\n"
+            f"Normalized latency, ms a token, {base.profile}, {base.dataset}{blocks}, lengths "
+            f"known.\n\n{table}\n\nOver raw swapping: {over['normalized_s']}.\n\n"
             f"Mean latency, s:\n\n{latency}\n\nOver raw swapping: {over['latency_s']}."
         )
     return "\n\n".join(parts)
@@ -200,23 +201,34 @@ def alone(args: argparse.Namespace) -> str:
         "recompute": (alise, "alone always"),
         "defer": (alise, "alone defer"),
     }
-    profile, dataset, num_blocks, rates = _FIG8_SETUPS[0]
-    rates = rates[:2] if args.quick else rates
-    base = Point(profile, _dataset(args, dataset), 1.0, 60.0, 1.0, "stock",
-                 num_requests=args.num_requests)  # fmt: skip
-    rows = _rows(args, "alone", [
-        Case(replace(base, rate_per_s=rate, scheduler=text, seed=seed), name, num_blocks, how)
-        for rate in rates for seed in args.seeds for name, (text, how) in variants.items()
-    ])  # fmt: skip
+    base, rates, rows = _fig8_rows(args, "alone", _FIG8_SETUPS[0], variants)
     table = _table(rows, list(variants), rates, "normalized_s", lambda v: f"{1e3 * v:.0f}")
     counts = _table(rows, list(variants), rates, "num_preemptions", lambda v: f"{v:.0f}")
     over = ", ".join(
         _over_swapping(rows, name, rates, "normalized_s") for name in list(variants)[1:]
     )
     return (
-        f"Normalized latency, ms a token, {profile}, {base.dataset}, lengths known, prompts "
+        f"Normalized latency, ms a token, {base.profile}, {base.dataset}, lengths known, prompts "
         f"computed alone.\n\n{table}\n\nOver raw swapping: {over}.\n\nPreemptions:\n\n{counts}"
     )
+
+
+def _fig8_rows(
+    args: argparse.Namespace,
+    name: str,
+    setup: _Fig8Setup,
+    variants: dict[str, tuple[str, str]],
+) -> tuple[Point, Sequence[float], list[dict[str, Any]]]:
+    """What all points have in common, the rates, and a row per rate, seed and variant."""
+    rates = setup.rates[:2] if args.quick else setup.rates
+    base = Point(setup.profile, _dataset(args, setup.dataset), 1.0, 60.0, 1.0, "stock",
+                 num_requests=args.num_requests)  # fmt: skip
+    rows = _rows(args, name, [
+        Case(replace(base, rate_per_s=rate, scheduler=text, seed=seed), label, setup.num_blocks,
+             how)
+        for rate in rates for seed in args.seeds for label, (text, how) in variants.items()
+    ])  # fmt: skip
+    return base, rates, rows
 
 
 def _over_swapping(
