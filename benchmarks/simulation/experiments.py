@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from setups import (
     DATASETS,
+    LOAD_ONE,
     NAMES,
     ORACLE,
     PAPER,
@@ -88,8 +89,8 @@ def long(setup: Setup) -> Outcome:
     return _load(setup, LENGTHS, SLO_FACTOR, others=(), loads=LONG_LOADS, length=LONG)
 
 
-#: A chunk size that stock is often best at, between those that it is counted at elsewhere.
-_BETWEEN = ("stock:1024",)
+#: Of stock's settings those that load 1 is not found with; bracketed by themselves in `levels`.
+_BETWEEN = tuple(name for name in STOCK if name not in LOAD_ONE)
 
 
 def levels(setup: Setup) -> Outcome:
@@ -105,7 +106,7 @@ def levels(setup: Setup) -> Outcome:
             continue
         base = _base(setup, PROFILE, file, factor)
         rates = multiples(base.rate_per_s, shares)
-        found = [rate_at(setup, base, names, level, rates) for names in (STOCK, _BETWEEN)]
+        found = [rate_at(setup, base, names, level, rates) for names in (LOAD_ONE, _BETWEEN)]
         stock = max(rate for rate, _ in found)
         ours, of_ours = rate_at(setup, base, ("sola",), level, rates)
         rows += [row for _, group in found for row in group] + of_ours
@@ -114,12 +115,12 @@ def levels(setup: Setup) -> Outcome:
     return Outcome(rows, markdown(columns, lines))
 
 
-#: All that stock is counted at anywhere, and those between.
+#: All that stock is counted at anywhere, and one between.
 _CHUNKS = (512, 1024, 2048, 4096, 8192)
 
 
 def chunks(setup: Setup) -> Outcome:
-    """Stock vLLM at more chunk sizes than the three that the others count it at."""
+    """Stock vLLM at one chunk size more than the others count it at."""
     rows: list[Row] = []
     lines = []
     names = [f"stock:{size}" for size in _CHUNKS]
@@ -207,9 +208,8 @@ def _load(
         tables[0] += load_lines(found, name, base.rate_per_s, compared)
         tables[1] += goodput_lines(found, NAMES[file], compared)
         tables[2] += effect_lines(found, NAMES[file])
-    heads = (
-        head("data (TTFT, TPOT)", compared[3:]), goodput_head("data", compared[3:]), EFFECTS,
-    )  # fmt: skip
+    columns = _beside_stock(compared)
+    heads = (head("data (TTFT, TPOT)", columns), goodput_head("data", columns), EFFECTS)
     return Outcome(rows, "\n\n".join(map(markdown, heads, tables)))
 
 
@@ -558,7 +558,7 @@ def bursts(setup: Setup) -> Outcome:
             found = setup.rows(with_bound(points), f"bursts, {NAMES[file]} {kind}")
             rows += found
             lines += load_lines(found, f"{NAMES[file]}, {kind}", base.rate_per_s, compared)
-    return Outcome(rows, markdown(head("data, arrivals", compared[3:]), lines))
+    return Outcome(rows, markdown(head("data, arrivals", _beside_stock(compared)), lines))
 
 
 def shift(setup: Setup) -> Outcome:
@@ -583,7 +583,7 @@ def shift(setup: Setup) -> Outcome:
         found = setup.rows(with_bound(points), f"shift, {first} to {second}")
         rows += found
         lines += load_lines(found, f"{first} to {second}", rate, compared)
-    return Outcome(rows, markdown(head("data", compared[3:]), lines))
+    return Outcome(rows, markdown(head("data", _beside_stock(compared)), lines))
 
 
 def _by_load(
@@ -597,7 +597,12 @@ def _by_load(
         found = setup.rows(with_bound(points), NAMES[file])
         rows += found
         lines += load_lines(found, NAMES[file], base.rate_per_s, compared)
-    return Outcome(rows, markdown(head("data", compared[3:]), lines))
+    return Outcome(rows, markdown(head("data", _beside_stock(compared)), lines))
+
+
+def _beside_stock(compared: Sequence[str]) -> list[str]:
+    """Those that have a column of their own."""
+    return [name for name in compared if name not in STOCK]
 
 
 def _base(setup: Setup, profile: str, file: str, factor: float) -> Point:

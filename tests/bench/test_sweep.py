@@ -310,6 +310,30 @@ def test_the_rate_at_a_level_is_bracketed_and_bisected(
     assert len(rows) == 6 * len(tried)
 
 
+def test_load_one_is_found_without_the_settings_that_came_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A setting that attains all would raise the rate, and with it every load that is stored."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "simulation"))
+    setups = importlib.import_module("setups")
+    tried: set[str] = set()
+
+    class Made(setups.Setup):  # type: ignore[misc, name-defined]
+        def rows(self, points: Iterable[Point], title: str) -> list[dict[str, Any]]:
+            rows = [asdict(point) for point in points]
+            for row in rows:
+                tried.add(row["scheduler"])
+                row["attainment"] = float(row["rate_per_s"] <= 4.0)
+            return rows
+
+    base = Point("llama-3-8b-a100", SYNTHETIC, 0.0, 1.0, 0.1, "stock")
+    point = setups.at_stock_rate(Made(None, tmp_path / "rows.jsonl"), base)
+
+    assert point.rate_per_s == pytest.approx(4.0, rel=0.06)
+    assert tried == {"stock:512", "stock:2048", "stock:8192"}
+    assert tried < set(setups.STOCK)
+
+
 @pytest.mark.parametrize(
     ("stock", "ours", "expected"),
     [(2.0, 3.0, "1.50"), (2.0, math.inf, "> 3.00"), (0.0, 3.0, "-"), (math.inf, math.inf, "-")],
