@@ -320,8 +320,8 @@ _LOADS = (
 
 def third(args: argparse.Namespace) -> str:
     """`policy="attain"` on the loads of `benchmarks/simulation`, with a third of the KV memory."""
-    shares = (1.0,) if args.quick else (0.75, 1.0, 1.25, 1.5)
-    chunks = {f"vLLM, {size}": f"stock:{size}" for size in (512, 2048, 8192)}
+    shares = (1.0,) if args.quick else (0.75, 1.0, 1.25, 1.5, 2.0)
+    chunks = {f"vLLM, {size}": f"stock:{size}" for size in (512, 1024, 2048, 8192)}
     parts = []
     for file, ttft_s, tpot_s, rate in _LOADS[:1] if args.quick else _LOADS:
         base = Point("llama-3-8b-a100", _dataset(args, file), 1.0, ttft_s, tpot_s, "stock",
