@@ -16,13 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sola_sched.slo import SloTarget
+from sola_sched.slo import DEFAULT_CLASS, SloTarget
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
-
-#: Name under which requests without an SLO class are reported.
-DEFAULT_CLASS = "default"
 
 
 @dataclass(slots=True)

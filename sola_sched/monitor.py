@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from sola_sched.cost_model import CostModel, StepShape
+from sola_sched.outcomes import ClassOutcomes, MonitorStats
 from sola_sched.prediction import LEVELS, LengthPrediction
-from sola_sched.slo import SloTarget
+from sola_sched.slo import DEFAULT_CLASS, SloTarget
 from sola_sched.state import (
     DECODE,
     PARKED,
@@ -47,22 +48,6 @@ class _StepRecord:
     decode_rows: IntArray
     prefill_rows: IntArray
     num_ended: int
-
-
-@dataclass(slots=True)
-class MonitorStats:
-    """Counters over all ended requests; latencies in seconds."""
-
-    num_finished: int = 0
-    num_attained: int = 0
-    num_ttft_met: int = 0
-    num_tpot_met: int = 0
-    num_aborted: int = 0
-    num_rejected: int = 0
-    num_predicted: int = 0
-    num_late_predictions: int = 0
-    num_steps: int = 0
-    max_wait_s: float = 0.0
 
 
 class StateMonitor:
@@ -100,6 +85,7 @@ class StateMonitor:
         self.end_interval_s = math.nan
         self.displaced_share = 0.0
         self._parked: set[int] = set()
+        self._outcomes: dict[int, ClassOutcomes] = {}  # by row, where not those of the default
         # Of the state before, where nothing has happened since that they depend on.
         self._batch: DecodeBatch | None = None
         self._waiting: IntArray | None = None
@@ -115,8 +101,15 @@ class StateMonitor:
         slo: SloTarget,
         arrival_s: float,
         priority: int = 0,
+        slo_class: str = DEFAULT_CLASS,
     ) -> int:
-        """A request arrived; returns its row. `arrival_s` is on the monitor's clock."""
+        """A request arrived; returns its row.
+
+        Args:
+            arrival_s: On the monitor's clock.
+            slo_class: Name under which its end is counted, one of a few.
+            The rest: as in `RequestTable`.
+        """
         table = self.table
         row = table.add(req_id)
         self._waiting = None
@@ -134,6 +127,8 @@ class StateMonitor:
         self._next_pos += 1
         self._num_limited += not slo.is_unlimited
         self._num_ranked += priority != 0
+        if slo_class != DEFAULT_CLASS:
+            self._outcomes[row] = self.stats.of_class(slo_class)
         return row
 
     def predicted(self, req_id: str, prediction: LengthPrediction) -> bool:
@@ -288,38 +283,66 @@ class StateMonitor:
             mean = int(num_tokens.sum()) / len(rows)
             self.accepted_per_decode += _AVERAGING * (max(1.0, mean) - self.accepted_per_decode)
 
-    def finished(self, req_id: str, *, by_itself: bool = True, rejected: bool = False) -> None:
-        """A request ended; `by_itself` is False for aborts and errors."""
+    def finished(
+        self,
+        req_id: str,
+        *,
+        by_itself: bool = True,
+        rejected: bool = False,
+        failed: bool = False,
+    ) -> None:
+        """A request ended.
+
+        Args:
+            by_itself: With a complete answer. If not, its client ended it, unless
+                rejected: it was refused because of overload, or
+                failed: an error of the engine ended it.
+        """
         table = self.table
         row = table.row_of[req_id]
-        stats = self.stats
         self._num_limited -= bool(
             math.isfinite(table.ttft_s[row]) or math.isfinite(table.tpot_s[row])
         )
         self._num_ranked -= bool(table.priority[row] != 0)
-        if rejected:
-            stats.num_rejected += 1
-        elif not by_itself:
-            stats.num_aborted += 1
-        else:
-            num_output = int(table.num_output[row])
-            self._compare_prediction(row, num_output)
-            self.lengths.observe(int(table.length_class[row]), num_output)
-            stats.num_finished += 1
-            if num_output:
-                first = float(table.first_token_s[row])
-                ttft = first - float(table.arrival_s[row])
-                ttft_met = ttft <= table.ttft_s[row]
-                decode_s = float(table.last_token_s[row]) - first
-                tpot_met = num_output < 2 or decode_s / (num_output - 1) <= table.tpot_s[row]
-                stats.num_ttft_met += bool(ttft_met)
-                stats.num_tpot_met += bool(tpot_met)
-                stats.num_attained += bool(ttft_met and tpot_met)
-                stats.max_wait_s = max(stats.max_wait_s, ttft)
+        self._count_end(row, by_itself, rejected, failed)
         self._num_ended += 1
         self._waiting = None
         self._book_end()
         table.remove(req_id)
+
+    def _count_end(self, row: int, by_itself: bool, rejected: bool, failed: bool) -> None:
+        table, stats = self.table, self.stats
+        outcomes = self._outcomes.pop(row, None) or stats.by_class[DEFAULT_CLASS]
+        num_output = int(table.num_output[row])
+        # An answer without tokens, as of a pooling model, comes at the end.
+        first = float(table.first_token_s[row]) if num_output else self.clock()
+        ttft = first - float(table.arrival_s[row])
+        ttft_met = ttft <= table.ttft_s[row]
+        if rejected:
+            stats.num_rejected += 1
+            outcomes.rejected += 1
+        elif failed:
+            stats.num_failed += 1
+            outcomes.missed += 1
+        elif not by_itself:
+            stats.num_aborted += 1
+            if ttft_met:
+                outcomes.aborted += 1
+            else:
+                outcomes.missed += 1
+        else:
+            self._compare_prediction(row, num_output)
+            self.lengths.observe(int(table.length_class[row]), num_output)
+            decode_s = float(table.last_token_s[row]) - first
+            tpot_met = num_output < 2 or decode_s / (num_output - 1) <= table.tpot_s[row]
+            attained = bool(ttft_met and tpot_met)
+            stats.num_finished += 1
+            stats.num_ttft_met += bool(ttft_met)
+            stats.num_tpot_met += bool(tpot_met)
+            stats.num_attained += attained
+            stats.max_wait_s = max(stats.max_wait_s, ttft)
+            outcomes.attained += attained
+            outcomes.missed += not attained
 
     def _compare_prediction(self, row: int, num_output: int) -> None:
         """Hold the prediction of a request that ended by itself against the histogram's."""

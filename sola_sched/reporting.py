@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,17 +18,30 @@ _OFTEN = 0.25
 
 
 def engine_stats(policy: str, monitor: StateMonitor) -> dict[str, Any]:
-    """Counters of requests and attainment since start, waits and the cost model's error now."""
-    stats, done = monitor.stats, max(1, monitor.stats.num_finished)
+    """Counters of requests and attainment since start, waits and the cost model's error now.
+
+    `attainment` and `ttft_attainment` are shares of `num_counted`: a rejected or failed request
+    has attained nothing, one that its client ended in time counts neither way. `tpot_attainment`
+    is the share of those that finished.
+    """
+    stats = monitor.stats
+    counted = max(1, stats.num_counted)
     mean_ewt_s, longest_ewt_s = mean_and_longest(monitor.table)
     return {
         "policy": policy,
         "num_steps": stats.num_steps,
         "num_finished": stats.num_finished,
+        "num_rejected": stats.num_rejected,
+        "num_failed": stats.num_failed,
         "num_aborted": stats.num_aborted,
-        "attainment": stats.num_attained / done,
-        "ttft_attainment": stats.num_ttft_met / done,
-        "tpot_attainment": stats.num_tpot_met / done,
+        "num_counted": stats.num_counted,
+        "num_attained": stats.num_attained,
+        "num_ttft_met": stats.num_ttft_met,
+        "num_tpot_met": stats.num_tpot_met,
+        "attainment": stats.num_attained / counted,
+        "ttft_attainment": stats.num_ttft_met / counted,
+        "tpot_attainment": stats.num_tpot_met / max(1, stats.num_finished),
+        "by_class": {name: dataclasses.asdict(ends) for name, ends in stats.by_class.items()},
         "max_wait_s": stats.max_wait_s,
         "mean_ewt_s": mean_ewt_s,
         "longest_ewt_s": longest_ewt_s,

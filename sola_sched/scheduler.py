@@ -32,7 +32,7 @@ from sola_sched.monitor import StateMonitor
 from sola_sched.planner import make_planner
 from sola_sched.queues import PlannedQueue
 from sola_sched.reporting import engine_stats, summary_line, waits_for_slots_alone
-from sola_sched.slo import SloTarget, request_target
+from sola_sched.slo import CLASS_KEY, DEFAULT_CLASS, SloTarget, request_target
 from sola_sched.state import DECODE, PREFILL, IntArray, StepPlan
 from sola_sched.swapping import SwapMixin
 from sola_sched.vllm_compat import Seams, check_version
@@ -43,6 +43,13 @@ logger = init_logger("vllm.sola_sched")
 _NEUTRAL = StepPlan()
 _id_of = operator.attrgetter("request_id")
 _tokens_of = operator.attrgetter("new_token_ids")
+#: How requests end with a complete answer, and how by an error of the engine.
+_BY_ITSELF = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_REPETITION,
+)
+_FAILED = (RequestStatus.FINISHED_ERROR, RequestStatus.FINISHED_IGNORED)
 #: Waiting requests whose prefix is looked up in the cache at a step; a new one is at once.
 _LOOKUPS_PER_STEP = 4
 #: Plans between two estimates of the waits, and the weight of one in the running means.
@@ -107,14 +114,14 @@ class SolaSchedulerMixin(SwapMixin):
         self._next_lookup = 0
         self._is_updating = False
         self._stalled = False
-        self._ended: list[tuple[str, bool]] = []
+        self._is_rejecting = False
+        self._ended: list[tuple[str, RequestStatus]] = []
         self._rejected: list[Request] = []
         self._counts = dict.fromkeys(
             (
                 "num_held",
                 "num_reordered",
                 "num_preempted_by_policy",
-                "num_rejected",
                 "num_invalid_slo",
                 "num_stalled",
             ),
@@ -137,12 +144,14 @@ class SolaSchedulerMixin(SwapMixin):
 
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:
+            slo_class, slo = self._slo_of(request)
             wait_s = max(0.0, self.sola_wall_clock() - request.arrival_time)
             row = self.sola_monitor.add(
                 request.request_id,
                 num_prompt_tokens=request.num_prompt_tokens,
                 max_tokens=max(1, request.max_tokens),
-                slo=self._slo_of(request),
+                slo=slo,
+                slo_class=slo_class,
                 arrival_s=self.sola_clock() - wait_s,
                 priority=request.priority if self._honours_priority else 0,
             )
@@ -152,19 +161,18 @@ class SolaSchedulerMixin(SwapMixin):
                 self.sola_predictions.submit(request.request_id, request.prompt_token_ids)
         super().add_request(request)
 
-    def _slo_of(self, request: Request) -> SloTarget:
+    def _slo_of(self, request: Request) -> tuple[str, SloTarget]:
+        """Name of its SLO class, and its targets."""
         params = request.sampling_params
+        extra_args = params.extra_args if params is not None else None
         try:
-            return request_target(
-                params.extra_args if params is not None else None,
-                self._default_slo,
-                self.sola_config.classes,
-            )
+            target = request_target(extra_args, self._default_slo, self.sola_config.classes)
         except SloError as error:  # the front end refuses these unless the plug-in is off
             self._counts["num_invalid_slo"] += 1
             if self._counts["num_invalid_slo"] == 1:
                 logger.warning("%s: using the default SLO instead. %s", request.request_id, error)
-            return self._default_slo
+            return DEFAULT_CLASS, self._default_slo
+        return (extra_args or {}).get(CLASS_KEY) or DEFAULT_CLASS, target
 
     def _enqueue_waiting_request(self, request: Request) -> None:
         row = self.sola_monitor.table.row_of.get(request.request_id)
@@ -179,15 +187,11 @@ class SolaSchedulerMixin(SwapMixin):
         self.sola_monitor.requeued(row, num_tokens=request.num_tokens, at_front=True)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        by_itself = request.status in (
-            RequestStatus.FINISHED_STOPPED,
-            RequestStatus.FINISHED_LENGTH_CAPPED,
-            RequestStatus.FINISHED_REPETITION,
-        )
+        by_itself = request.status in _BY_ITSELF
         if self._is_updating:  # its last tokens are booked after the update
-            self._ended.append((request.request_id, by_itself))
+            self._ended.append((request.request_id, request.status))
         else:
-            self.sola_monitor.finished(request.request_id, by_itself=by_itself)
+            self._book_end(request.request_id, request.status)
         if self.sola_predictions is not None:
             self.sola_predictions.ended(
                 request.request_id,
@@ -195,6 +199,14 @@ class SolaSchedulerMixin(SwapMixin):
                 is_cut=request.status == RequestStatus.FINISHED_LENGTH_CAPPED,
             )
         return super()._free_request(request, *args, **kwargs)
+
+    def _book_end(self, req_id: str, status: RequestStatus) -> None:
+        self.sola_monitor.finished(
+            req_id,
+            by_itself=status in _BY_ITSELF,
+            rejected=self._is_rejecting,
+            failed=status in _FAILED,
+        )
 
     def shutdown(self) -> None:
         if self.sola_predictions is not None:
@@ -355,9 +367,12 @@ class SolaSchedulerMixin(SwapMixin):
     def _reject(self, rows: IntArray) -> None:
         rejected = [request for request in self._requests(rows) if request in self.waiting]
         names = [request.request_id for request in rejected]
-        self.finish_requests(names, RequestStatus.FINISHED_ERROR)
+        self._is_rejecting = True
+        try:
+            self.finish_requests(names, RequestStatus.FINISHED_ERROR)
+        finally:
+            self._is_rejecting = False
         self._rejected.extend(rejected)
-        self._counts["num_rejected"] += len(rejected)
 
     def _record(self, output: Any) -> None:
         """Book the step that was just scheduled."""
@@ -400,7 +415,7 @@ class SolaSchedulerMixin(SwapMixin):
         if (
             sum(len(group.outputs) for group in outputs.values()) == monitor.num_expected
             and self._tokens_per_decode == 1
-            and all(by_itself for _, by_itself in self._ended)
+            and all(status in _BY_ITSELF for _, status in self._ended)
         ):
             monitor.completed()
         else:
@@ -412,8 +427,8 @@ class SolaSchedulerMixin(SwapMixin):
                 np.fromiter(rows, np.int64, len(answers)),
                 np.fromiter(tokens, np.int64, len(answers)),
             )
-        for name, by_itself in self._ended:
-            self.sola_monitor.finished(name, by_itself=by_itself)
+        for name, status in self._ended:
+            self._book_end(name, status)
         self._ended.clear()
         self.sola_monitor.set_busy(bool(self.requests))
         if self._rejected:

@@ -14,6 +14,8 @@ TTFT_KEY = "ttft_slo_ms"
 TPOT_KEY = "tpot_slo_ms"
 CLASS_KEY = "slo_class"
 REQUEST_KEYS = (TTFT_KEY, TPOT_KEY, CLASS_KEY)
+#: Name under which requests without an SLO class are reported.
+DEFAULT_CLASS = "default"
 
 
 @dataclass(frozen=True, slots=True)

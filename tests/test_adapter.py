@@ -152,11 +152,26 @@ def test_a_rejected_request_is_answered_with_an_error_and_the_rest_is_served() -
     records = engine.run(make_workload(200, 60.0))
     reasons = {r.finish_reason for r in records}
     assert reasons == {"stop", "error"}
-    assert engine.scheduler.sola_stats()["num_rejected"] == sum(
-        r.finish_reason == "error" for r in records
-    )
+    stats = engine.scheduler.sola_stats()
+    assert stats["num_rejected"] == sum(r.finish_reason == "error" for r in records)
+    assert stats["attainment"] == pytest.approx(attained(records, 0.3, 0.05), abs=0.001)
+    assert (stats["num_aborted"], stats["num_failed"]) == (0, 0)
     assert all(r.num_output_tokens == 0 for r in records if r.finish_reason == "error")
     assert engine.num_free_blocks == 1999
+
+
+def test_ends_are_counted_for_each_class_of_the_options() -> None:
+    sola = {"ttft_s": 1.0, "tpot_s": 0.05, "classes": {"strict": {"ttft_s": 1e-3}}}
+    engine = make_engine(sola=sola)
+    served = make_workload(6, 1.0)
+    strict = dataclasses.replace(served[0], extra_args={"slo_class": "strict"})
+    unknown = dataclasses.replace(served[1], extra_args={"slo_class": "nobody"})
+    aborted = dataclasses.replace(served[2], output_len=200, abort_s=served[2].arrival_s + 0.3)
+    engine.run([strict, unknown, aborted, *served[3:]])
+    assert engine.scheduler.sola_stats()["by_class"] == {
+        "default": {"attained": 4, "missed": 0, "rejected": 0, "aborted": 1},
+        "strict": {"attained": 0, "missed": 1, "rejected": 0, "aborted": 0},
+    }
 
 
 class Starts:
