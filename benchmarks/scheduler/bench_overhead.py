@@ -1,4 +1,4 @@
-"""What `sola_sched.Scheduler` adds to vLLM's own scheduling time, per step, while requests come and go.
+"""What `sola_sched.Scheduler` adds to vLLM's own scheduling time per step, in traffic.
 
     python benchmarks/scheduler/bench_overhead.py --out benchmarks/results/overhead.jsonl
 
@@ -73,7 +73,7 @@ _MAX_PROMPT, _MAX_OUTPUT = 7000, 1000
 
 @dataclass(frozen=True)
 class Load:
-    """What is served: `num_running` requests hold the slots at every time, `num_waiting` more wait."""
+    """What is served: `num_running` slots, and so many requests more that wait for one."""
 
     policy: str = "attain"
     kind: str = "chat"
@@ -113,7 +113,7 @@ class ClosedLoop(VirtualEngine):
         self.times_ns: list[tuple[int, int]] = []
         self.num_running: list[int] = []
         self._spent_ns = [0, 0]
-        self._requests_to_come = _requests(kind, random.Random(seed))
+        self._requests_to_come = requests(kind, random.Random(seed))
         self._on_finish = lambda _: self._next(1.0)
         for name in ("schedule", "update_from_output"):
             setattr(self.scheduler, name, self._timed(getattr(self.scheduler, name)))
@@ -146,7 +146,9 @@ class ClosedLoop(VirtualEngine):
         return timed
 
 
-def _requests(kind: Kind, rng: random.Random) -> Iterator[VirtualRequest]:
+def requests(kind: Kind, rng: random.Random) -> Iterator[VirtualRequest]:
+    """Requests without an end; who takes them says when they arrive."""
+
     def tokens(mean: float, sigma: float, most: int) -> int:
         return max(1, min(most, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))
 
