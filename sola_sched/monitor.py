@@ -37,6 +37,9 @@ _AVERAGING = 0.05
 #: Weight of the newest displacement or end among them.
 _DISPLACED_WEIGHT = 0.01
 
+#: Phases of requests that hold a slot.
+_HOLD_SLOT = (PREFILL, DECODE)
+
 _NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 
 
@@ -81,7 +84,9 @@ class StateMonitor:
         self._front_pos = -1
         self._num_limited = self._num_ranked = 0
         self._num_ended = 0
-        self._last_end_s = math.nan
+        self._num_running = 0
+        self._slot_s = math.nan  # time of all slots held, since the latest of them that ended
+        self._num_freed = 0  # ends of slots that are not averaged yet
         self.end_interval_s = math.nan
         self.displaced_share = 0.0
         self._parked: set[int] = set()
@@ -254,6 +259,7 @@ class StateMonitor:
         elapsed = now - start
         self._last_update_s = now
         self._elapsed_s += elapsed
+        self._slot_s += elapsed * self._num_running
         self.stats.num_steps += 1
         shape = record.shape
         if shape.num_decodes or shape.prefill_tokens:
@@ -307,7 +313,9 @@ class StateMonitor:
         self._count_end(row, by_itself, rejected, failed)
         self._num_ended += 1
         self._waiting = None
-        self._book_end()
+        if table.phase[row] in _HOLD_SLOT:
+            self._num_freed += 1
+            self.displaced_share -= _DISPLACED_WEIGHT * self.displaced_share
         table.remove(req_id)
 
     def _count_end(self, row: int, by_itself: bool, rejected: bool, failed: bool) -> None:
@@ -362,16 +370,23 @@ class StateMonitor:
         if has_changed:
             table.num_predictions += 1  # what a planner knows has changed for all
 
-    def _book_end(self) -> None:
-        """Average the time between the ends of requests, which is that between free slots."""
-        self.displaced_share -= _DISPLACED_WEIGHT * self.displaced_share
-        now, last = self.clock(), self._last_end_s
-        self._last_end_s = now
-        if math.isnan(last):
+    def _average_ends(self, num_slots: int) -> None:
+        """Average the time between two ends of slots, as it is while all slots are held.
+
+        From the time for which a slot is held: an idle or half empty engine has fewer ends, but
+        not for want of turnover (Little's law).
+        """
+        num_freed, self._num_freed = self._num_freed, 0
+        if not num_freed:
             return
+        interval_s = self._slot_s / num_freed / num_slots
+        self._slot_s = 0.0
+        if math.isnan(interval_s):
+            return  # the first: nobody knows since when
         if math.isnan(self.end_interval_s):
-            self.end_interval_s = now - last
-        self.end_interval_s += _AVERAGING * (now - last - self.end_interval_s)
+            self.end_interval_s = interval_s
+        weight = 1.0 - (1.0 - _AVERAGING) ** num_freed
+        self.end_interval_s += weight * (interval_s - self.end_interval_s)
 
     def set_busy(self, is_busy: bool) -> None:
         """Tell after each step whether requests are left: idle time is not step time."""
@@ -408,6 +423,8 @@ class StateMonitor:
             rows, batch = rows.copy(), None
         if self._waiting is None:
             (self._waiting,) = (table.phase == WAITING).nonzero()
+        self._average_ends(max_num_running)
+        self._num_running = len(rows)
         now = self.clock()
         start = now
         if self._in_flight:

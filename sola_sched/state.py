@@ -262,8 +262,10 @@ class StepState:
         accepted_per_decode: Mean output tokens per decode step, >= 1.
         elapsed_s: Measured engine time since the previous plan, seconds.
         prefill_share: Recent share of engine time spent on prefill, in [0, 1).
-        end_interval_s: Recent mean time between two ends of requests, seconds; NaN at first.
-        displaced_share: Displacements as a share of recent displacements and ends, in [0, 1).
+        end_interval_s: Recent mean time between two ends of requests that held a slot, seconds,
+            as it is while all slots are held; NaN at first.
+        displaced_share: Displacements as a share of recent displacements and such ends, in
+            [0, 1).
         has_slo: Whether any live request has a target.
         has_classes: Whether the priorities of live requests may differ.
         trusts_predictions: Whether a row's own prediction is used; see `PredictionTrust`.

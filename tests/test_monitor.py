@@ -103,18 +103,101 @@ def test_attainment_needs_both_targets(
     assert (stats.num_ttft_met, stats.num_tpot_met, stats.num_attained) == met
 
 
+class Slots:
+    """Eight slots, a step every 10 ms, and as many requests that hold a slot as a test wants."""
+
+    def __init__(self) -> None:
+        self.monitor, self.clock = make_monitor()
+        self.running: list[int] = []
+
+    def start(self, count: int) -> None:
+        for _ in range(count):
+            row = add(self.monitor, f"r{self.monitor.table.num_added}", prompt=1)
+            self.monitor.admitted(row, num_computed=0, prefill_target=1)
+            self.running.append(row)
+
+    def step(self, num_ends: int = 0) -> StepState:
+        """A step, after which the oldest `num_ends` requests end; returns the state after it."""
+        phase = self.monitor.table.phase[self.running] == DECODE
+        held = np.array(self.running)
+        prefills = held[~phase]
+        self.monitor.scheduled(held[phase], prefills, np.ones(len(prefills), dtype=np.int64))
+        self.clock.now += 0.01
+        self.monitor.completed()
+        for row in self.running[:num_ends]:
+            self.monitor.finished(str(self.monitor.table.req_id[row]))
+        del self.running[:num_ends]
+        self.monitor.set_busy(bool(self.running))
+        return state_of(self.monitor, *self.running)
+
+    def turn_over(self, count: int, *, per_step: int = 1) -> float:
+        """Full slots, of which `per_step` end at every tenth step; returns the interval."""
+        for _ in range(count):
+            self.start(8 - len(self.running))
+            state_of(self.monitor, *self.running)
+            for i in range(10):
+                state = self.step(num_ends=per_step * (i == 9))
+        return state.end_interval_s
+
+
 def test_the_time_between_ends_is_averaged() -> None:
-    monitor, clock = make_monitor()
-    assert np.isnan(state_of(monitor).end_interval_s)
-    for name in "abc":
-        add(monitor, name)
-        clock.now += 2.0
-        monitor.finished(name)
-    assert state_of(monitor).end_interval_s == pytest.approx(2.0)
-    add(monitor, "d")
-    clock.now += 4.0
-    monitor.finished("d")
-    assert 2.0 < state_of(monitor).end_interval_s < 4.0
+    slots = Slots()
+    assert np.isnan(state_of(slots.monitor).end_interval_s)
+    assert np.isnan(slots.turn_over(1))  # nobody knows since when
+    assert slots.turn_over(3) == pytest.approx(0.1)
+
+
+def test_several_ends_in_a_step_share_the_time_since_the_one_before() -> None:
+    slots = Slots()
+    assert slots.turn_over(100, per_step=4) == pytest.approx(0.1 / 4, rel=0.01)
+
+
+def test_an_idle_hour_leaves_the_time_between_ends_as_it_is() -> None:
+    slots = Slots()
+    before = slots.turn_over(20)
+    assert before == pytest.approx(0.1)
+    slots.step(num_ends=8)
+    slots.clock.now += 3600.0
+    slots.start(8)
+    state_of(slots.monitor, *slots.running)
+    assert slots.step(num_ends=1).end_interval_s <= before
+    assert slots.turn_over(20) == pytest.approx(0.1, rel=0.5)
+
+
+def test_a_lone_request_that_runs_for_long_says_little_of_full_slots() -> None:
+    slots = Slots()
+    slots.turn_over(20)
+    slots.step(num_ends=6)
+    before = slots.step().end_interval_s
+    for _ in range(1000):
+        slots.step()
+    # It held one of eight slots for ten seconds, not all of them.
+    assert slots.step(num_ends=1).end_interval_s == pytest.approx(before, abs=0.05 * 10.1 / 8)
+
+
+@pytest.mark.parametrize("end", [{"rejected": True}, {"by_itself": False}, {"failed": True}])
+def test_requests_that_end_in_the_queue_free_no_slots(end: dict[str, bool]) -> None:
+    slots = Slots()
+    slots.monitor.requeued(add(slots.monitor, "displaced"), num_tokens=9, at_front=True)
+    interval_s = slots.turn_over(20)
+    displaced_share = slots.monitor.displaced_share
+    for number in range(200):
+        add(slots.monitor, f"queued{number}")
+        slots.monitor.finished(f"queued{number}", **({"by_itself": False} | end))
+    slots.monitor.finished("displaced", **({"by_itself": False} | end))  # it waits again
+    assert state_of(slots.monitor, *slots.running).end_interval_s == interval_s
+    assert slots.monitor.displaced_share == displaced_share
+    assert slots.turn_over(1) == pytest.approx(0.1)
+
+
+def test_a_request_that_its_client_ends_while_it_runs_frees_its_slot() -> None:
+    slots = Slots()
+    slots.turn_over(20)
+    displaced_share = slots.monitor.displaced_share = 0.5
+    row = slots.running.pop()
+    slots.monitor.finished(str(slots.monitor.table.req_id[row]), by_itself=False)
+    assert slots.monitor.displaced_share < displaced_share
+    assert state_of(slots.monitor, *slots.running).end_interval_s < 0.1
 
 
 def test_aborts_teach_nothing_and_attain_nothing() -> None:
@@ -149,7 +232,8 @@ def test_displacements_are_averaged_against_ends() -> None:
         monitor.requeued(row, num_tokens=101, at_front=True)
         monitor.requeued(row, num_tokens=101, at_front=True)
         monitor.requeued(row, num_tokens=101, at_front=False)  # waits for more input: neither
-        add(monitor, f"b{number}")
+        other = add(monitor, f"b{number}")
+        monitor.admitted(other, num_computed=0, prefill_target=100)
         monitor.finished(f"b{number}")
         shares.append(state_of(monitor, row).displaced_share)
     assert shares[0] == 0.0
