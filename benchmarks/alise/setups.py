@@ -79,6 +79,11 @@ def scheduler_of(run: Run) -> str:
     return run.scheduler.replace(f"{{{name}}}", how)
 
 
+def data_files(run: Run) -> list[Path]:
+    """Recorded predictions that a run reads besides those that its scheduler names."""
+    return [_file("alpaca", _predictor(run) or "lexical")] if run.dataset == "alpaca" else []
+
+
 def _predictor(run: Run) -> str | None:
     return next((n for n in ("lexical", "retrieval") if f"{{{n}}}" in run.scheduler), None)
 

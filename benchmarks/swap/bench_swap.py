@@ -7,140 +7,27 @@ All but the last in virtual time, with the real schedulers, step times and links
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import itertools
 import json
 import os
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
+import engine_cases
 import numpy as np
+from cases import Case, run
+from engine_cases import EngineCase
 
-from sola_sched.bench import environment, sweep
-from sola_sched.bench.backend import parse_scheduler
-from sola_sched.bench.cli import main as bench_main
-from sola_sched.bench.points import SYNTHETIC, Point, make_workload
+from sola_sched.bench import resumable, sweep
+from sola_sched.bench.points import SYNTHETIC, Point
 from sola_sched.bench.sim_backend import SimBackend
-from sola_sched.planner import alise_step
-from sola_sched.planner.alise_step import AliseStep
-from sola_sched.state import DECODE, StepPlan
 
-_ROOT = Path(__file__).resolve().parents[2]
-_RESULTS = _ROOT / "benchmarks" / "results" / "swap"
+_FOLDER = Path(__file__).resolve().parent
+_RESULTS = _FOLDER.parent / "results" / "swap"
 _DATA_VARIABLE = "SOLA_SCHED_DATA"
-
-
-@dataclass(frozen=True)
-class Case:
-    """A point and what is changed around its run.
-
-    Attributes:
-        point: Arrivals, lengths, targets and scheduler.
-        name: In tables.
-        num_blocks: KV blocks; None for the profile's.
-        policy: Words: ``defer`` displaces nobody, ``always`` whoever has more left, both as in the
-            paper's comparison; ``alone`` computes prompts whole, in steps without decodes. Empty
-            leaves the policy as it is.
-    """
-
-    point: Point
-    name: str
-    num_blocks: int | None = None
-    policy: str = ""
-
-
-@contextlib.contextmanager
-def _policy(words: str) -> Iterator[None]:
-    """Change the decisions in which the paper's alternatives, or its engine, differ."""
-    changes: dict[str, Sequence[Any]] = {
-        "defer": (mock.patch.object(AliseStep, "_gives_way", return_value=False),),
-        "always": (mock.patch.object(alise_step, "_MIN_GAIN", 0.0),),
-        "alone": (
-            mock.patch.object(AliseStep, "_room", lambda self: self.state.max_num_tokens),
-            mock.patch.object(AliseStep, "plan", _alone(AliseStep.plan)),
-        ),
-    }
-    with contextlib.ExitStack() as stack:
-        for word in words.split():
-            for change in changes[word]:
-                stack.enter_context(change)
-        yield
-
-
-def _alone(plan: Callable[[AliseStep], StepPlan]) -> Callable[[AliseStep], StepPlan]:
-    """A step that computes prompts has nothing else; KV that comes from the host is no prompt."""
-
-    def changed(self: AliseStep) -> StepPlan:
-        planned, table = plan(self), self.state.table
-        if planned.run is None or planned.admit is None:
-            return planned
-        rows = np.concatenate([planned.run, planned.admit])
-        left = table.prefill_target[rows] - table.num_computed[rows]
-        computes = (table.phase[rows] != DECODE) & (left > 1)
-        if not computes.any():
-            return planned
-        self.num_settled = 0
-        num_run = len(planned.run)
-        return replace(
-            planned,
-            run=planned.run[computes[:num_run]],
-            admit=planned.admit[computes[num_run:]],
-            token_budget=min(int(left[computes].sum()), self.state.max_num_tokens),
-        )
-
-    return changed
-
-
-def run(case: Case, data: Path | None) -> dict[str, Any]:
-    """Serve the case; a row of results, latencies in seconds."""
-    point = case.point
-    backend = sweep.make_backend(point.profile)
-    assert isinstance(backend, SimBackend)
-    spec = parse_scheduler(point.scheduler)
-    if case.num_blocks is not None:
-        spec.engine_args["num_gpu_blocks_override"] = case.num_blocks
-    engines: list[Any] = []
-    build = backend._engine
-
-    def remember(*args: Any) -> Any:
-        engines.append(build(*args))
-        return engines[-1]
-
-    backend._engine = remember  # type: ignore[method-assign]
-    workload = make_workload(point, backend.limits, data)
-    with _policy(case.policy):
-        outcome = backend.run(workload, spec, point.slo)
-    ended = [r for r in outcome.records if r.completed]
-    normalized = [(r.token_times_s[-1] - r.arrival_s) / len(r.token_times_s) for r in ended]
-    met = [_is_met(r.token_times_s, r.arrival_s, point) for r in ended]
-    scheduler = engines[-1].scheduler
-    stats = scheduler.sola_stats() if hasattr(scheduler, "sola_stats") else {}
-    return {
-        "name": case.name,
-        "num_blocks": case.num_blocks,
-        "policy": case.policy,
-        **asdict(point),
-        "num_ended": len(ended),
-        "normalized_s": float(np.mean(normalized)),
-        "latency_s": float(np.mean([r.token_times_s[-1] - r.arrival_s for r in ended])),
-        "normalized_p50_s": float(np.median(normalized)),
-        "normalized_p90_s": float(np.quantile(normalized, 0.9)),
-        "attained": sum(met) / len(outcome.records),
-        "num_preemptions": outcome.scheduler.num_preemptions,
-        "swap": stats.get("swap", {}),
-        "notes": outcome.notes,
-    }
-
-
-def _is_met(times_s: Sequence[float], arrival_s: float, point: Point) -> bool:
-    decode_s = times_s[-1] - times_s[0]
-    return times_s[0] - arrival_s <= point.ttft_s and (
-        len(times_s) < 2 or decode_s / (len(times_s) - 1) <= point.tpot_s
-    )
 
 
 # Experiments --------------------------------------------------------------------------------
@@ -337,11 +224,6 @@ def third(args: argparse.Namespace) -> str:
     return "\n\n".join(parts)
 
 
-#: Of `engine`: blocks of 128 tokens for the bench's random model, which has 256 otherwise; rate,
-#: and targets in ms.
-_ENGINE_BLOCKS, _ENGINE_RATE, _ENGINE_SLO = 48, 2.3, ("ttft:2400", "tpot:140")
-
-
 def engine(args: argparse.Namespace) -> str:
     """The ways of Fig. 8, and `attain`, on vLLM's real CPU engine with little KV memory."""
     variants = {
@@ -355,21 +237,18 @@ def engine(args: argparse.Namespace) -> str:
         "attain": ("sola:swap.mode=off", ""),
         "attain, swap": ("sola:swap.mode=raw", ""),
     }
-    path = args.results / f"engine{'-quick' if args.quick else ''}.jsonl"
-    rows = {(r["name"], r["seed"], r["num_prompts"]): r for r in sweep.load(path)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for seed, (name, (scheduler, policy)) in itertools.product(args.seeds, variants.items()):
-        key = name, seed, args.num_requests
-        if key not in rows:
-            rows[key] = {"name": name, "seed": seed} | _on_engine(
-                scheduler, policy, seed, args.num_requests
-            )
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(rows[key]) + "\n")
+    cases = [
+        EngineCase(name, seed, scheduler, policy, args.num_requests)
+        for seed, (name, (scheduler, policy)) in itertools.product(args.seeds, variants.items())
+    ]
+    rows = _stored_or_run(
+        args, "engine", cases, engine_key, engine_cases.run,
+        [field.name for field in fields(EngineCase)],
+    )  # fmt: skip
     lines = ["| | latency/token, ms | latency, s | attained | output tokens/s | preemptions |",
              "| --- | ---: | ---: | ---: | ---: | ---: |"]  # fmt: skip
     for name in variants:
-        found = [rows[name, seed, args.num_requests] for seed in args.seeds]
+        found = [row for row in rows if row["name"] == name]
         cells = [
             f"{np.mean([row[column] for row in found]):.{digits}f}"
             for column, digits in (("normalized_ms", 0), ("latency_s", 2), ("attained", 3),
@@ -377,38 +256,12 @@ def engine(args: argparse.Namespace) -> str:
         ]  # fmt: skip
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return (
-        f"vLLM's engine on a CPU, random Llama of 62 M parameters, {_ENGINE_BLOCKS} KV blocks of "
-        f"128 tokens, {args.num_requests} requests of `sharegpt-like` at {_ENGINE_RATE:g}/s, "
-        f"targets {' and '.join(_ENGINE_SLO)} ms; means of seeds "
+        "vLLM's engine on a CPU, random Llama of 62 M parameters, "
+        f"{engine_cases.NUM_BLOCKS} KV blocks of 128 tokens, {args.num_requests} requests of "
+        f"`sharegpt-like` at {engine_cases.RATE_PER_S:g}/s, targets "
+        f"{' and '.join(engine_cases.SLO)} ms; means of seeds "
         f"{', '.join(map(str, args.seeds))}.\n\n" + "\n".join(lines)
     )
-
-
-def _on_engine(scheduler: str, policy: str, seed: int, num_prompts: int) -> dict[str, Any]:
-    """One run of `python -m sola_sched.bench`, in this process."""
-    with tempfile.TemporaryDirectory() as folder, _policy(policy):
-        status = bench_main([
-            "--clock", "wall", "--seed", str(seed), "--num-prompts", str(num_prompts),
-            "--request-rate", str(_ENGINE_RATE), "--slo", *_ENGINE_SLO,
-            "--schedulers", scheduler, "--max-num-batched-tokens", "2048",
-            "--engine-args", json.dumps({"num_gpu_blocks_override": _ENGINE_BLOCKS}),
-            "--result-dir", folder, "--result-filename", "run.json",
-        ])  # fmt: skip
-        if status:
-            raise SystemExit(status)
-        result = json.loads((Path(folder) / "run.json").read_text(encoding="utf-8"))
-    return {
-        "scheduler": scheduler,
-        "policy": policy,
-        "num_prompts": num_prompts,
-        "completed": result["completed"],
-        "normalized_ms": result["mean_normalized_latency_ms"],
-        "latency_s": 1e-3 * result["mean_e2el_ms"],
-        "attained": result["attainment"],
-        "tokens_per_s": result["output_throughput"],
-        "num_preemptions": result["scheduler"]["num_preemptions"],
-        "cpu_share": result.get("cpu_share"),
-    }
 
 
 def _attain_tables(
@@ -451,36 +304,53 @@ EXPERIMENTS: dict[str, Callable[[argparse.Namespace], str]] = {
 
 
 def _rows(args: argparse.Namespace, name: str, cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """A row per case, those of a former run taken from the file."""
+    """A row per case."""
+    names = ["name", "num_blocks", "policy", *Point.__dataclass_fields__]
+    rows = _stored_or_run(
+        args, name, cases, case_key, functools.partial(run, data=args.data), names
+    )
+    return [row | {"refused": row["swap"].get("num_refused", 0)} for row in rows]
+
+
+def _stored_or_run(
+    args: argparse.Namespace,
+    name: str,
+    cases: Sequence[Any],
+    key_of: Callable[[Any], str],
+    make: Callable[[Any], dict[str, Any]],
+    names: Sequence[str],
+) -> list[dict[str, Any]]:
+    """A row per case, run where it is missing; with ``--stored`` the last one there is, found by
+    the columns `names`, by whatever source it was made."""
     path = args.results / f"{name}{'-quick' if args.quick else ''}.jsonl"
-    stored = {}
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            stored[_key(row)] = row
-    rows = []
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for case in cases:
-        key = _key({"name": case.name, "num_blocks": case.num_blocks, "policy": case.policy,
-                    **asdict(case.point)})  # fmt: skip
-        if key not in stored:
-            environment.prepare(None, is_random=True)
-            stored[key] = run(case, args.data)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(stored[key]) + "\n")
-            row = stored[key]
-            print(f"{row['name']:28s} {row['rate_per_s']:6.2f}/s seed {row['seed']}: "
-                  f"{1e3 * row['normalized_s']:8.1f} ms/token, {100 * row['attained']:5.1f} %, "
-                  f"{row['num_preemptions']} preemptions", flush=True)  # fmt: skip
-        row = dict(stored[key])
-        row["refused"] = row["swap"].get("num_refused", 0)
-        rows.append(row)
-    return rows
+    if not args.stored:
+        return resumable.run(cases, path, key_of, make, title=name)
+    found = {json.dumps([row.get(name) for name in names]): row for row in resumable.load(path)}
+    wanted = [json.dumps([parameters(case)[name] for name in names]) for case in cases]
+    missing = sum(key not in found for key in wanted)
+    if missing:
+        raise SystemExit(f"{path} must hold a row for every run ({missing} of {len(wanted)} are "
+                         "missing); leave --stored out.")  # fmt: skip
+    return [found[key] for key in wanted]
 
 
-def _key(row: dict[str, Any]) -> str:
-    names = ("name", "num_blocks", "policy", *Point.__dataclass_fields__)
-    return json.dumps([row[name] for name in names])
+def parameters(case: Case | EngineCase) -> dict[str, Any]:
+    """All parameters as columns of one row."""
+    columns = asdict(case)
+    return columns | columns.pop("point", {})
+
+
+def case_key(case: Case) -> str:
+    """Changes with all that decides the row."""
+    point = case.point
+    return sweep.make_key(parameters(case), point.scheduler, point.profile,
+                          scripts=[_FOLDER / "cases.py"])  # fmt: skip
+
+
+def engine_key(case: EngineCase) -> str:
+    """Changes with all that decides the row."""
+    return sweep.make_key(parameters(case), case.scheduler,
+                          scripts=[_FOLDER / "engine_cases.py"])  # fmt: skip
 
 
 def _mean(rows: Sequence[dict[str, Any]], name: str, rate: float, column: str) -> float:
@@ -509,7 +379,7 @@ def _dataset(args: argparse.Namespace, name: str) -> str:
 
 def _data(given: Path | None) -> Path | None:
     named = given or os.environ.get(_DATA_VARIABLE)
-    path = Path(named) if named else _ROOT.parent / "shared" / "data"
+    path = Path(named) if named else _FOLDER.parents[2] / "shared" / "data"
     return path if path.is_dir() else None
 
 
@@ -523,6 +393,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-requests", type=int, default=None)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--quick", action="store_true", help="few, small runs: does it work?")
+    parser.add_argument("--stored", action="store_true",
+                        help="the table of the rows there are; run nothing")  # fmt: skip
     args = parser.parse_args(argv)
     args.data = _data(args.data)
     args.num_requests = args.num_requests or (60 if args.quick else 1000)

@@ -4,48 +4,49 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import json
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
-from sola_sched import __version__, metrics
-from sola_sched.bench import environment
+from sola_sched import metrics
+from sola_sched.bench import environment, provenance, resumable
 from sola_sched.bench.backend import RunOutcome, SchedulerSpec, parse_scheduler
+from sola_sched.bench.import_closure import digest, import_closure
 from sola_sched.bench.points import BOUND, HINDSIGHT, Point, make_workload
+from sola_sched.bench.resumable import Row, load
 from sola_sched.config import CONFIG_KEY
+from sola_sched.simulator.step_profile import load_step_profile, step_profile_file
 from sola_sched.slo import SloTarget
-
-Row = dict[str, Any]
 
 #: Token budget of schedulers that name none, and of the bound.
 MAX_NUM_BATCHED_TOKENS = 8192
 _DIGITS = 4
-_ROOT = Path(__file__).resolve().parents[1]
-# What a row depends on, besides the point: a change of these runs it again.
-_ENGINE = ("simulator/engine.py", "simulator/host.py", "simulator/request.py",
-           "simulator/step_time.py", "bench/sim_backend.py")  # fmt: skip
-_POLICY = ("config.py", "cost_fit.py", "cost_gamma.py", "cost_model.py", "monitor.py",
-           "planner/*.py", "queues.py", "scheduler.py", "slo.py", "state.py")  # fmt: skip
-_REFERENCES = {
-    BOUND: ("bench/sim_bound.py", "simulator/bound*.py", "simulator/step_time.py"),
-    HINDSIGHT: (*_ENGINE, *_POLICY, "bench/sim_hindsight.py"),
+#: What takes a scheduler's place in a point.
+_REFERENCES = (BOUND, HINDSIGHT)
+#: Modules that change no row: they keep rows, or runs of that kind never use them.
+_KEEPING = tuple(
+    f"sola_sched.bench.{name}" for name in ("import_closure", "provenance", "results", "resumable")
+)
+_POLICY = ("sola_sched.scheduler", "sola_sched.simulator.baselines")
+_BESIDE = ("sola_sched.bench.sim_bound", "sola_sched.bench.sim_hindsight")
+_UNUSED = {
+    "stock": (*_POLICY, *_BESIDE),
+    BOUND: (*_POLICY, "sola_sched.simulator.engine", "sola_sched.simulator.host", _BESIDE[1]),
+    HINDSIGHT: _BESIDE[:1],
 }
 # Left out of the file where a row has them.
 _DEFAULTS = {f.name: f.default for f in fields(Point) if f.default is not MISSING} | {
     "num_preemptions": 0,
     "cost_model_error": None,
 }
-#: Raised when a change of `points` or of this file changes rows.
-_FORMAT = 1
+#: Raised when the meaning of a row changes without its source.
+_FORMAT = 2
 
 
 def run(
@@ -75,29 +76,11 @@ def run(
         the columns ``bound`` and ``hindsight`` where the same workload was given with ``BOUND``
         and ``HINDSIGHT`` too; NaN otherwise.
     """
-    wanted = list(dict.fromkeys(points))
-    done = {row["key"]: row for row in load(path)}
-    missing = [point for point in wanted if key_of(point) not in done]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and path.stat().st_size > len(_whole(path).encode()):
-        path.write_text(_whole(path), encoding="utf-8")
-    with (
-        tqdm(total=len(missing), desc=title, unit="run", disable=is_hidden) as bar,
-        path.open("a", encoding="utf-8") as out,
-    ):
-        for row in _results(missing, data, min(num_workers, len(missing))):
-            done[row["key"]] = row
-            out.write(json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n")
-            out.flush()
-            bar.update()
-    return with_bound([done[key_of(point)] for point in wanted])
-
-
-def load(path: Path) -> list[Row]:
-    """All rows of a file; none if it does not exist. A line that was cut off is left out."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in _whole(path).splitlines()]
+    make = functools.partial(run_point, data=data)
+    rows = resumable.run(
+        points, path, key_of, make, num_workers=num_workers, title=title, is_hidden=is_hidden
+    )
+    return with_bound(rows)
 
 
 def with_bound(rows: Sequence[Row]) -> list[Row]:
@@ -127,8 +110,36 @@ def stored(points: Iterable[Point], path: Path) -> list[Row]:
 
 
 def key_of(point: Point) -> str:
-    """Changes with any parameter, the version, and the source that the row depends on."""
-    parts = [_FORMAT, asdict(point), __version__, _source_hash(_sources(point.scheduler))]
+    """Changes with all that decides the row of a point, see `make_key`."""
+    return make_key(asdict(point), point.scheduler, point.profile)
+
+
+def make_key(
+    parameters: Mapping[str, Any],
+    scheduler: str,
+    profile: str | None = None,
+    *,
+    scripts: Iterable[Path] = (),
+    files: Iterable[Path] = (),
+) -> str:
+    """Name of a run's row.
+
+    Changes with any parameter, vLLM's version, the source that decides the run (what `run_point`
+    imports with that scheduler), the profile, and the recorded predictions.
+
+    Args:
+        parameters: Of the run.
+        scheduler: As in `Point`.
+        profile: As in `Point`; None for a run on a real engine.
+        scripts: Files that take part in the run; with them, all that they import.
+        files: Data that the run reads.
+    """
+    source = _source_digest(scheduler, tuple(scripts))
+    data = [*files] if profile is None else [step_profile_file(profile), *files]
+    predictor = _spec(scheduler).predictor
+    if predictor.startswith("recorded:"):
+        data.append(Path(predictor.partition(":")[2]))
+    parts = [_FORMAT, dict(parameters), provenance.vllm_version(), source, digest(data)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -139,7 +150,7 @@ def run_point(point: Point, data: Path | None = None) -> Row:
         ConfigError: A parameter cannot be right.
         DatasetError: The data set is missing or unusable.
     """
-    head = {"key": key_of(point), **_told(asdict(point))}
+    head = _told(asdict(point))
     if point.scheduler in _REFERENCES:
         return head | {"attainment": _rounded(_reference(point, data))}
     outcome = run_outcome(point, data)
@@ -158,7 +169,6 @@ def run_outcome(point: Point, data: Path | None = None) -> RunOutcome:
 def make_backend(profile: str) -> Any:
     """The virtual-time backend of a profile, at the budget of all sweeps."""
     from sola_sched.bench.sim_backend import SimBackend, SimOptions
-    from sola_sched.simulator.step_profile import load_step_profile
 
     args = {"max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
     return SimBackend(SimOptions(load_step_profile(profile), engine_args=args))
@@ -175,14 +185,15 @@ def scheduler_spec(point: Point) -> SchedulerSpec:
 
 def _reference(point: Point, data: Path | None) -> float:
     """What is attained by what takes a scheduler's place."""
-    from sola_sched.bench.sim_bound import workload_bound
-    from sola_sched.bench.sim_hindsight import attainable_with_hindsight
-
     environment.prepare(None, is_random=True)
     backend = make_backend(point.profile)
     workload = make_workload(point, backend.limits, data)
     if point.scheduler == HINDSIGHT:
+        from sola_sched.bench.sim_hindsight import attainable_with_hindsight
+
         return attainable_with_hindsight(backend, workload, point.slo)
+    from sola_sched.bench.sim_bound import workload_bound
+
     return workload_bound(backend, workload, point.slo).attainable_ratio
 
 
@@ -222,27 +233,6 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def _results(points: Sequence[Point], data: Path | None, num_workers: int) -> Iterable[Row]:
-    call: Callable[[Point], Row] = functools.partial(run_point, data=data)
-    if num_workers <= 1:
-        yield from map(call, points)
-        return
-    # Spawned, since a fork of a process with threads (OpenMP, the bar) may hang.
-    with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(call, point) for point in points]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _whole(path: Path) -> str:
-    """The text without a last line that was cut off when a run was killed."""
-    text = path.read_text(encoding="utf-8")
-    return text[: text.rfind("\n") + 1]
-
-
 def _told(row: Row) -> Row:
     """All columns but those at their defaults, which only lengthen the files."""
     return {k: v for k, v in row.items() if k not in _DEFAULTS or v != _DEFAULTS[k]}
@@ -264,20 +254,27 @@ def _workload_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return _parameters({**row, "scheduler": None})
 
 
-def _sources(scheduler: str) -> tuple[str, ...]:
-    kind = scheduler.partition(":")[0]
-    if kind in _REFERENCES:
-        return _REFERENCES[kind]
-    if kind == "stock" and "scheduler_cls" not in scheduler:
-        return _ENGINE
-    # Baselines learn step times and lengths with the product's own models.
-    return (*_ENGINE, *_POLICY, "simulator/baselines.py")
+def _spec(scheduler: str) -> SchedulerSpec:
+    if scheduler in _REFERENCES:
+        return SchedulerSpec(scheduler, scheduler)
+    return parse_scheduler(scheduler)
 
 
-@functools.lru_cache(maxsize=8)
-def _source_hash(patterns: tuple[str, ...]) -> str:
-    digest = hashlib.sha256()
-    for pattern in patterns:
-        for file in sorted(_ROOT.glob(pattern)):
-            digest.update(os.fsencode(file.name) + file.read_bytes())
-    return digest.hexdigest()[:12]
+@functools.lru_cache(maxsize=256)
+def _source_digest(scheduler: str, scripts: tuple[Path, ...]) -> str:
+    """Kept for the process: what it has imported does not change with the files."""
+    return digest(_sources(scheduler, scripts))
+
+
+def _sources(scheduler: str, scripts: Iterable[Path] = ()) -> tuple[Path, ...]:
+    """Files of the source that decides what a run with the scheduler gives."""
+    spec = _spec(scheduler)
+    roots: list[str | Path] = [__name__, *scripts]
+    unused = _UNUSED.get(spec.kind, _BESIDE)
+    named = spec.engine_args.get("scheduler_cls")
+    if isinstance(named, str):
+        unused = _BESIDE
+        script = importlib.util.find_spec(named.replace(":", ".").rpartition(".")[0])
+        if script is not None and script.origin is not None:
+            roots.append(Path(script.origin))
+    return import_closure(roots, (*unused, *_KEEPING))

@@ -88,14 +88,11 @@ def profile_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
-def load_step_profile(name_or_path: str) -> StepProfile:
-    """Read a profile of the package by name, or a file.
-
-    A file is one like those of the package, or a cost model that `python -m sola_sched.profile`
-    measured on a live engine; the latter has no KV capacity and no context length.
+def step_profile_file(name_or_path: str) -> Path:
+    """The file of a profile of the package, or the file named.
 
     Raises:
-        ProfileError: There is no such profile, or the file breaks a rule; the message names it.
+        ProfileError: There is no such profile.
     """
     path = FOLDER / f"{name_or_path}.json"
     if name_or_path not in profile_names():
@@ -105,6 +102,19 @@ def load_step_profile(name_or_path: str) -> StepProfile:
                 f"'--profile' must be a file or one of {', '.join(profile_names())} "
                 f"(got {name_or_path!r})."
             )
+    return path
+
+
+def load_step_profile(name_or_path: str) -> StepProfile:
+    """Read a profile of the package by name, or a file.
+
+    A file is one like those of the package, or a cost model that `python -m sola_sched.profile`
+    measured on a live engine; the latter has no KV capacity and no context length.
+
+    Raises:
+        ProfileError: There is no such profile, or the file breaks a rule; the message names it.
+    """
+    path = step_profile_file(name_or_path)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -17,5 +17,9 @@ def load_script(folder: str, name: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where dataclasses look
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(_BENCHMARKS / folder))  # for the scripts that it imports
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(_BENCHMARKS / folder))
     return module
