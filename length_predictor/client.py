@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -141,6 +141,11 @@ class PredictionClient:
             self._send(protocol.finished(handle, num_output, is_cut))
         else:
             self._send(protocol.gone(handle))
+
+    def forget_but(self, req_ids: Iterable[str]) -> None:
+        """All other requests have ended unseen; nothing is learned from them."""
+        for req_id in self._handle_of.keys() - set(req_ids):
+            self.ended(req_id, 0, is_cut=False)
 
     def poll(self) -> list[Answer]:
         """Answers since the last call, at most 32 packets of them; call it at every step."""

@@ -59,6 +59,9 @@ class SolaConfig:
         predictor_encoder: Sentence encoder of ``retrieval``, a name or folder; None is the
             default one.
         log_interval_s: Seconds between two summary lines in the log; 0 disables them.
+        plan_limit_s: Processor time that one plan may take, seconds, > 0; longer ones count as
+            failures, and repeated failures leave the engine to vLLM's own scheduling. None for no
+            limit.
         swap: What happens to the KV of preempted requests; see `SwapConfig`.
     """
 
@@ -80,6 +83,7 @@ class SolaConfig:
     predictor_save_s: float = 0.0
     predictor_encoder: str | None = None
     log_interval_s: float = 10.0
+    plan_limit_s: float | None = 0.1
     swap: SwapConfig = field(default_factory=SwapConfig)
 
     def __post_init__(self) -> None:
@@ -93,10 +97,10 @@ class SolaConfig:
         rules.number("alpha", self.alpha, low=0.0, low_open=True, high=1.0)
         rules.number("safety", self.safety, low=0.0, high=1.0, high_open=True)
         rules.number("log_interval_s", self.log_interval_s, low=0.0)
-        if self.aging_s is not None:
-            rules.number(
-                "aging_s", self.aging_s, low=0.0, low_open=True, hint="use null to disable it"
-            )
+        for name in ("aging_s", "plan_limit_s"):
+            value = getattr(self, name)
+            if value is not None:
+                rules.number(name, value, low=0.0, low_open=True, hint="use null to disable it")
         for name in ("tile", "window", "levels"):
             rules.count(name, getattr(self, name))
         for name in ("profile", "predictor_path", "predictor_encoder"):

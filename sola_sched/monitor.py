@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +50,37 @@ class _StepRecord:
     predicted_s: float
     decode_rows: IntArray
     prefill_rows: IntArray
-    num_ended: int
+    num_ended: int = -1  # unknown
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRequest:
+    """What an engine itself knows of an unfinished request; see `StateMonitor.rebuild`.
+
+    Attributes:
+        req_id, num_prompt_tokens, max_tokens, slo, slo_class, priority: As in `StateMonitor.add`.
+        arrival_s: When it arrived, where nothing better is known, on the monitor's clock.
+        holds_slot: Whether it runs.
+        num_computed: Tokens whose KV exists or is being computed.
+        num_tokens: Its prompt and output tokens, those in flight included.
+        num_output: Output tokens delivered.
+        num_in_flight: Output tokens in flight.
+        num_preemptions: Times it lost its KV.
+    """
+
+    req_id: str
+    num_prompt_tokens: int
+    max_tokens: int
+    slo: SloTarget
+    arrival_s: float
+    slo_class: str = DEFAULT_CLASS
+    priority: int = 0
+    holds_slot: bool = False
+    num_computed: int = 0
+    num_tokens: int = 0
+    num_output: int = 0
+    num_in_flight: int = 0
+    num_preemptions: int = 0
 
 
 class StateMonitor:
@@ -135,6 +165,59 @@ class StateMonitor:
         if slo_class != DEFAULT_CLASS:
             self._outcomes[row] = self.stats.of_class(slo_class)
         return row
+
+    def rebuild(self, requests: Iterable[LiveRequest], num_steps: int) -> None:
+        """Start over with these requests: what was known of them and of the steps is not trusted.
+
+        Arrivals and first tokens are taken from the old table where they make sense. What was
+        learned, the figures and the clock go on.
+
+        Args:
+            requests: All that are unfinished, in the engine's order.
+            num_steps: Steps in flight; each still completes, as one whose shape is not known.
+        """
+        old, now = self.table, self.clock()
+        table = self.table = RequestTable()
+        table.num_added, table.num_predictions = old.num_added, old.num_predictions + 1
+        self._num_limited = self._num_ranked = 0
+        self._batch = self._waiting = None
+        self._parked = set()
+        self._outcomes.clear()
+        self._last_update_s, self._elapsed_s = now, 0.0
+        in_flight: list[list[int]] = [[] for _ in range(num_steps)]
+        for request in requests:
+            arrival_s, first_token_s = request.arrival_s, math.nan
+            was = old.row_of.get(request.req_id)
+            if was is not None and old.arrival_s[was] <= now:
+                arrival_s, first_token_s = float(old.arrival_s[was]), float(old.first_token_s[was])
+            row = self.add(
+                request.req_id,
+                num_prompt_tokens=request.num_prompt_tokens,
+                max_tokens=request.max_tokens,
+                slo=request.slo,
+                slo_class=request.slo_class,
+                arrival_s=arrival_s,
+                priority=request.priority,
+            )
+            table.num_computed[row] = request.num_computed
+            table.prefill_target[row] = request.num_tokens
+            table.num_output[row] = request.num_output
+            table.num_preemptions[row] = request.num_preemptions
+            if request.num_output:  # at the latest when it was due, if nobody knows
+                if not arrival_s <= first_token_s <= now:
+                    first_token_s = min(now, float(table.due_s[row]))
+                table.first_token_s[row], table.last_token_s[row] = first_token_s, now
+            if request.holds_slot:
+                has_begun = request.num_output + request.num_in_flight > 0
+                is_decode = has_begun and request.num_computed + 1 >= request.num_tokens
+                table.phase[row] = DECODE if is_decode else PREFILL
+            for rows in in_flight[: request.num_in_flight]:
+                rows.append(row)
+        self.stats.num_unseen += len(old.row_of.keys() - table.row_of.keys())
+        self._in_flight = deque(
+            _StepRecord(now, StepShape(0, 0, 0, 0.0, 0.0), 0.0, np.array(rows, np.int64), _NO_ROWS)
+            for rows in in_flight
+        )
 
     def predicted(self, req_id: str, prediction: LengthPrediction) -> bool:
         """A length prediction arrived, for a request in any state, perhaps a better one again.

@@ -53,6 +53,7 @@ class MonitorStats:
     num_rejected: int = 0
     num_predicted: int = 0
     num_late_predictions: int = 0
+    num_unseen: int = 0  # ended while the state was lost
     num_steps: int = 0
     max_wait_s: float = 0.0
     by_class: dict[str, ClassOutcomes] = field(

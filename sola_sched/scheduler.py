@@ -9,6 +9,7 @@ what it hid. See `docs/design.md` for the seams and the rules they follow.
 from __future__ import annotations
 
 import operator
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,10 +27,12 @@ from sola_sched.config import CONFIG_KEY, SolaConfig
 from sola_sched.cost_model import CostModel
 from sola_sched.errors import SloError
 from sola_sched.ewt import update_waits
+from sola_sched.guard import Guard
 from sola_sched.length_predictor.client import make_client
 from sola_sched.length_predictor.histogram import LengthHistogram
-from sola_sched.monitor import StateMonitor
+from sola_sched.monitor import LiveRequest, StateMonitor
 from sola_sched.planner import make_planner
+from sola_sched.planner.base import Planner
 from sola_sched.queues import PlannedQueue
 from sola_sched.reporting import engine_stats, summary_line, waits_for_slots_alone
 from sola_sched.slo import CLASS_KEY, DEFAULT_CLASS, SloTarget, request_target
@@ -68,6 +71,8 @@ class SolaSchedulerMixin(SwapMixin):
     Attributes:
         sola_clock: Monotonic time in seconds; replaceable, e.g. by a simulator.
         sola_wall_clock: Time on the scale of `Request.arrival_time`; replaceable likewise.
+        sola_cpu_clock: Processor time of this thread in seconds, which plans are held to.
+        sola_guard: What failed so far; see `Guard`.
     """
 
     policy: Any
@@ -85,6 +90,8 @@ class SolaSchedulerMixin(SwapMixin):
         )
         self.sola_clock: Callable[[], float] = time.monotonic
         self.sola_wall_clock: Callable[[], float] = time.time
+        self.sola_cpu_clock: Callable[[], float] = time.thread_time
+        self.sola_guard = Guard(logger)
         config = self.sola_config
         cost = (
             CostModel.load(config.profile, alpha=config.alpha)
@@ -92,7 +99,7 @@ class SolaSchedulerMixin(SwapMixin):
             else CostModel(alpha=config.alpha)
         )
         self.sola_monitor = StateMonitor(cost, LengthHistogram(), lambda: self.sola_clock())
-        self.sola_planner = make_planner(config)
+        self.sola_planner = self._new_planner()
         self.sola_predictions = make_client(config, self.vllm_config.model_config)
         # The plan orders by priority itself; vLLM's victim is then the tail of our order.
         self._honours_priority = self.policy == SchedulingPolicy.PRIORITY
@@ -113,6 +120,7 @@ class SolaSchedulerMixin(SwapMixin):
         self._hidden_rows = self._running_rows  # those that sit it out
         self._next_lookup = 0
         self._is_updating = False
+        self._num_in_flight = 0  # steps scheduled and not yet updated
         self._stalled = False
         self._is_rejecting = False
         self._ended: list[tuple[str, RequestStatus]] = []
@@ -140,26 +148,45 @@ class SolaSchedulerMixin(SwapMixin):
             config.profile or "learned from live steps",
         )
 
+    def _new_planner(self) -> Planner:
+        """The planner, at start and whenever the state is built anew."""
+        return make_planner(self.sola_config)
+
     # Arrivals and ends ----------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:
-            slo_class, slo = self._slo_of(request)
-            wait_s = max(0.0, self.sola_wall_clock() - request.arrival_time)
-            row = self.sola_monitor.add(
-                request.request_id,
-                num_prompt_tokens=request.num_prompt_tokens,
-                max_tokens=max(1, request.max_tokens),
-                slo=slo,
-                slo_class=slo_class,
-                arrival_s=self.sola_clock() - wait_s,
-                priority=request.priority if self._honours_priority else 0,
-            )
-            if self._seams.caches_prefixes:
-                self.sola_monitor.expect_cached(row, self._seams.num_cached_tokens(request))
-            if self.sola_predictions is not None:
-                self.sola_predictions.submit(request.request_id, request.prompt_token_ids)
+            self._book("booking an arrival", self._arrived, request)
         super().add_request(request)
+
+    def _book(self, doing: str, action: Callable[..., None], *args: Any) -> None:
+        """Let the state follow an event of the engine; a state that is lost follows nothing."""
+        if self.sola_guard.is_lost:
+            return
+        try:
+            action(*args)
+        except Exception as error:
+            self.sola_guard.failed(doing, error)
+
+    def _arrival_s(self, request: Request) -> float:
+        wait_s = max(0.0, self.sola_wall_clock() - request.arrival_time)
+        return self.sola_clock() - wait_s
+
+    def _arrived(self, request: Request) -> None:
+        slo_class, slo = self._slo_of(request)
+        row = self.sola_monitor.add(
+            request.request_id,
+            num_prompt_tokens=request.num_prompt_tokens,
+            max_tokens=max(1, request.max_tokens),
+            slo=slo,
+            slo_class=slo_class,
+            arrival_s=self._arrival_s(request),
+            priority=request.priority if self._honours_priority else 0,
+        )
+        if self._seams.caches_prefixes:
+            self.sola_monitor.expect_cached(row, self._seams.num_cached_tokens(request))
+        if self.sola_predictions is not None:
+            self.sola_predictions.submit(request.request_id, request.prompt_token_ids)
 
     def _slo_of(self, request: Request) -> tuple[str, SloTarget]:
         """Name of its SLO class, and its targets."""
@@ -175,18 +202,28 @@ class SolaSchedulerMixin(SwapMixin):
         return (extra_args or {}).get(CLASS_KEY) or DEFAULT_CLASS, target
 
     def _enqueue_waiting_request(self, request: Request) -> None:
+        self._book("booking a request that goes back to wait", self._paused, request)
+        super()._enqueue_waiting_request(request)
+
+    def _paused(self, request: Request) -> None:
         row = self.sola_monitor.table.row_of.get(request.request_id)
         if row is not None and self.sola_monitor.table.phase[row] == DECODE:
             # A streaming session goes back for its next input.
             self.sola_monitor.requeued(row, num_tokens=request.num_tokens, at_front=False)
-        super()._enqueue_waiting_request(request)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
+        self._book("booking a preemption", self._displaced, request)
+
+    def _displaced(self, request: Request) -> None:
         row = self.sola_monitor.table.row_of[request.request_id]
         self.sola_monitor.requeued(row, num_tokens=request.num_tokens, at_front=True)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._book("booking the end of a request", self._has_ended, request)
+        return super()._free_request(request, *args, **kwargs)
+
+    def _has_ended(self, request: Request) -> None:
         by_itself = request.status in _BY_ITSELF
         if self._is_updating:  # its last tokens are booked after the update
             self._ended.append((request.request_id, request.status))
@@ -198,7 +235,6 @@ class SolaSchedulerMixin(SwapMixin):
                 request.num_output_tokens if by_itself else 0,
                 is_cut=request.status == RequestStatus.FINISHED_LENGTH_CAPPED,
             )
-        return super()._free_request(request, *args, **kwargs)
 
     def _book_end(self, req_id: str, status: RequestStatus) -> None:
         self.sola_monitor.finished(
@@ -219,22 +255,86 @@ class SolaSchedulerMixin(SwapMixin):
     # One step -------------------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        self._seams.merge_skipped()
-        self._shown_rows = None
-        if self.sola_predictions is not None:
-            for req_id, prediction in self.sola_predictions.poll():
-                self.sola_monitor.predicted(req_id, prediction)
-        plan = self._plan()
+        plan = self._guarded_plan()
         with self._applied(plan):
             output = super().schedule(*args, **kwargs)
         # If a plan that withheld something left nothing to run, the next step is vLLM's own.
         withheld = plan.run is not None or (plan.admit is not None and bool(self.waiting))
         self._stalled = withheld and not output.num_scheduled_tokens
         self._counts["num_stalled"] += self._stalled
-        self._record(output)
+        self._book("booking a step", self._record, output)
+        self._num_in_flight += 1
         return output
 
+    def _guarded_plan(self) -> StepPlan:
+        """The plan of this step; vLLM's own order where it cannot be made."""
+        guard = self.sola_guard
+        guard.step()
+        started_s = self.sola_cpu_clock()
+        try:
+            if guard.is_aside:
+                self._step_aside()
+                return _NEUTRAL
+            if guard.is_lost:
+                self._restore_state()
+            plan = self._plan()
+        except Exception as error:
+            guard.failed("planning a step", error)
+            return _NEUTRAL
+        seconds, limit_s = self.sola_cpu_clock() - started_s, self.sola_config.plan_limit_s
+        if limit_s is not None and seconds > limit_s:
+            guard.took_too_long("planning a step", seconds, limit_s)
+        return plan
+
+    def _restore_state(self) -> None:
+        """Build the state anew from what vLLM knows of its requests."""
+        running = set(self.running)
+        live = [*self.running, *self._seams.not_running()]
+        self.sola_monitor.rebuild(
+            [self._as_known(request, request in running) for request in live], self._num_in_flight
+        )
+        self.sola_planner = self._new_planner()
+        self._left = [], np.empty(0, dtype=np.int64)
+        self._ended.clear()
+        if self.sola_predictions is not None:
+            self.sola_predictions.forget_but(map(_id_of, live))
+        self.sola_guard.restored()
+
+    def _as_known(self, request: Request, holds_slot: bool) -> LiveRequest:
+        slo_class, slo = self._slo_of(request)
+        return LiveRequest(
+            req_id=request.request_id,
+            num_prompt_tokens=request.num_prompt_tokens,
+            max_tokens=max(1, request.max_tokens),
+            slo=slo,
+            slo_class=slo_class,
+            arrival_s=self._arrival_s(request),
+            priority=request.priority if self._honours_priority else 0,
+            holds_slot=holds_slot,
+            num_computed=request.num_computed_tokens,
+            num_tokens=request.num_tokens + request.num_output_placeholders,
+            num_output=request.num_output_tokens,
+            num_in_flight=request.num_output_placeholders,
+            num_preemptions=request.num_preemptions,
+        )
+
+    def _step_aside(self) -> None:
+        """Leave everything to vLLM; harmless when that has been done."""
+        if not isinstance(self.waiting, PlannedQueue):
+            return
+        if self._honours_priority:
+            self.policy = SchedulingPolicy.PRIORITY
+        self.waiting = self._seams.own_queue(self.waiting)
+        predictions, self.sola_predictions = self.sola_predictions, None
+        if predictions is not None:  # its end may take seconds
+            threading.Thread(target=predictions.close, daemon=True).start()
+
     def _plan(self) -> StepPlan:
+        self._seams.merge_skipped()
+        self._shown_rows = None
+        if self.sola_predictions is not None:
+            for req_id, prediction in self.sola_predictions.poll():
+                self.sola_monitor.predicted(req_id, prediction)
         if not self._steers or self._stalled or self._is_paused():
             return _NEUTRAL
         row_of = self.sola_monitor.table.row_of
@@ -285,9 +385,39 @@ class SolaSchedulerMixin(SwapMixin):
     @contextmanager
     def _applied(self, plan: StepPlan) -> Iterator[None]:
         """Show vLLM what the plan lets it see; put everything back afterwards."""
-        if plan is _NEUTRAL and not self.lora_config:
+        if plan is _NEUTRAL and not (self.lora_config and isinstance(self.waiting, PlannedQueue)):
             yield
             return
+        budget, slots = self.max_num_scheduled_tokens, self._seams.slots_attribute
+        num_slots, running = getattr(self, slots), self.running
+        hidden: list[Request] | None = None
+        try:
+            hidden = self._show(plan)
+        except Exception as error:
+            self.sola_guard.failed("applying a plan", error)
+            self.running = [r for r in running if r.status == RequestStatus.RUNNING]
+            self.max_num_scheduled_tokens = budget
+            self.waiting.unplan()
+        shown = None if hidden is None else self.running.copy()
+        setattr(self, slots, num_slots - len(hidden or ()))
+        try:
+            yield
+        finally:
+            stays = shown is not None and self.running == shown
+            self.running.extend(hidden or ())
+            self.max_num_scheduled_tokens = budget
+            setattr(self, slots, num_slots)
+            self.waiting.unplan()
+            if stays:
+                rows = np.concatenate([self._shown_rows, self._hidden_rows])
+                self._left = self.running.copy(), rows
+
+    def _show(self, plan: StepPlan) -> list[Request] | None:
+        """Do what the plan says before vLLM's own step.
+
+        Returns:
+            The requests that sit it out, None where the plan leaves those that run as they are.
+        """
         if len(plan.reject):
             self._reject(plan.reject)
         if len(plan.preempt):
@@ -301,22 +431,10 @@ class SolaSchedulerMixin(SwapMixin):
         elif self.lora_config:
             self.waiting.plan(self._seams.within_max_loras(self.waiting))
         run = None if plan.run is None or self._is_as_it_runs(plan.run) else plan.run
-        hidden = [] if run is None else self._hide(run)
-        budget, slots = self.max_num_scheduled_tokens, self._seams.slots_attribute
-        num_slots = getattr(self, slots)
         if plan.token_budget is not None:
-            self.max_num_scheduled_tokens = min(budget, max(self._min_budget, plan.token_budget))
-        setattr(self, slots, num_slots - len(hidden))
-        shown = None if run is None else self.running.copy()
-        try:
-            yield
-        finally:
-            if shown is not None and self.running == shown:
-                self._left = shown + hidden, np.concatenate([self._shown_rows, self._hidden_rows])
-            self.running.extend(hidden)
-            self.max_num_scheduled_tokens = budget
-            setattr(self, slots, num_slots)
-            self.waiting.unplan()
+            most = self.max_num_scheduled_tokens
+            self.max_num_scheduled_tokens = min(most, max(self._min_budget, plan.token_budget))
+        return None if run is None else self._hide(run)
 
     def _is_as_it_runs(self, run: IntArray) -> bool:
         rows = self._running_rows
@@ -362,17 +480,17 @@ class SolaSchedulerMixin(SwapMixin):
         timestamp = time.monotonic()
         for request in victims:
             self._seams.preempt(request, timestamp)
-        self._counts["num_preempted_by_policy"] += len(victims)
+            self._counts["num_preempted_by_policy"] += 1
 
     def _reject(self, rows: IntArray) -> None:
-        rejected = [request for request in self._requests(rows) if request in self.waiting]
-        names = [request.request_id for request in rejected]
-        self._is_rejecting = True
-        try:
-            self.finish_requests(names, RequestStatus.FINISHED_ERROR)
-        finally:
-            self._is_rejecting = False
-        self._rejected.extend(rejected)
+        for request in list(self._requests(rows)):
+            if request in self.waiting:
+                self._rejected.append(request)  # before anything can fail: it must be answered
+                self._is_rejecting = True
+                try:
+                    self.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR)
+                finally:
+                    self._is_rejecting = False
 
     def _record(self, output: Any) -> None:
         """Book the step that was just scheduled."""
@@ -411,6 +529,16 @@ class SolaSchedulerMixin(SwapMixin):
             outputs = super().update_from_output(scheduler_output, model_runner_output)
         finally:
             self._is_updating = False
+        self._num_in_flight -= 1
+        self._book("booking the outcome of a step", self._learn, outputs)
+        if self._rejected:
+            self._answer_rejected(outputs)
+        if self.sola_config.log_interval_s and self.sola_clock() >= self._next_log_s:
+            self._book("logging", self._log)
+        return outputs
+
+    def _learn(self, outputs: Any) -> None:
+        """Book the tokens and the ends of the oldest step in flight."""
         monitor = self.sola_monitor
         if (
             sum(len(group.outputs) for group in outputs.values()) == monitor.num_expected
@@ -431,15 +559,12 @@ class SolaSchedulerMixin(SwapMixin):
             self._book_end(name, status)
         self._ended.clear()
         self.sola_monitor.set_busy(bool(self.requests))
-        if self._rejected:
-            self._answer_rejected(outputs)
-        if self.sola_config.log_interval_s and self.sola_clock() >= self._next_log_s:
-            self._log()
-        return outputs
 
     def _answer_rejected(self, outputs: Any) -> None:
         """A rejected request is answered: its stream ends with finish reason "error"."""
         for request in self._rejected:
+            if not request.is_finished():  # it could not be refused, and goes on
+                continue
             answer = EngineCoreOutput(
                 request_id=request.request_id,
                 new_token_ids=[],
@@ -462,6 +587,8 @@ class SolaSchedulerMixin(SwapMixin):
             "predictor": (
                 self.sola_predictions.stats() if self.sola_predictions is not None else {}
             ),
+            "failures": dict(self.sola_guard.num_failures),
+            "is_aside": self.sola_guard.is_aside,
             **self._counts,
             **self._swap_stats(),
         }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.v1.request import Request, RequestStatus
 
+from sola_sched.guard import Guard
 from sola_sched.monitor import StateMonitor
 from sola_sched.state import WAITING, StepPlan, StepState
 from sola_sched.swap_config import CONNECTOR
@@ -43,6 +44,7 @@ class SwapMixin(_Host):
 
     sola_swap: SolaKVSwapConnector | None = None
     sola_copies: SwapManager
+    sola_guard: Guard
     sola_monitor: StateMonitor
 
     def _start_swapping(self) -> None:
@@ -60,7 +62,7 @@ class SwapMixin(_Host):
         self._residents: set[str] = set()
         #: Requests on the accelerator whose KV went through INT8.
         self._inexact: set[str] = set()
-        connector.accept = self._is_worth_loading
+        connector.accept = self._accepts
         connector.on_report = self._observe_copies
         self.sola_copies.evictable = self._evictable
         if connector.is_int8:
@@ -83,6 +85,14 @@ class SwapMixin(_Host):
 
     # Keep, swap or compute again ------------------------------------------------------------
 
+    def _accepts(self, req_id: str, num_before: int, num_tokens: int) -> bool:
+        """vLLM's question whether to load a copy; where we cannot tell, it is used."""
+        try:
+            return self._is_worth_loading(req_id, num_before, num_tokens)
+        except Exception as error:
+            self.sola_guard.failed("weighing a copy", error)
+            return True
+
     def _is_worth_loading(self, req_id: str, num_before: int, num_tokens: int) -> bool:
         if self.sola_swap is None or self.sola_swap.options.always:
             return True
@@ -94,7 +104,10 @@ class SwapMixin(_Host):
         )
 
     def _observe_copies(self, report: Report, num_loaded: int) -> None:
-        self._link.observe(report, num_loaded)
+        try:
+            self._link.observe(report, num_loaded)
+        except Exception as error:
+            self.sola_guard.failed("learning from a copy", error)
 
     def _evictable(self) -> list[str]:
         """Copies of running requests, the one that is preempted last first."""
@@ -104,15 +117,24 @@ class SwapMixin(_Host):
         self, request: Request, timestamp: float, drop_stale_output: bool = False
     ) -> None:
         if self.sola_swap is not None:
-            req_id, num_tokens = request.request_id, request.num_computed_tokens
-            self._inexact.discard(req_id)
-            if drop_stale_output:  # a reset: what was computed is no longer wanted
-                self.sola_copies.drop(req_id)
-            elif self._is_worth_loading(req_id, 0, num_tokens):
-                self.sola_swap.save(request, num_tokens, frees_blocks=True)
-            else:
-                self.sola_copies.counts.num_not_worth += num_tokens
+            self._inexact.discard(request.request_id)
+            try:
+                self._save_leaving(request, drop_stale_output)
+            except Exception as error:  # what was copied of it is not trusted
+                self.sola_guard.failed("saving a preempted request", error)
+                self.sola_copies.drop(request.request_id)
         super()._preempt_request(request, timestamp, drop_stale_output)
+
+    def _save_leaving(self, request: Request, is_reset: bool) -> None:
+        """Copy a request that is about to lose its blocks, where the copy is of use."""
+        assert self.sola_swap is not None
+        req_id, num_tokens = request.request_id, request.num_computed_tokens
+        if is_reset:  # what was computed is no longer wanted
+            self.sola_copies.drop(req_id)
+        elif self._is_worth_loading(req_id, 0, num_tokens):
+            self.sola_swap.save(request, num_tokens, frees_blocks=True)
+        else:
+            self.sola_copies.counts.num_not_worth += num_tokens
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
         failed = request.request_id in self.failed_recving_kv_req_ids

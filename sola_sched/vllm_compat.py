@@ -111,6 +111,22 @@ class Seams:
         blocked = [r for r in scheduler.deferred_waiting if not self._is_ready(r)]
         return [*scheduler.kv_holding_waiting, *blocked]
 
+    def not_running(self) -> list[Any]:
+        """Live requests without a slot, those of the queue first and in its order."""
+        scheduler = self._scheduler
+        seen = {*scheduler.running, *scheduler.waiting}
+        others = [r for r in scheduler.requests.values() if r not in seen and not r.is_finished()]
+        return [*scheduler.waiting, *others]
+
+    def own_queue(self, requests: Iterable[Any]) -> Any:
+        """A waiting queue of vLLM's own with these requests, for the policy in force."""
+        from vllm.v1.core.sched.request_queue import create_request_queue
+
+        queue = create_request_queue(self._scheduler.policy)
+        for request in requests:
+            queue.add_request(request)
+        return queue
+
     def _holding_kv(self) -> Iterator[Any]:
         """Waiting requests that have KV, or will when a load ends."""
         name = "skipped_waiting" if self._has_skipped else "kv_holding_waiting"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import numpy as np
 
@@ -51,9 +50,8 @@ class ChaosPlanner:
 class ChaosScheduler(sola_sched.Scheduler):
     """`sola_sched.Scheduler` with a `ChaosPlanner`; the seed is ``additional_config["chaos"]``."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.sola_planner = ChaosPlanner(
+    def _new_planner(self) -> ChaosPlanner:
+        return ChaosPlanner(
             int(self.vllm_config.additional_config.get("chaos", 0)),
             rejects=self.sola_config.overload == "reject",
         )

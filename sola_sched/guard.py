@@ -1,0 +1,89 @@
+"""The boundary between this package and the engine: what fails here must not end the engine.
+
+An engine core ends with every request in flight when its scheduler raises. So whatever is raised
+while the state is observed, a step is planned or its outcome is booked stops at a `Guard`: it is
+logged and counted, the state counts as lost until it has been built anew from the engine's own
+queues, and the steps until then are the engine's own. An engine that works without us is better
+than one that keeps failing with us: after repeated failures the guard steps aside for good.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+#: Failures that are borne, each forgiven after so many steps without another.
+PATIENCE, FORGIVEN_AFTER_STEPS = 5, 500
+
+
+class Guard:
+    """Takes the failures of one scheduler.
+
+    Args:
+        logger: Where the first failure of a kind is logged, with its traceback.
+
+    Attributes:
+        is_lost: The state no longer follows the engine: nothing may be read from it or booked.
+        is_aside: For good; `is_lost` then stays true.
+        num_failures: By what was being done; too long plans included.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self.is_lost = self.is_aside = False
+        self.num_failures: Counter[str] = Counter()
+        self._known: set[tuple[str, type[BaseException]]] = set()
+        self._num_steps = 0
+        self._failed_at = 0
+        self._unforgiven = 0.0
+
+    def step(self) -> None:
+        """Another step begins."""
+        self._num_steps += 1
+
+    def failed(self, doing: str, error: BaseException) -> None:
+        """Something was raised: the state is lost.
+
+        Args:
+            doing: What was being done, as in "planning a step".
+            error: What was raised.
+        """
+        self.is_lost = True
+        kind = doing, type(error)
+        if kind not in self._known:
+            self._known.add(kind)
+            self._logger.error(
+                "sola_sched: %s failed; requests go on in vLLM's own order until the state has "
+                "been built anew. Further failures of this kind are only counted.",
+                doing,
+                exc_info=error,
+            )
+        self._count(doing, repr(error))
+
+    def took_too_long(self, doing: str, seconds: float, limit_s: float) -> None:
+        """Something took longer than its limit; what came of it may still be used."""
+        problem = f"it took {seconds:.3f} s of processor time, more than the limit of {limit_s:g} s"
+        if not self.num_failures[doing]:
+            self._logger.warning(
+                "sola_sched: %s was too slow: %s. Further times are only counted.", doing, problem
+            )
+        self._count(doing, problem)
+
+    def restored(self) -> None:
+        """The state has been built anew."""
+        self.is_lost = self.is_aside
+
+    def _count(self, doing: str, problem: str) -> None:
+        self.num_failures[doing] += 1
+        quiet_steps, self._failed_at = self._num_steps - self._failed_at, self._num_steps
+        forgiven = quiet_steps / FORGIVEN_AFTER_STEPS
+        self._unforgiven = max(0.0, self._unforgiven - forgiven) + 1.0
+        if self._unforgiven > PATIENCE and not self.is_aside:
+            self.is_lost = self.is_aside = True
+            self._logger.error(
+                "sola_sched steps aside for good after %d failures, the last while %s: %s. vLLM's "
+                "own scheduling goes on; restart the engine to switch sola_sched on again.",
+                self.num_failures.total(),
+                doing,
+                problem,
+            )

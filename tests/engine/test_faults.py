@@ -1,0 +1,99 @@
+"""Whatever fails in this package, the real engine answers every request with its own tokens.
+
+Failures are injected at the calls between the scheduler and its parts, before or after the call
+itself, at random steps and at every step.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from engine_harness import STOCK, TIGHT_BLOCKS, RunResult, make_workload, num_different, run
+from faults import SITES, Faults
+from needs import NEEDS_SWAPPING
+
+pytestmark = pytest.mark.vllm
+
+#: Targets that the workload misses in part, so that every kind of decision is made.
+SOLA = {"ttft_s": 0.2, "tpot_s": 0.012, "log_interval_s": 0.1, "swap": {"mode": "off"}}
+
+
+@cache
+def reference(model_dir: Path) -> RunResult:
+    return run(STOCK, make_workload(), model_dir)
+
+
+def serve_with(
+    faults: Faults, model_dir: Path, *, sola: dict[str, Any] | None = None, **options: Any
+) -> RunResult:
+    with faults.injected():
+        return run(
+            "sola_sched.Scheduler",
+            make_workload(),
+            model_dir,
+            num_blocks=TIGHT_BLOCKS,
+            additional_config={"sola_sched": {**SOLA, **(sola or {})}},
+            **options,
+        )
+
+
+def assert_nothing_is_lost(result: RunResult, model_dir: Path) -> None:
+    expected = reference(model_dir)
+    assert result.finish_reasons == expected.finish_reasons
+    assert num_different(result, expected) == 0
+    assert result.num_leaked_blocks == 0
+    assert result.swap_problems == []
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("policy", ["attain", "alise"])
+def test_failures_everywhere_change_no_token(
+    policy: str, caching: bool, async_scheduling: bool, model_dir: Path
+) -> None:
+    faults = Faults(*SITES, share=0.004, seed=len(policy) + caching, first=30)
+    result = serve_with(
+        faults,
+        model_dir,
+        sola={"policy": policy},
+        async_scheduling=async_scheduling,
+        prefix_caching=caching,
+    )
+    assert faults.total > 3
+    assert_nothing_is_lost(result, model_dir)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize(
+    "site", ["attain", "monitor state", "monitor scheduled", "monitor completed", "cost observe"]
+)
+def test_a_part_that_always_fails_leaves_the_engine_to_vllm(
+    site: str, async_scheduling: bool, model_dir: Path
+) -> None:
+    faults = Faults(site, share=1.0)
+    result = serve_with(faults, model_dir, async_scheduling=async_scheduling)
+    assert result.stats["is_aside"]
+    assert faults.num_raised[site] > 1
+    assert_nothing_is_lost(result, model_dir)
+
+
+@NEEDS_SWAPPING
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_with_swapping_no_copy_is_left_behind(async_scheduling: bool, model_dir: Path) -> None:
+    for share in (0.004, 0.05):  # it goes on, and it steps aside
+        faults = Faults(*SITES, share=share, seed=1, first=30)
+        result = serve_with(
+            faults,
+            model_dir,
+            sola={"swap": {"mode": "raw", "host_gib": 0.05, "always": True}},
+            async_scheduling=async_scheduling,
+        )
+        assert faults.total > 3
+        assert_nothing_is_lost(result, model_dir)
+        assert result.stats["swap"]["num_swapped_out"]
