@@ -120,6 +120,7 @@ class SolaSchedulerMixin(SwapMixin):
         self._hidden_rows = self._running_rows  # those that sit it out
         self._next_lookup = 0
         self._is_updating = False
+        self._has_stepped_aside = False
         self._num_in_flight = 0  # steps scheduled and not yet updated
         self._stalled = False
         self._is_rejecting = False
@@ -320,8 +321,9 @@ class SolaSchedulerMixin(SwapMixin):
 
     def _step_aside(self) -> None:
         """Leave everything to vLLM; harmless when that has been done."""
-        if not isinstance(self.waiting, PlannedQueue):
+        if self._has_stepped_aside:
             return
+        self._has_stepped_aside = True
         if self._honours_priority:
             self.policy = SchedulingPolicy.PRIORITY
         self.waiting = self._seams.own_queue(self.waiting)
@@ -385,7 +387,7 @@ class SolaSchedulerMixin(SwapMixin):
     @contextmanager
     def _applied(self, plan: StepPlan) -> Iterator[None]:
         """Show vLLM what the plan lets it see; put everything back afterwards."""
-        if plan is _NEUTRAL and not (self.lora_config and isinstance(self.waiting, PlannedQueue)):
+        if plan is _NEUTRAL and not (self.lora_config and not self._has_stepped_aside):
             yield
             return
         budget, slots = self.max_num_scheduled_tokens, self._seams.slots_attribute
