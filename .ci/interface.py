@@ -1,26 +1,31 @@
-"""Reads a vLLM wheel and checks, without installing it, that what sola_sched steers is there.
+"""Reads a vLLM wheel and checks, without installing it, that what sola_sched touches is there.
 
 python .ci/interface.py vllm-0.33.0-*.whl
+
+What that is, `vllm_use` finds by reading our source beside the vLLM that is installed here.
 """
 
 from __future__ import annotations
 
-import ast
+import importlib.util
 import sys
 import zipfile
+from collections.abc import Callable
+from pathlib import Path
 
-from sola_sched.vllm_compat import Seams, check_version
+import vllm_use
+from sources import World
 
-SCHEDULER = "vllm/v1/core/sched/scheduler.py"
-ASYNC_SCHEDULER = "vllm/v1/core/sched/async_scheduler.py"
-#: File, class and method of vLLM's parameter checks that the plug-in extends.
+from sola_sched.vllm_compat import check_version
+from sola_sched.vllm_names import EITHER, SCHEDULER
+
+#: Class and method of vLLM's parameter checks that the plug-in extends.
 CHECKS = [
-    ("vllm/v1/engine/input_processor.py", "InputProcessor", "_validate_params"),
-    ("vllm/v1/engine/async_llm.py", "AsyncLLM", "__init__"),
-    ("vllm/sampling_params.py", "SamplingParams", "_verify_args"),
+    ("vllm.v1.engine.input_processor.InputProcessor", "_validate_params"),
+    ("vllm.v1.engine.async_llm.AsyncLLM", "__init__"),
+    ("vllm.sampling_params.SamplingParams", "_verify_args"),
 ]
-
-#: Positional parameters, after self, that our calls and overrides rely on.
+#: Positional parameters of the scheduler, after self, that our calls and overrides rely on.
 PARAMETERS = {
     "schedule": ["throttle_prefills"],
     "update_from_output": ["scheduler_output", "model_runner_output"],
@@ -32,56 +37,60 @@ PARAMETERS = {
     "_is_blocked_waiting_status": ["status"],
     "has_requests": [],
 }
-#: What the scheduler reads beyond `Seams`.
-ATTRIBUTES = ("vllm_config", "num_spec_tokens", "block_size", "kv_cache_config", "lora_config")
+#: Modules that only engines with KV swapping need.
+SWAPPING = ("sola_sched.kv_swap", "sola_sched.swapping", "sola_sched.simulator.swap_link")
+FIRST_SWAPPING = (0, 32)
 
 
-def members(tree: ast.Module, name: str) -> tuple[set[str], dict[str, list[str]]]:
-    """Attributes assigned to `self` and methods with their parameters, of class `name`."""
-    body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
-    methods = {}
-    for node in body.body:
-        if isinstance(node, ast.FunctionDef):
-            names = [a.arg for a in node.args.args]
-            methods[node.name] = names[1:] if names[:1] == ["self"] else names
-    assigned = {
-        n.attr
-        for n in ast.walk(body)
-        if isinstance(n, ast.Attribute)
-        and isinstance(n.ctx, ast.Store)
-        and isinstance(n.value, ast.Name)
-        and n.value.id == "self"
+def touched() -> set[vllm_use.Use]:
+    """What our modules use and import of vLLM, found beside the installed one."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    world = vllm_use.make_world(vllm_use.installed(Path(spec.origin).parents[1]))
+    return vllm_use.uses(world)[0] | vllm_use.imports(world)
+
+
+def problems(world: World, version: tuple[int, int], found: set[vllm_use.Use]) -> list[str]:
+    """What the vLLM in `world` lacks or has otherwise, in words."""
+    either = {name for group in EITHER for name in group}
+    needed = {
+        use
+        for use in found
+        if not (use.name in either and use.owner.endswith("Scheduler"))
+        and (version >= FIRST_SWAPPING or not use.where.startswith(SWAPPING))
     }
-    return assigned, methods
-
-
-def problems(wheel: zipfile.ZipFile) -> list[str]:
-    """What is missing or different, in words."""
-    found = []
-    assigned, methods = members(ast.parse(wheel.read(SCHEDULER)), "Scheduler")
-    for name in (*Seams._NEEDED, *ATTRIBUTES):
-        if name not in assigned and name not in methods:
-            found.append(f"Scheduler has no {name}")
+    said = [f"no {use}" for use in vllm_use.lacks(needed, world)]
+    scheduler = world.class_at(SCHEDULER.owner)
+    if scheduler is None:
+        return said
+    if not any(all(scheduler.has(name) for name in group) for group in EITHER):
+        said.append("Scheduler has none of " + ", ".join(" and ".join(g) for g in EITHER))
     for name, expected in PARAMETERS.items():
-        if methods.get(name) != expected:
-            found.append(f"Scheduler.{name} takes {methods.get(name)}, not {expected}")
-    if not {"skipped_waiting", "kv_holding_waiting"} & assigned:
-        found.append("Scheduler has neither skipped_waiting nor kv_holding_waiting")
-    members(ast.parse(wheel.read(ASYNC_SCHEDULER)), "AsyncScheduler")
-    for file, owner, name in CHECKS:
-        if name not in members(ast.parse(wheel.read(file)), owner)[1]:
-            found.append(f"{owner} has no {name}")
-    return found
+        method = next((c.methods[name] for c in scheduler.mro if name in c.methods), None)
+        names = [a.arg for a in method.args.args if a.arg != "self"] if method else None
+        if names != expected:
+            said.append(f"Scheduler.{name} takes {names}, not {expected}")
+    for owner, name in CHECKS:
+        cls = world.class_at(owner)
+        if cls is None or not cls.has(name):
+            said.append(f"no {owner}.{name}")
+    return said
+
+
+def check(read: Callable[[str], str | None], version: str, found: set[vllm_use.Use]) -> list[str]:
+    """As `problems`, of the vLLM whose files `read` gives."""
+    return problems(vllm_use.make_world(read), check_version(version), found)
 
 
 def main(path: str) -> int:
     """Print the outcome for the wheel at `path`; 0 if everything is there."""
     version = path.rsplit("/", 1)[-1].split("-")[1]
-    check_version(version)
-    with zipfile.ZipFile(path) as wheel:
-        found = problems(wheel)
-    print("\n".join(found) or f"vLLM {version}: everything that is steered is there")
-    return bool(found)
+    found = touched()
+    with zipfile.ZipFile(path) as archive:
+        said = check(vllm_use.wheel(archive), version, found)
+    print("\n".join(said) or f"vLLM {version}: all {len(found)} names that are touched are there")
+    return bool(said)
 
 
 if __name__ == "__main__":

@@ -14,19 +14,9 @@ from typing import Any
 
 from sola_sched.config import CONFIG_KEY, SolaConfig
 from sola_sched.swap_config import CONNECTOR
+from sola_sched.vllm_names import lacking
 
 _MARK = "_sola_sched_swaps"
-
-#: What the connector needs of vLLM; missing in versions before 0.32.
-_NEEDED = (
-    "bind_kv_cache_manager",
-    "build_connector_worker_meta",
-    "get_loaded_kv_cache_group_ids",
-    "get_transfer_results",
-    "has_pending_block_frees",
-    "has_pending_push_work",
-    "requires_kv_delivery",
-)
 
 
 def register_swap(is_ours: Any) -> None:
@@ -56,10 +46,8 @@ def register_swap(is_ours: Any) -> None:
 
 
 def missing_hooks() -> list[str]:
-    """What the installed vLLM lacks for the connector; empty from 0.32 on."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
-    return [name for name in _NEEDED if not hasattr(KVConnectorBase_V1, name)]
+    """What the installed vLLM lacks for swapping; empty from 0.32 on."""
+    return lacking(swapping=True)
 
 
 def _choose_connector(args: Any, model_config: Any) -> None:
@@ -104,7 +92,7 @@ def _reason_against(args: Any, model_config: Any) -> str | None:
         return "--kv-offloading-size selects vLLM's own connector"
     missing = missing_hooks()
     if missing:
-        return f"this vLLM has no {', '.join(missing)} for connectors; it takes vLLM 0.32 or later"
+        return f"this vLLM has no {', '.join(missing)}; it takes vLLM 0.32 or later"
     for name, what in (
         ("is_encoder_decoder", "an encoder-decoder model"),
         ("is_attention_free", "a model without attention"),

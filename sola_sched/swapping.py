@@ -10,12 +10,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.logger import init_logger
 from vllm.v1.request import Request, RequestStatus
 
 from sola_sched.guard import Guard
 from sola_sched.monitor import StateMonitor
 from sola_sched.state import WAITING, StepPlan, StepState
 from sola_sched.swap_config import CONNECTOR
+from sola_sched.vllm_names import lacking
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     _Host: type[Any] = AsyncScheduler
 else:
     _Host = object
+
+logger = init_logger("vllm.sola_sched")
 
 #: Copies of running requests under way at once: more would only fill the link.
 _MAX_AHEAD = 4
@@ -51,6 +55,15 @@ class SwapMixin(_Host):
         """Take hold of the connector; call once, after vLLM's constructor."""
         connector: Any = getattr(self, "connector", None)
         if type(connector).__name__ != CONNECTOR or connector.manager is None:
+            return
+        missing = lacking(self, swapping=True)
+        if missing:
+            connector.manager = None
+            logger.warning(
+                "sola_sched: KV is not swapped, preempted requests are computed again: this vLLM "
+                "has no %s",
+                ", ".join(missing),
+            )
             return
         from sola_sched.kv_swap.policy import Link
 
@@ -137,8 +150,8 @@ class SwapMixin(_Host):
             self.sola_copies.counts.num_not_worth += num_tokens
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
-        failed = request.request_id in self.failed_recving_kv_req_ids
-        if self.sola_swap is not None and self.sola_swap.is_int8 and not failed:
+        is_int8 = self.sola_swap is not None and self.sola_swap.is_int8
+        if is_int8 and request.request_id not in self.failed_recving_kv_req_ids:
             self._inexact.add(request.request_id)
         super()._update_waiting_for_remote_kv(request)
 

@@ -1,7 +1,7 @@
 """Supported vLLM versions, and the few places where they differ.
 
-This is the only module that knows about versions. `Seams` names what the scheduler steers and
-checks at start that all of it is there.
+This is the only module that knows about versions. `Seams` is what the scheduler steers; that all of
+it is there (`vllm_names`) is checked at start.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from sola_sched.errors import IncompatibleVllmError
+from sola_sched.vllm_names import lacking
 
 #: First supported and first unsupported (major, minor).
 MIN_VERSION, END_VERSION = (0, 28), (0, 34)
@@ -41,30 +42,14 @@ class Seams:
         scheduler: A scheduler built by vLLM's own constructor.
 
     Raises:
-        IncompatibleVllmError: One of them is missing.
+        IncompatibleVllmError: Something that a step needs is missing.
     """
 
-    _NEEDED = (
-        "running",
-        "waiting",
-        "requests",
-        "policy",
-        "max_num_running_reqs",
-        "max_num_scheduled_tokens",
-        "kv_cache_manager",
-        "scheduler_config",
-        "_preempt_request",
-        "_free_request",
-        "_enqueue_waiting_request",
-        "finish_requests",
-        "_is_blocked_waiting_status",
-    )
-
     def __init__(self, scheduler: Any) -> None:
-        missing = [name for name in self._NEEDED if not hasattr(scheduler, name)]
+        missing = lacking(scheduler)
         if missing:
             raise IncompatibleVllmError(
-                f"vLLM's scheduler must have {', '.join(missing)} (this build lacks "
+                f"vLLM must have {', '.join(missing)} (this build lacks "
                 f"{'it' if len(missing) == 1 else 'them'}); use an unmodified vLLM "
                 f"{MIN_VERSION[0]}.{MIN_VERSION[1]} to {END_VERSION[0]}.{END_VERSION[1] - 1}."
             )

@@ -28,6 +28,7 @@ EDGES = (
     "sola_sched.scheduler",
     "sola_sched.swapping",
     "sola_sched.vllm_compat",
+    "sola_sched.vllm_names",
 )
 #: Programs built from everything below them; nothing below may import them.
 ENTRIES = (

@@ -22,7 +22,7 @@ def test_other_versions_are_refused_with_the_range_and_a_way_out(version: str) -
 
 
 def test_a_scheduler_without_the_seams_is_refused_by_their_names() -> None:
-    with pytest.raises(IncompatibleVllmError, match="running, waiting"):
+    with pytest.raises(IncompatibleVllmError, match=r"Scheduler\.running, Scheduler\.waiting"):
         Seams(SimpleNamespace())
 
 

@@ -166,4 +166,4 @@ def test_vllm_without_hooks_for_swapping_gets_no_connector(model_dir, monkeypatc
     config = arguments.create_engine_config()
 
     assert config.kv_transfer_config is None
-    assert "has_pending_push_work" in missing_hooks()
+    assert "KVConnectorBase_V1.has_pending_push_work" in missing_hooks()

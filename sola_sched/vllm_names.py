@@ -1,0 +1,210 @@
+"""Every name of vLLM that a step depends on: the one list, checked when an engine starts.
+
+A test reads our source and holds it against this list; `.ci/interface.py` looks up the same names,
+and those of the tools, in a wheel that is not installed. Names that are asked for with a default
+are not here: they may be missing.
+"""
+
+from __future__ import annotations
+
+import dis
+import importlib
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Names of one class of vLLM.
+
+    Attributes:
+        owner: Dotted name of the class.
+        steering: What every step needs.
+        swapping: What KV swapping needs beyond; without it preempted requests are computed again.
+        at: Where the scheduler has its instance; None where there is none before the first
+            request, so the class is looked at.
+    """
+
+    owner: str
+    steering: tuple[str, ...] = ()
+    swapping: tuple[str, ...] = ()
+    at: str | None = None
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+SCHEDULER = Part(
+    "vllm.v1.core.sched.scheduler.Scheduler",
+    _names(
+        """
+        running waiting requests policy vllm_config kv_cache_manager block_size num_spec_tokens
+        max_num_running_reqs max_num_scheduled_tokens lora_config
+        schedule update_from_output add_request finish_requests has_requests shutdown
+        _preempt_request _free_request _enqueue_waiting_request _is_blocked_waiting_status
+        """
+    ),
+    _names(
+        """
+        finished_recving_kv_req_ids failed_recving_kv_req_ids kv_holding_waiting deferred_waiting
+        prefix_replay_tokens reset_prefix_cache _inflight_prefills
+        _inflight_prefill_reserved_blocks _get_local_prefix_cache_hit
+        _update_waiting_for_remote_kv
+        """
+    ),
+    at="",
+)
+#: Of the scheduler: one of these groups. Up to 0.30, skipped requests have a queue of their own.
+EITHER = (("skipped_waiting",), ("kv_holding_waiting", "deferred_waiting"))
+CONNECTOR_BASE = Part(
+    "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1",
+    swapping=_names(
+        """
+        _get_connector_metadata _kv_cache_config _kv_cache_manager bind_gpu_block_pool
+        build_connector_meta build_connector_worker_meta get_loaded_kv_cache_group_ids
+        get_num_new_matched_tokens get_transfer_results has_connector_metadata
+        has_pending_block_frees has_pending_push_work register_kv_caches requires_kv_delivery
+        reset_cache save_kv_layer shutdown start_load_kv update_connector_output
+        update_state_after_alloc wait_for_layer_load wait_for_save
+        """
+    ),
+)
+PARTS = (
+    SCHEDULER,
+    CONNECTOR_BASE,
+    Part(
+        "vllm.v1.core.kv_cache_manager.KVCacheManager",
+        _names("block_pool coordinator enable_caching"),
+        _names("allocate_slots free get_blocks"),
+        at="kv_cache_manager",
+    ),
+    Part(
+        "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator",
+        _names("find_longest_cache_hit"),
+        _names("cache_blocks"),
+        at="kv_cache_manager.coordinator",
+    ),
+    Part(
+        "vllm.v1.core.block_pool.BlockPool",
+        _names("get_num_free_blocks num_gpu_blocks"),
+        _names("free_blocks touch"),
+        at="kv_cache_manager.block_pool",
+    ),
+    Part("vllm.v1.core.kv_cache_manager.KVCacheBlocks", swapping=_names("blocks get_block_ids")),
+    Part(
+        "vllm.v1.core.sched.request_queue.RequestQueue",
+        _names("prepend_requests remove_requests"),
+        _names("prepend_request remove_request"),
+    ),
+    Part("vllm.v1.core.sched.request_queue.SchedulingPolicy", _names("FCFS PRIORITY")),
+    Part("vllm.v1.core.sched.output.SchedulerOutput", _names("num_scheduled_tokens")),
+    Part(
+        "vllm.v1.request.Request",
+        _names(
+            """
+            request_id status arrival_time priority client_index max_tokens prompt_token_ids
+            num_prompt_tokens num_output_tokens num_computed_tokens num_tokens block_hashes
+            lora_request sampling_params trace_headers take_events get_finished_reason
+            """
+        ),
+        _names(
+            """
+            num_in_flight_tokens num_stale_output_tokens drop_stale_output shared_prefix_boundary
+            skip_reading_prefix_cache
+            """
+        ),
+    ),
+    Part(
+        "vllm.v1.request.RequestStatus",
+        _names("""
+            FINISHED_ERROR FINISHED_IGNORED FINISHED_LENGTH_CAPPED FINISHED_REPETITION
+            FINISHED_STOPPED
+            """),
+        _names("PREEMPTED WAITING_FOR_REMOTE_KVS"),
+    ),
+    Part("vllm.lora.request.LoRARequest", _names("lora_int_id")),
+    Part("vllm.sampling_params.SamplingParams", _names("extra_args")),
+    Part("vllm.v1.engine.EngineCoreOutput", _names("request_id new_token_ids")),
+    Part("vllm.v1.engine.EngineCoreOutputs", _names("outputs")),
+    Part("vllm.v1.kv_cache_interface.KVCacheConfig", swapping=_names("kv_cache_groups num_blocks")),
+    Part(
+        "vllm.v1.kv_cache_interface.KVCacheGroupSpec",
+        swapping=_names("kv_cache_spec layer_names"),
+    ),
+    Part("vllm.v1.kv_cache_interface.AttentionSpec", swapping=_names("block_size dtype")),
+    Part("vllm.v1.outputs.KVConnectorOutput", swapping=_names("kv_connector_worker_meta")),
+    Part(
+        "vllm.config.VllmConfig",
+        _names("additional_config model_config"),
+        _names("kv_transfer_config parallel_config scheduler_config"),
+        at="vllm_config",
+    ),
+    Part("vllm.config.SchedulerConfig", swapping=_names("scheduler_cls")),
+    Part("vllm.config.ParallelConfig", swapping=_names("world_size pipeline_parallel_size")),
+    Part("vllm.config.KVTransferConfig", swapping=_names("kv_connector_extra_config")),
+    Part("vllm.config.ModelConfig", _names("runner_type"), at="vllm_config.model_config"),
+    Part("vllm.config.LoRAConfig", _names("max_loras"), at="lora_config"),
+)
+
+
+def lacking(scheduler: Any = None, *, swapping: bool = False) -> list[str]:
+    """Names that the installed vLLM lacks, as ``Class.name``; empty if all are there.
+
+    Args:
+        scheduler: One that vLLM's constructor has built; without one, classes are looked at.
+        swapping: Look for the names that swapping needs beyond, instead of those for steering.
+    """
+    missing = []
+    for part in PARTS:
+        names = part.swapping if swapping else part.steering
+        if not names:
+            continue
+        if scheduler is None or part.at is None:
+            there = _members_of_class(part.owner)
+        else:
+            try:
+                there = _members_of(attrgetter(part.at)(scheduler) if part.at else scheduler)
+            except AttributeError:
+                continue  # the name on the way to it is missing itself
+        owner = part.owner.rpartition(".")[2]
+        missing += [f"{owner}.{name}" for name in names if name not in there]
+        if part is SCHEDULER and not swapping and not any(there.issuperset(g) for g in EITHER):
+            missing.append("Scheduler." + " or ".join(" and ".join(group) for group in EITHER))
+    return missing
+
+
+class _Everything(set[str]):
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def _members_of(instance: Any) -> set[str]:
+    """Attributes of an instance; what only our own classes define does not count."""
+    if instance is None:  # as `lora_config` without adapters
+        return _Everything()
+    classes = type(instance).__mro__
+    ours = [i for i, c in enumerate(classes) if c.__module__.startswith("sola_sched.")]
+    theirs = classes[max(ours, default=-1) + 1 :]
+    return {*vars(instance), *(name for cls in theirs for name in vars(cls))}
+
+
+def _members_of_class(owner: str) -> set[str]:
+    """Members of a class, and what its constructors assign to `self`."""
+    module, _, name = owner.rpartition(".")
+    try:
+        classes = getattr(importlib.import_module(module), name).__mro__
+    except (ImportError, AttributeError):
+        return set()
+    assigned = {
+        step.argval
+        for cls in classes
+        for method in (vars(cls).get("__init__"), vars(cls).get("__post_init__"))
+        if hasattr(method, "__code__")
+        for step in dis.get_instructions(method)
+        if step.opname == "STORE_ATTR"
+    }
+    for cls in classes:
+        assigned |= {*vars(cls), *vars(cls).get("__annotations__", {})}
+    return assigned
