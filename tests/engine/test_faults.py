@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from engine_harness import STOCK, TIGHT_BLOCKS, RunResult, make_workload, num_different, run
-from faults import SITES, Faults
+from faults import SITES, SWAP_SITES, Faults
 from needs import NEEDS_SWAPPING
 
 pytestmark = pytest.mark.vllm
@@ -85,15 +85,19 @@ def test_a_part_that_always_fails_leaves_the_engine_to_vllm(
 
 @NEEDS_SWAPPING
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_with_swapping_no_copy_is_left_behind(async_scheduling: bool, model_dir: Path) -> None:
-    for share in (0.004, 0.05):  # it goes on, and it steps aside
-        faults = Faults(*SITES, share=share, seed=1, first=30)
-        result = serve_with(
-            faults,
-            model_dir,
-            sola={"swap": {"mode": "raw", "host_gib": 0.05, "always": True}},
-            async_scheduling=async_scheduling,
-        )
-        assert faults.total > 3
-        assert_nothing_is_lost(result, model_dir)
-        assert result.stats["swap"]["num_swapped_out"]
+@pytest.mark.parametrize("share", [0.01, 0.2], ids=["it goes on", "it steps aside"])
+def test_with_swapping_no_copy_is_left_behind(
+    share: float, async_scheduling: bool, model_dir: Path
+) -> None:
+    faults = Faults(*SITES, *SWAP_SITES, share=share / 5, seed=1, first=30)
+    for site in ("save", "learn from a copy"):  # some 20 calls each
+        faults.share_of[site], faults.first_of[site] = share * 5, 0
+    result = serve_with(
+        faults,
+        model_dir,
+        sola={"swap": {"mode": "raw", "host_gib": 0.05}},
+        async_scheduling=async_scheduling,
+    )
+    assert faults.total > 3
+    assert_nothing_is_lost(result, model_dir)
+    assert result.stats["swap"]["num_swapped_out"]

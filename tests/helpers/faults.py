@@ -11,6 +11,8 @@ from unittest import mock
 
 from sola_sched import scheduler as scheduler_module
 from sola_sched.cost_model import CostModel
+from sola_sched.kv_swap.manager import SwapManager
+from sola_sched.kv_swap.policy import Link
 from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.monitor import StateMonitor
 from sola_sched.planner.alise import AlisePlanner
@@ -18,6 +20,7 @@ from sola_sched.planner.attain import AttainPlanner
 from sola_sched.planner.paper import PaperPlanner
 from sola_sched.queues import PlannedQueue
 from sola_sched.scheduler import SolaSchedulerMixin
+from sola_sched.swapping import SwapMixin
 
 #: Where it may fail: owner and attribute. Each is called from `schedule`, `update_from_output`,
 #: `add_request` or vLLM's hooks in them.
@@ -46,6 +49,14 @@ SITES: dict[str, tuple[Any, str]] = {
     "reject": (SolaSchedulerMixin, "_reject"),
     "statistics": (SolaSchedulerMixin, "sola_stats"),
 }
+#: The same of KV swapping.
+SWAP_SITES: dict[str, tuple[Any, str]] = {
+    "expect loads": (SwapMixin, "_expect_loads"),
+    "plan swaps": (SwapMixin, "_with_swaps"),
+    "weigh a copy": (Link, "is_worth_loading"),
+    "learn from a copy": (Link, "observe"),
+    "save": (SwapManager, "save"),
+}
 
 
 class InjectedError(Exception):
@@ -56,19 +67,22 @@ class Faults:
     """Raises at the sites named, before or after the call itself.
 
     Args:
-        sites: Keys of `SITES`.
+        sites: Keys of `SITES` and `SWAP_SITES`.
         share: Share of the calls that fail.
         seed: Which ones.
         first: Calls of each site that are left alone, e.g. while an engine starts.
 
     Attributes:
         num_raised: By site.
+        share_of, first_of: By site, where it is another share or number.
     """
 
     def __init__(self, *sites: str, share: float, seed: int = 0, first: int = 0) -> None:
         self.num_raised = dict.fromkeys(sites, 0)
         self._rng = random.Random(seed)
         self._share, self._first = share, first
+        self.share_of: dict[str, float] = {}
+        self.first_of: dict[str, int] = {}
         self._num_calls = dict.fromkeys(sites, 0)
 
     @property
@@ -81,7 +95,7 @@ class Faults:
         """Inject until the block ends."""
         with ExitStack() as stack:
             for site in self.num_raised:
-                owner, name = SITES[site]
+                owner, name = (SITES | SWAP_SITES)[site]
                 stack.enter_context(
                     mock.patch.object(owner, name, self._failing(site, getattr(owner, name)))
                 )
@@ -91,7 +105,11 @@ class Faults:
         @wraps(original)
         def failing(*args: Any, **kwargs: Any) -> Any:
             self._num_calls[site] += 1
-            fails = self._num_calls[site] > self._first and self._rng.random() < self._share
+            share = self.share_of.get(site, self._share)
+            fails = (
+                self._num_calls[site] > self.first_of.get(site, self._first)
+                and self._rng.random() < share
+            )
             if fails and self._rng.random() < 0.5:
                 self._raise(site)
             result = original(*args, **kwargs)
