@@ -31,8 +31,7 @@ from sola_sched.guard import Guard
 from sola_sched.length_predictor.client import make_client
 from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.monitor import LiveRequest, StateMonitor
-from sola_sched.planner import make_planner
-from sola_sched.planner.base import Planner
+from sola_sched.planner import Planner, in_class_order, make_planner
 from sola_sched.queues import PlannedQueue
 from sola_sched.reporting import engine_stats, summary_line, waits_for_slots_alone
 from sola_sched.slo import CLASS_KEY, DEFAULT_CLASS, SloTarget, request_target
@@ -46,6 +45,8 @@ logger = init_logger("vllm.sola_sched")
 _NEUTRAL = StepPlan()
 _id_of = operator.attrgetter("request_id")
 _tokens_of = operator.attrgetter("new_token_ids")
+#: vLLM's order of waiting requests under its priority policy.
+_place_of = operator.attrgetter("priority", "arrival_time", "request_id")
 #: How requests end with a complete answer, and how by an error of the engine.
 _BY_ITSELF = (
     RequestStatus.FINISHED_STOPPED,
@@ -101,10 +102,8 @@ class SolaSchedulerMixin(SwapMixin):
         self.sola_monitor = StateMonitor(cost, LengthHistogram(), lambda: self.sola_clock())
         self.sola_planner = self._new_planner()
         self.sola_predictions = make_client(config, self.vllm_config.model_config)
-        # The plan orders by priority itself; vLLM's victim is then the tail of our order.
         self._honours_priority = self.policy == SchedulingPolicy.PRIORITY
-        self.policy = SchedulingPolicy.FCFS
-        self.waiting = PlannedQueue()
+        self.waiting = PlannedQueue(key=_place_of if self._honours_priority else None)
         self._steers = self.vllm_config.model_config.runner_type != "pooling"
         self._tokens_per_decode = 1 + int(self.num_spec_tokens)
         self._default_slo = config.default_slo
@@ -324,8 +323,6 @@ class SolaSchedulerMixin(SwapMixin):
         if self._has_stepped_aside:
             return
         self._has_stepped_aside = True
-        if self._honours_priority:
-            self.policy = SchedulingPolicy.PRIORITY
         self.waiting = self._seams.own_queue(self.waiting)
         predictions, self.sola_predictions = self.sola_predictions, None
         if predictions is not None:  # its end may take seconds
@@ -360,7 +357,7 @@ class SolaSchedulerMixin(SwapMixin):
         if self._seams.caches_prefixes:
             self._expect_cached(state.waiting)
         self._expect_loads(state)
-        plan = self._with_swaps(state, self.sola_planner.plan(state))
+        plan = in_class_order(state, self._with_swaps(state, self.sola_planner.plan(state)))
         self._num_plans += 1
         if self._num_plans % _REVIEW_PLANS == 1 and state.cost.is_ready:
             update_waits(state, plan)
@@ -391,14 +388,14 @@ class SolaSchedulerMixin(SwapMixin):
             yield
             return
         budget, slots = self.max_num_scheduled_tokens, self._seams.slots_attribute
-        num_slots, running = getattr(self, slots), self.running
+        num_slots, running, policy = getattr(self, slots), self.running, self.policy
         hidden: list[Request] | None = None
         try:
             hidden = self._show(plan)
         except Exception as error:
             self.sola_guard.failed("applying a plan", error)
             self.running = [r for r in running if r.status == RequestStatus.RUNNING]
-            self.max_num_scheduled_tokens = budget
+            self.policy, self.max_num_scheduled_tokens = policy, budget
             self.waiting.unplan()
         shown = None if hidden is None else self.running.copy()
         setattr(self, slots, num_slots - len(hidden or ()))
@@ -407,7 +404,7 @@ class SolaSchedulerMixin(SwapMixin):
         finally:
             stays = shown is not None and self.running == shown
             self.running.extend(hidden or ())
-            self.max_num_scheduled_tokens = budget
+            self.policy, self.max_num_scheduled_tokens = policy, budget
             setattr(self, slots, num_slots)
             self.waiting.unplan()
             if stays:
@@ -433,6 +430,8 @@ class SolaSchedulerMixin(SwapMixin):
         elif self.lora_config:
             self.waiting.plan(self._seams.within_max_loras(self.waiting))
         run = None if plan.run is None or self._is_as_it_runs(plan.run) else plan.run
+        if plan.run is not None:  # the plan orders by class itself: vLLM's victim is the last
+            self.policy = SchedulingPolicy.FCFS
         if plan.token_budget is not None:
             most = self.max_num_scheduled_tokens
             self.max_num_scheduled_tokens = min(most, max(self._min_budget, plan.token_budget))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,9 +46,20 @@ def test_removal_works_in_and_out_of_the_plan() -> None:
         queue.remove_request("unknown")
 
 
+def test_a_sorted_queue_has_no_front_to_put_requests_in() -> None:
+    queue = PlannedQueue("bd", key=str)
+    queue.prepend_requests("ca")
+    assert queue.peek_request() == "a"
+    queue.plan(["d", "b"])
+    assert queue.pop_request() == "d"
+    queue.unplan()
+    assert [queue.pop_request() for _ in range(len(queue))] == list("abc")
+
+
+@pytest.mark.parametrize("key", [None, lambda item: (item % 3, item)], ids=["fcfs", "sorted"])
 @given(st.lists(st.tuples(st.sampled_from(["add", "front", "pop", "remove"]), st.integers(0, 9))))
-def test_any_sequence_matches_a_list(steps: list[tuple[str, int]]) -> None:
-    queue: PlannedQueue[int] = PlannedQueue()
+def test_any_sequence_matches_a_list(key: Any, steps: list[tuple[str, int]]) -> None:
+    queue: PlannedQueue[int] = PlannedQueue(key=key)
     model: list[int] = []
     for action, item in steps:
         if action == "pop":
@@ -62,6 +75,8 @@ def test_any_sequence_matches_a_list(steps: list[tuple[str, int]]) -> None:
             else:
                 queue.prepend_request(item)
                 model.insert(0, item)
+        if key is not None:
+            model.sort(key=key)
     assert list(queue) == model
     assert len(queue) == len(model)
     assert bool(queue) == bool(model)

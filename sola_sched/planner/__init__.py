@@ -8,9 +8,17 @@ from sola_sched.config import SolaConfig
 from sola_sched.planner.alise import AlisePlanner
 from sola_sched.planner.attain import AttainPlanner
 from sola_sched.planner.base import Planner
+from sola_sched.planner.classes import in_class_order
 from sola_sched.planner.paper import PaperPlanner
 
-__all__ = ["AlisePlanner", "AttainPlanner", "PaperPlanner", "Planner", "make_planner"]
+__all__ = [
+    "AlisePlanner",
+    "AttainPlanner",
+    "PaperPlanner",
+    "Planner",
+    "in_class_order",
+    "make_planner",
+]
 
 
 _PLANNERS: dict[str, Callable[[SolaConfig], Planner]] = {

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from sola_sched.execution import ExecutionTime
-from sola_sched.planner.base import neutral
 from sola_sched.planner.levels import PriorityLevels
 from sola_sched.state import DECODE, BoolArray, FloatArray, IntArray, StepPlan, StepState
 
@@ -138,7 +137,7 @@ class AliseStep:
         if len(victims):
             self.again.spend(self._again_s(victims))
         if not len(run) and not len(admit):
-            return neutral(state, "stalled")
+            return StepPlan(problem="stalled")
         num_tokens = float(self.new[started].sum() + self.new[admit].sum())
         self.num_settled = self._num_settled(run, started, len(admit) + len(victims))
         return StepPlan(

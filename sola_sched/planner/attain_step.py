@@ -10,7 +10,7 @@ from sola_sched.planner.attain_alone import prompts_alone
 from sola_sched.planner.attain_kept import KeptPlan, kept_plan
 from sola_sched.planner.attain_lost import LostStep
 from sola_sched.planner.attain_state import BestEffort, StepView, usual_token_s
-from sola_sched.planner.base import PLANNABLE, neutral, num_that_fit
+from sola_sched.planner.base import PLANNABLE, num_that_fit
 from sola_sched.planner.deadlines import Jobs, Slots
 from sola_sched.state import BoolArray, FloatArray, IntArray, StepPlan, StepState
 
@@ -86,7 +86,7 @@ class AttainStep:
             run = run[~np.isin(run, displaced)]
         victims = np.concatenate([victims, displaced])
         if not len(run) and not len(starting) and not len(offered):
-            return neutral(state, "stalled")
+            return StepPlan(problem="stalled")
         runs_all = len(run) == len(state.running) and not len(run_prefills)
         plan = StepPlan(
             run=None if runs_all and not len(victims) else run,

@@ -1,4 +1,4 @@
-"""What both planners share: the interface, peak memory, priorities and the neutral plan."""
+"""What the planners share: the interface, peak memory and priorities."""
 
 from __future__ import annotations
 
@@ -138,18 +138,3 @@ def with_useful_victims(
             return planned
         victims = victims[:useful]
     return plan(state, victims)
-
-
-def neutral(state: StepState, problem: str = "neutral") -> StepPlan:
-    """Stock behaviour: every request in the engine's own order, the full budget."""
-    table = state.table
-    priority = table.priority[state.waiting]
-    plan = StepPlan(problem=problem)
-    if priority.any() or table.priority[state.running].any():
-        plan.preempt = priority_victims(state)
-        plan.admit = state.waiting[np.lexsort((table.queue_pos[state.waiting], priority))]
-        rows = state.running
-        plan.run = rows[np.argsort(table.priority[rows], kind="stable")]
-        if len(plan.preempt):
-            plan.run = plan.run[~np.isin(plan.run, plan.preempt)]
-    return plan

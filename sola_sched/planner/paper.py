@@ -11,7 +11,6 @@ import numpy as np
 
 from sola_sched.config import SolaConfig
 from sola_sched.planner.base import (
-    neutral,
     num_that_fit,
     priority_victims,
     with_useful_victims,
@@ -48,7 +47,7 @@ class PaperPlanner:
     def plan(self, state: StepState) -> StepPlan:
         """Plan one step; see `Planner.plan`."""
         if not state.cost.is_ready or not state.has_slo:
-            return neutral(state)
+            return StepPlan()
         return with_useful_victims(state, priority_victims(state), self._plan)
 
     def _plan(self, state: StepState, victims: IntArray) -> StepPlan:

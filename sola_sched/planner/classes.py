@@ -1,0 +1,149 @@
+"""Priority classes are strict, whatever a plan is made of: the last look at every plan.
+
+Planners order and admit by class themselves. Here a class gets what a lower one would have taken
+from it in the step: the engine serves running requests before waiting ones, takes KV from the end
+of what it is shown, and never from a request that sits the step out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from sola_sched.state import DECODE, IntArray, StepPlan, StepState
+
+#: Above every class.
+_NOBODY = np.iinfo(np.int64).min
+
+
+def in_class_order(state: StepState, plan: StepPlan) -> StepPlan:
+    """The plan, so that no class loses KV, its place in the step or a slot to a lower one.
+
+    - Whoever runs is served, and keeps its KV, in the order of classes.
+    - A running request takes part if anybody of a lower class does.
+    - A prefill of a lower class that has begun waits where it would take the tokens of one that
+      is admitted, and nobody is admitted past a waiting request of a higher class.
+    - Requests of a lower class that sit out leave when the KV memory may not do for the others.
+
+    Args:
+        state: The step's state.
+        plan: A planner's; not changed. One without any order is the engine's own affair.
+    """
+    is_neutral = plan.run is None and plan.admit is None and plan.token_budget is None
+    if not state.has_classes or is_neutral:
+        return plan
+    budget = plan.token_budget or state.max_num_tokens
+    stay = state.running
+    if len(plan.preempt):
+        stay = stay[~np.isin(stay, plan.preempt)]
+    num_tokens = len(stay) * state.tokens_per_decode
+    if plan.run is None and state.batch is not None and num_tokens <= budget:
+        return plan  # all are served, and the engine's own victim is of the lowest class
+    run = stay if plan.run is None else plan.run[np.isin(plan.run, stay)]
+    admit = _admitted(state, plan.admit)
+    run, num_more = _with_uppers(state, stay, run, admit)
+    budget = min(state.max_num_tokens, budget + num_more * state.tokens_per_decode)
+    run = _without_lower_prefills(state, run, admit, budget)
+    leaving = _leaving(state, stay, run, budget, plan.preempt)
+    if not len(run) and not len(admit):
+        return StepPlan(problem="stalled")
+    return dataclasses.replace(
+        plan,
+        run=run,
+        admit=admit,
+        token_budget=None if plan.token_budget is None else budget,
+        preempt=np.concatenate([plan.preempt, leaving]) if len(leaving) else plan.preempt,
+    )
+
+
+def _by_class(state: StepState, rows: IntArray) -> IntArray:
+    """The rows by class, otherwise as they come."""
+    ordered: IntArray = rows[state.table.priority[rows].argsort(kind="stable")]
+    return ordered
+
+
+def _admitted(state: StepState, admit: IntArray | None) -> IntArray:
+    """By class, up to that of the first waiting request that is left out."""
+    priority = state.table.priority
+    if admit is None:
+        admit = state.waiting[state.table.queue_pos[state.waiting].argsort()]
+    out = state.waiting[~np.isin(state.waiting, admit)]
+    if len(out):
+        admit = admit[priority[admit] <= priority[out].min()]
+    return _by_class(state, admit)
+
+
+def _with_uppers(
+    state: StepState, stay: IntArray, run: IntArray, admit: IntArray
+) -> tuple[IntArray, int]:
+    """Those that run, by class, with all above the lowest that takes part; how many decodes more.
+
+    A prefill is only in the way of another prefill.
+    """
+    table = state.table
+    held = stay[~np.isin(stay, run)]
+    is_decode = table.phase[held] == DECODE
+    part = table.priority[np.concatenate([run, admit])]
+    prefills = table.priority[np.concatenate([run[table.phase[run] != DECODE], admit])]
+    lowest = np.where(is_decode, part.max(initial=_NOBODY), prefills.max(initial=_NOBODY))
+    is_above = table.priority[held] < lowest
+    more = held[is_above]
+    return _by_class(state, np.concatenate([run, more])), int(is_decode[is_above].sum())
+
+
+def _without_lower_prefills(
+    state: StepState, run: IntArray, admit: IntArray, budget: int
+) -> IntArray:
+    """Without the prefills that would take the tokens of a higher class that is to start."""
+    table = state.table
+    is_prefill = table.phase[run] != DECODE
+    if not len(admit) or not is_prefill.any():
+        return run
+    is_lower = is_prefill & (table.priority[run] > table.priority[admit[0]])
+    if not is_lower.any():
+        return run
+    new = np.maximum(table.prefill_target - table.num_computed, 1)
+    need = int(np.count_nonzero(~is_prefill)) * state.tokens_per_decode
+    need += int(new[run[is_prefill]].sum())
+    need += int(new[admit[table.priority[admit] < table.priority[run[is_lower]].max()]].sum())
+    return run if need <= budget else run[~is_lower]
+
+
+def _leaving(
+    state: StepState, stay: IntArray, run: IntArray, budget: int, preempt: IntArray
+) -> IntArray:
+    """Of those that sit out the ones of lower classes whose KV the others may need now."""
+    table, size = state.table, state.block_size
+    if not len(run):
+        return run
+    held = stay[~np.isin(stay, run)]
+    held = held[table.priority[held] > table.priority[run].min()]
+    if not len(held):
+        return held
+    is_decode = table.phase[run] == DECODE
+    ahead = np.zeros(table.capacity, dtype=np.int64)
+    ahead[state.running] = state.num_ahead
+    decodes = run[is_decode]
+    ctx = table.num_prompt[decodes] + table.num_output[decodes] + ahead[decodes]
+    need = int((-(-(ctx + state.tokens_per_decode) // size) - -(-(ctx - 1) // size)).sum())
+    prefills = run[~is_decode]
+    new = int((table.prefill_target[prefills] - table.num_computed[prefills]).sum())
+    need += min(new, budget) // size + 2 * len(prefills)
+    short = need - state.num_free_blocks - int(_blocks(state, preempt).sum())
+    held = held[np.lexsort((-table.arrival_s[held], -table.priority[held]))]
+    freed = _blocks(state, held).cumsum()
+    count = int(freed.searchsorted(short)) + 1 if short > 0 else 0
+    return held[:count]
+
+
+def _blocks(state: StepState, rows: IntArray) -> IntArray:
+    """KV blocks that rows give back."""
+    table = state.table
+    tokens = np.where(
+        table.phase[rows] == DECODE,
+        table.num_prompt[rows] + table.num_output[rows],
+        table.num_computed[rows],
+    )
+    blocks: IntArray = tokens // state.block_size
+    return blocks
