@@ -264,13 +264,22 @@ class LostStep:
             self._receive(float(marginal_s))
             return tokens, False
         self._next = index, limit_s, room
-        if credit.credit_s <= 0:
+        if credit.credit_s <= 0 or self._is_upper_there(index):
             return None
         tokens, seconds = self._on_credit(index, limit_s, room)
         if not tokens or (credit.credit_s < seconds and not credit.is_full):
             return None
         credit.credit_s -= seconds
         return tokens, True
+
+    def _is_upper_there(self, index: int) -> bool:
+        """Whether a prefill of a higher class would have to wait for this one."""
+        if not self.view.state.has_classes:
+            return False
+        prefills, priority = self.view.prefills, self.view.state.table.priority
+        return bool(
+            (priority[prefills.rows[prefills.feasible]] < priority[prefills.rows[index]]).any()
+        )
 
     def _on_credit(self, index: int, limit_s: float, room: int) -> tuple[int, float]:
         """Tokens of a lost request in a step of its own, and what they cost, seconds."""

@@ -291,7 +291,7 @@ class AttainStep:
         num_started = prefills.num_started
         mask: BoolArray = candidates < num_started
         (places,) = (~mask).nonzero()
-        if not len(places) or self.credit.is_blocked:
+        if not len(places) or (self.credit.is_blocked and not state.has_classes):
             return mask
         waiting = candidates[places]
         count = min(len(waiting), max(0, self.view.num_available_slots))

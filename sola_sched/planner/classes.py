@@ -37,15 +37,18 @@ def in_class_order(state: StepState, plan: StepPlan) -> StepPlan:
     stay = state.running
     if len(plan.preempt):
         stay = stay[~np.isin(stay, plan.preempt)]
-    num_tokens = len(stay) * state.tokens_per_decode
-    if plan.run is None and state.batch is not None and num_tokens <= budget:
-        return plan  # all are served, and the engine's own victim is of the lowest class
-    run = stay if plan.run is None else plan.run[np.isin(plan.run, stay)]
     admit = _admitted(state, plan.admit)
+    all_decode = plan.run is None and state.batch is not None
+    if all_decode and len(stay) * state.tokens_per_decode <= budget:
+        # All are served, and the engine's own victim is of the lowest class.
+        return dataclasses.replace(plan, admit=admit)
+    run = stay if plan.run is None else plan.run[np.isin(plan.run, stay)]
     run, num_more = _with_uppers(state, stay, run, admit)
     budget = min(state.max_num_tokens, budget + num_more * state.tokens_per_decode)
-    run = _without_lower_prefills(state, run, admit, budget)
+    run, admit = _without_lower_prefills(state, run, admit, budget)
     leaving = _leaving(state, stay, run, budget, plan.preempt)
+    if len(leaving):
+        run = run[~np.isin(run, leaving)]
     if not len(run) and not len(admit):
         return StepPlan(problem="stalled")
     return dataclasses.replace(
@@ -94,33 +97,32 @@ def _with_uppers(
 
 def _without_lower_prefills(
     state: StepState, run: IntArray, admit: IntArray, budget: int
-) -> IntArray:
+) -> tuple[IntArray, IntArray]:
     """Without the prefills that would take the tokens of a higher class that is to start."""
     table = state.table
     is_prefill = table.phase[run] != DECODE
     if not len(admit) or not is_prefill.any():
-        return run
+        return run, admit
     is_lower = is_prefill & (table.priority[run] > table.priority[admit[0]])
     if not is_lower.any():
-        return run
+        return run, admit
     new = np.maximum(table.prefill_target - table.num_computed, 1)
     need = int(np.count_nonzero(~is_prefill)) * state.tokens_per_decode
     need += int(new[run[is_prefill]].sum())
     need += int(new[admit[table.priority[admit] < table.priority[run[is_lower]].max()]].sum())
-    return run if need <= budget else run[~is_lower]
+    if need <= budget:
+        return run, admit
+    return run[~is_lower], admit[table.priority[admit] <= table.priority[run[is_lower]].min()]
 
 
 def _leaving(
     state: StepState, stay: IntArray, run: IntArray, budget: int, preempt: IntArray
 ) -> IntArray:
-    """Of those that sit out the ones of lower classes whose KV the others may need now."""
+    """Those of the lowest classes down to ones that sit out and whose KV others may need now."""
     table, size = state.table, state.block_size
-    if not len(run):
-        return run
-    held = stay[~np.isin(stay, run)]
-    held = held[table.priority[held] > table.priority[run].min()]
-    if not len(held):
-        return held
+    is_held = ~np.isin(stay, run)
+    if not len(run) or not (table.priority[stay[is_held]] > table.priority[run].min()).any():
+        return stay[:0]
     is_decode = table.phase[run] == DECODE
     ahead = np.zeros(table.capacity, dtype=np.int64)
     ahead[state.running] = state.num_ahead
@@ -131,10 +133,15 @@ def _leaving(
     new = int((table.prefill_target[prefills] - table.num_computed[prefills]).sum())
     need += min(new, budget) // size + 2 * len(prefills)
     short = need - state.num_free_blocks - int(_blocks(state, preempt).sum())
-    held = held[np.lexsort((-table.arrival_s[held], -table.priority[held]))]
-    freed = _blocks(state, held).cumsum()
-    count = int(freed.searchsorted(short)) + 1 if short > 0 else 0
-    return held[:count]
+    if short <= 0:
+        return stay[:0]
+    order = np.lexsort((-table.arrival_s[stay], ~is_held, -table.priority[stay]))
+    count = int(_blocks(state, stay[order]).cumsum().searchsorted(short)) + 1
+    order = order[:count][table.priority[stay[order[:count]]] > table.priority[run].min()]
+    # The last of these that run are left to the engine.
+    (held,) = is_held[order].nonzero()
+    leaving: IntArray = stay[order[: int(held[-1]) + 1 if len(held) else 0]]
+    return leaving
 
 
 def _blocks(state: StepState, rows: IntArray) -> IntArray:

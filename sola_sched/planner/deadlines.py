@@ -115,7 +115,7 @@ class Jobs:
         return not np.count_nonzero(self._ends_s > share * self._due_s)
 
     def order(self, kept: list[int], *, all_count: bool = True) -> IntArray:
-        """All jobs: those `kept`, as they come, then the others by (class, weight).
+        """All jobs by class: those `kept`, as they come, then the others by weight.
 
         Args:
             kept: Jobs on time.
@@ -129,9 +129,8 @@ class Jobs:
         late = self._order[is_late[self._order]]
         if all_count:
             late = late[self._weigh(late).argsort(kind="stable")]
-            if self._rank is not None:
-                late = late[self._rank[late].argsort(kind="stable")]
-        return np.concatenate([first, late])
+        order = np.concatenate([first, late])
+        return order if self._rank is None else order[self._rank[order].argsort(kind="stable")]
 
     def _by_class(self) -> list[IntArray]:
         if self._rank is None:

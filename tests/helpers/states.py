@@ -127,9 +127,10 @@ class StateBuilder:
         computed: int,
         prompt: int = 1000,
         slo: SloTarget = SLO,
+        priority: int = 0,
     ) -> int:
         """A request in the middle of its prefill."""
-        row = self._add(name, waited_s, slo, prompt, 0)
+        row = self._add(name, waited_s, slo, prompt, priority)
         self.table.phase[row] = PREFILL
         self.table.num_computed[row] = computed
         self.running.append(row)

@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 import pytest
+from random_states import random_builder
 from states import StateBuilder, make_attain
 
 from sola_sched.config import SolaConfig
@@ -350,39 +351,7 @@ def test_settled_decodes_are_left_alone() -> None:
 @pytest.mark.parametrize("seed", range(80))
 def test_any_plan_is_well_formed(policy: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    blocks = int(rng.integers(20, 4000))
-    num_classes = 1 + 2 * (seed % 2)
-    b = StateBuilder(
-        left=float(rng.uniform(1, 300)),
-        max_num_tokens=int(rng.choice([64, 512, 2048])),
-        max_num_running=int(rng.integers(1, 40)),
-        num_blocks=blocks,
-        num_free_blocks=int(rng.integers(0, blocks + 1)),
-        elapsed_s=float(rng.uniform(0, 0.3)),
-    )
-    targets = [SloTarget(), LOOSE, SloTarget(0.5, 0.02), SloTarget(1.0, math.inf)]
-    for i in range(int(rng.integers(0, b.options["max_num_running"] + 1))):
-        slo = targets[rng.integers(4)]
-        if rng.random() < 0.7:
-            first = float(rng.uniform(0, 5))
-            b.decode(
-                f"d{i}",
-                first_ago_s=first,
-                out=int(rng.integers(1, 400)),
-                arrived_ago_s=first + float(rng.uniform(0, 3)),
-                slo=slo,
-                priority=int(rng.integers(0, num_classes)),
-            )
-        else:
-            b.prefill(f"p{i}", waited_s=float(rng.uniform(0, 3)), computed=64, slo=slo)
-    for i in range(int(rng.integers(0, 60))):
-        b.waiting(
-            f"w{i}",
-            waited_s=float(rng.uniform(0, 3)),
-            prompt=int(rng.integers(1, 3000)),
-            slo=targets[rng.integers(4)],
-            priority=int(rng.integers(0, num_classes)),
-        )
+    b = random_builder(rng, num_classes=1 + 2 * (seed % 2))
     state = b.build(end_interval_s=float(rng.choice([math.nan, 0.05, 1.0])))
     overload = "reject" if seed % 5 == 0 else "defer"
     plan = make_planner(SolaConfig(policy=policy, overload=overload)).plan(state)

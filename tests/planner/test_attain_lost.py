@@ -270,3 +270,14 @@ def test_a_lost_prefill_that_sits_out_gives_its_slot_to_a_request_that_can_make_
     assert plan.preempt.tolist() == [begun]
     assert b.names(plan.admit)[0] == "w0"
     assert begun not in plan.run
+
+
+def test_the_share_of_the_lost_is_not_taken_from_a_higher_class() -> None:
+    b = StateBuilder(max_num_tokens=512)
+    b.decode("fine", first_ago_s=0.0, out=1)
+    b.waiting("lost", waited_s=5.0, prompt=1000, priority=1)
+    b.waiting("upper", waited_s=0.0, prompt=1000)
+    planner = make_attain(best_effort_share=0.5)
+    planner.best_effort.credit_s, planner.best_effort.is_blocked = 0.5, True
+    plan = planner.plan(b.build(elapsed_s=0.1))
+    assert b.names(plan.admit)[:1] == ["upper"]

@@ -54,8 +54,10 @@ def test_a_higher_class_never_loses_a_job_to_a_lower_one(jobs: list[tuple[int, i
     service = np.array([s for s, _ in jobs], dtype=float)
     deadline = np.array([d for _, d in jobs], dtype=float)
     rank = np.arange(len(jobs)) % 2
-    order, count = on_time_first(service, deadline, lambda index: service[index], rank)
-    high = [job for job in order[:count].tolist() if rank[job] == 0]
+    all_jobs = Jobs(service, deadline, lambda index: service[index], rank)
+    kept = all_jobs.on_time()
+    high = [job for job in kept if rank[job] == 0]
+    assert rank[all_jobs.order(kept)].tolist() == sorted(rank.tolist())
     alone, alone_count = on_time_first(
         service[rank == 0], deadline[rank == 0], lambda index: service[rank == 0][index], None
     )
