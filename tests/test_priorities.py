@@ -112,7 +112,7 @@ def test_without_slos_the_schedule_is_stock_vllms_by_priority_step_by_step(
 
         options = {"num_blocks": num_blocks, "max_num_seqs": 16}
         engine = make_engine(scheduler_cls, sola, async_scheduling=async_scheduling, **options)
-        engine.run(make_workload(80, 12.0, num_classes), on_step=note)
+        engine.run(make_workload(60, 12.0, num_classes), on_step=note)
         return steps
 
     stock = schedules(StockOutOfOrder, None)

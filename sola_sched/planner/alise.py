@@ -10,7 +10,7 @@ import numpy as np
 from sola_sched.config import SolaConfig
 from sola_sched.ewt import estimate_waits
 from sola_sched.planner.alise_step import AliseStep, Recompute
-from sola_sched.planner.base import most_blocks
+from sola_sched.planner.base import learning, most_blocks
 from sola_sched.planner.levels import PriorityLevels
 from sola_sched.state import DECODE, BoolArray, StepPlan, StepState, are_equal
 
@@ -57,7 +57,7 @@ class AlisePlanner:
     def plan(self, state: StepState) -> StepPlan:
         """Plan one step; see `Planner.plan`."""
         if not state.cost.is_ready:
-            return StepPlan()
+            return learning(state)
         self._again.earn(state.elapsed_s)
         kept = self._kept_plan(state)
         if kept is not None:

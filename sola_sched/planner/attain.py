@@ -16,7 +16,7 @@ from sola_sched.config import SolaConfig
 from sola_sched.planner.attain_kept import KeptPlan
 from sola_sched.planner.attain_state import BestEffort, Decodes, Prefills, StepView
 from sola_sched.planner.attain_step import AttainStep
-from sola_sched.planner.base import priority_victims, with_useful_victims
+from sola_sched.planner.base import learning, priority_victims, with_useful_victims
 from sola_sched.state import DECODE, DecodeBatch, IntArray, StepPlan, StepState
 
 #: While slots are all that is short, the swap of a late decode for a waiting request is weighed
@@ -65,8 +65,10 @@ class AttainPlanner:
 
     def plan(self, state: StepState) -> StepPlan:
         """Plan one step; see `Planner.plan`."""
-        if not state.cost.is_ready or not state.has_slo:
+        if not state.has_slo:
             return StepPlan()
+        if not state.cost.is_ready:
+            return learning(state)
         victims = priority_victims(state)
         kept, self._kept = self._kept, None
         if not len(victims):

@@ -138,3 +138,8 @@ def with_useful_victims(
             return planned
         victims = victims[:useful]
     return plan(state, victims)
+
+
+def learning(state: StepState) -> StepPlan:
+    """The engine's own schedule while step times are unknown; slots go by class already."""
+    return StepPlan(preempt=priority_victims(state))

@@ -11,6 +11,7 @@ import numpy as np
 
 from sola_sched.config import SolaConfig
 from sola_sched.planner.base import (
+    learning,
     num_that_fit,
     priority_victims,
     with_useful_victims,
@@ -46,8 +47,10 @@ class PaperPlanner:
 
     def plan(self, state: StepState) -> StepPlan:
         """Plan one step; see `Planner.plan`."""
-        if not state.cost.is_ready or not state.has_slo:
+        if not state.has_slo:
             return StepPlan()
+        if not state.cost.is_ready:
+            return learning(state)
         return with_useful_victims(state, priority_victims(state), self._plan)
 
     def _plan(self, state: StepState, victims: IntArray) -> StepPlan:
