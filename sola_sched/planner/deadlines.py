@@ -129,8 +129,10 @@ class Jobs:
         late = self._order[is_late[self._order]]
         if all_count:
             late = late[self._weigh(late).argsort(kind="stable")]
-        order = np.concatenate([first, late])
-        return order if self._rank is None else order[self._rank[order].argsort(kind="stable")]
+        order: IntArray = np.concatenate([first, late])
+        if self._rank is not None:
+            order = order[self._rank[order].argsort(kind="stable")]
+        return order
 
     def _by_class(self) -> list[IntArray]:
         if self._rank is None:
