@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -123,8 +124,8 @@ def build(options: DatasetOptions, limits: ModelLimits) -> Workload:
     scale = options.length_scale
     if scale is None:
         scale = min(1.0, limits.max_model_len / max(1, context))
-    if not scale > 0:
-        raise ConfigError(f"'--length-scale' must be > 0 (got {scale!r}).")
+    if not 0 < scale < math.inf:
+        raise ConfigError(f"'--length-scale' must be a finite number > 0 (got {scale!r}).")
     if scale != 1.0:
         notes.append(
             f"lengths x {scale:.3g}: data set context {context:,} tokens, "

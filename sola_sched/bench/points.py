@@ -145,8 +145,8 @@ def read_lengths(dataset: str, max_model_len: int, data: Path | None = None) -> 
                 f"{SYNTHETIC!r}."
             )
         rows = [row for row in read_rows(data / dataset) if row.is_usable]
-        if any(row.prompt_tokens is None for row in rows):
-            raise DatasetError(f"Every row of {dataset} must have token counts.")
+        if not rows or any(row.prompt_tokens is None for row in rows):
+            raise DatasetError(f"{dataset} must have rows, all with token counts.")
         prompt = np.array([row.prompt_tokens for row in rows], dtype=np.float64)
         output = np.array([row.output_tokens or 1 for row in rows], dtype=np.float64)
         arrival_s = np.array(

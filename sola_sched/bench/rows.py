@@ -6,16 +6,14 @@ import csv
 import gzip
 import io
 import json
-import math
-import re
-import statistics
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from sola_sched.bench import row_values
 from sola_sched.errors import DatasetError
 
 _PROMPT_TOKENS = (
@@ -28,6 +26,12 @@ _OUTPUT_TOKENS = (
 _PROMPT_TEXT = ("prompt",)
 _OUTPUT_TEXT = ("response", "completion")
 _ARRIVAL_S = ("arrival_s", "queued_s", "Timestamp")
+#: What the readers of the formats raise: encrypted or unknown archives, nesting that is too deep,
+#: numbers of too many digits (`ValueError`), cells that are too long, ends that are cut off.
+_UNREADABLE = (
+    OSError, EOFError, ValueError, RuntimeError, RecursionError, csv.Error, zipfile.BadZipFile,
+    zlib.error,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,17 +68,20 @@ def read_rows(path: Path) -> Iterator[Row]:
     Raises:
         DatasetError: The file does not exist, cannot be read or has none of the known columns.
     """
-    if not path.exists():
-        raise DatasetError(f"'--dataset-path' must name an existing file (got {path}).")
     try:
+        if not path.exists():
+            raise DatasetError(f"'--dataset-path' must name an existing file (got {path}).")
         for name, text in _open_all(path):
             for number, raw in enumerate(_parse(name, text)):
                 if not isinstance(raw, Mapping):
                     raise DatasetError(
-                        f"Each row of {name} must be an object (row {number}: {str(raw)[:80]!r})."
+                        f"Each row of {name} must be an object "
+                        f"(row {number}: {row_values.shown(raw)})."
                     )
                 yield normalise(raw, f"row {number} of {name}")
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, zipfile.BadZipFile) as error:
+    except DatasetError:
+        raise
+    except _UNREADABLE as error:
         raise DatasetError(
             f"{path} must be readable JSON, JSON lines, CSV, gzip or zip ({error})."
         ) from error
@@ -86,18 +93,15 @@ def normalise(raw: Mapping[str, Any], where: str) -> Row:
     Raises:
         DatasetError: No known column holds the prompt, or a number is not one.
     """
-    slo = {key: raw.get(key) for key in ("slo_class", "ttft_slo_ms", "tpot_slo_ms")}
-    if "conversations" in raw:  # ShareGPT: first two turns, as in vllm bench serve
-        turns = raw["conversations"]
-        if len(turns) < 2:
-            return Row()
-        return Row(prompt=turns[0]["value"], output=turns[1]["value"])
+    if "conversations" in raw:  # ShareGPT
+        prompt, answer = row_values.turns_of(raw["conversations"], where)
+        return Row(prompt=prompt, output=answer)
     if "context" in raw and "answers" in raw:  # LongBench
-        prompt = "\n\n".join(part for part in (raw["context"], raw.get("input", "")) if part)
-        return Row(prompt=prompt, output=max(raw["answers"], key=len, default=""))
+        answer = row_values.longest_of(raw["answers"], where)
+        return Row(prompt=_joined(raw, "context", where), output=answer)
     if "instruction" in raw and "output" in raw:  # Alpaca
-        prompt = "\n\n".join(part for part in (raw["instruction"], raw.get("input", "")) if part)
-        return Row(prompt=prompt, output=raw["output"])
+        answer = row_values.text_of(raw["output"], "output", where)
+        return Row(prompt=_joined(raw, "instruction", where), output=answer)
     prompt, prompt_tokens = _first(raw, _PROMPT_TEXT), _first(raw, _PROMPT_TOKENS)
     if prompt is None and prompt_tokens is None:
         raise DatasetError(
@@ -106,13 +110,15 @@ def normalise(raw: Mapping[str, Any], where: str) -> Row:
             f"(it has {', '.join(map(str, raw)) or 'no columns'})."
         )
     return Row(
-        prompt=prompt,
-        prompt_tokens=_count(prompt_tokens, where),
-        output=_first(raw, _OUTPUT_TEXT),
-        output_tokens=_count(_first(raw, _OUTPUT_TOKENS), where),
+        prompt=row_values.text_of(prompt, "prompt", where),
+        prompt_tokens=row_values.count_of(prompt_tokens, where),
+        output=row_values.text_of(_first(raw, _OUTPUT_TEXT), "response", where),
+        output_tokens=row_values.count_of(_first(raw, _OUTPUT_TOKENS), where),
         arrival_s=_arrival_s(raw, where),
-        hash_ids=tuple(raw.get("hash_ids") or ()),
-        **slo,
+        hash_ids=row_values.block_ids_of(raw.get("hash_ids"), where),
+        slo_class=row_values.text_of(raw.get("slo_class"), "slo_class", where) or None,
+        ttft_slo_ms=row_values.target_of(raw.get("ttft_slo_ms"), "ttft_slo_ms", where),
+        tpot_slo_ms=row_values.target_of(raw.get("tpot_slo_ms"), "tpot_slo_ms", where),
     )
 
 
@@ -152,33 +158,16 @@ def _first(raw: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     return next((raw[name] for name in names if raw.get(name) not in (None, "")), None)
 
 
-def _count(value: Any, where: str) -> int | None:
-    """A token count; of several (one per model or temperature) the median."""
-    if value is None:
-        return None
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list):
-        value = statistics.median_low(value)
-    try:
-        count = float(value)
-    except (TypeError, ValueError):
-        count = math.nan
-    if not (count >= 0 and count == int(count)):
-        raise DatasetError(f"A token count must be a whole number >= 0 (got {value!r} in {where}).")
-    return int(count)
+def _joined(raw: Mapping[str, Any], name: str, where: str) -> str:
+    """The text of a column, and of 'input' where the row has one."""
+    texts = (row_values.text_of(raw.get(column), column, where) for column in (name, "input"))
+    return "\n\n".join(filter(None, texts))
 
 
 def _arrival_s(raw: Mapping[str, Any], where: str) -> float | None:
-    try:
-        if "timestamp" in raw:  # Mooncake: milliseconds
-            return float(raw["timestamp"]) / 1e3
-        if "TIMESTAMP" in raw:  # Azure: date with up to 7 decimals
-            text = re.sub(r"(\.\d{6})\d+", r"\1", raw["TIMESTAMP"])
-            return datetime.fromisoformat(text).timestamp()
-        value = _first(raw, _ARRIVAL_S)
-        return None if value is None else float(value)
-    except ValueError as error:
-        raise DatasetError(
-            f"An arrival time must be a number or date ({error}, {where})."
-        ) from error
+    if raw.get("timestamp") not in (None, ""):  # Mooncake: milliseconds
+        return row_values.seconds_of(raw["timestamp"], where, 1e-3)
+    if raw.get("TIMESTAMP") not in (None, ""):  # Azure
+        return row_values.date_of(raw["TIMESTAMP"], where)
+    value = _first(raw, _ARRIVAL_S)
+    return None if value is None else row_values.seconds_of(value, where)

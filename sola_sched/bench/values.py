@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from sola_sched.bench.results import METRIC_NAMES
+from sola_sched.bench.row_values import shown
 from sola_sched.bench.workload import SloClass
 from sola_sched.errors import ConfigError
 from sola_sched.slo import SloTarget
@@ -109,8 +110,8 @@ def json_object(text: str) -> dict[str, Any]:
     """``argparse`` type: a JSON object."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"must be JSON (got {text!r}: {error})") from error
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"must be JSON (got {shown(text)}: {error})") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object (got {text!r})")
+        raise argparse.ArgumentTypeError(f"must be a JSON object (got {shown(text)})")
     return value
