@@ -6,13 +6,13 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
-from sola_sched.errors import DatasetError, EncoderError, PredictorFileError
+from sola_sched.errors import ConfigError, DatasetError, EncoderError, PredictorFileError
 from sola_sched.length_predictor import corpus as corpora
 from sola_sched.length_predictor import tables
 from sola_sched.length_predictor.building import build_lexical, build_retrieval, encode_all
@@ -40,6 +40,7 @@ from sola_sched.length_predictor.storage import (
     read_file,
     save_predictor,
 )
+from sola_sched.output_file import require_writable, require_writable_folder
 
 _MIN_PROMPTS = 5
 #: Seconds between two updates of a progress bar that goes to a file, one line each.
@@ -131,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     use_one_thread()
     try:
         return _COMMANDS[args.command](args)
-    except (DatasetError, EncoderError, PredictorFileError) as error:
+    except (ConfigError, DatasetError, EncoderError, PredictorFileError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -139,9 +140,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _build(args: argparse.Namespace) -> int:
-    corpus = _joined([corpora.load(name, args.data) for name in args.dataset])
     if args.capacity < 1:
-        raise DatasetError(f"'--capacity' must be >= 1 (got {args.capacity}).")
+        raise ConfigError(f"'--capacity' must be >= 1 (got {args.capacity}).")
+    require_writable(args.output, "--output")
+    corpus = _joined([corpora.load(name, args.data) for name in args.dataset])
     start = time.monotonic()
     predictor: LexicalPredictor | RetrievalPredictor
     with _Bars() as bars:
@@ -168,8 +170,7 @@ def _predict(args: argparse.Namespace) -> int:
         if header.get("kind") == "lexical"
         else load_retrieval(args.file, _encoder(args))
     )
-    lines = args.prompt or (line.rstrip("\n") for line in sys.stdin)
-    for text in lines:
+    for text in args.prompt or _lines(sys.stdin):
         answer = predictor.predict([text])[0]
         row = {
             "mean": round(answer.mean, 1),
@@ -182,7 +183,19 @@ def _predict(args: argparse.Namespace) -> int:
     return 0
 
 
+def _lines(stream: TextIO) -> Iterator[str]:
+    try:
+        for line in stream:
+            yield line.rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"Standard input must be UTF-8 text ({error}).") from error
+
+
 def _eval(args: argparse.Namespace) -> int:
+    if args.limit is not None and args.limit < 1:
+        raise ConfigError(f"'--limit' must be >= 1 (got {args.limit}).")
+    if args.json is not None:
+        require_writable(args.json, "--json")
     train, _ = corpora.load(args.train, args.data).split()
     if args.limit is not None:
         train = train.take(np.arange(min(args.limit, len(train))))
@@ -225,7 +238,6 @@ def _eval(args: argparse.Namespace) -> int:
                     rows.append(row)
     print(tables.markdown(rows))
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
         with args.json.open("a", encoding="utf-8") as stream:
             stream.writelines(json.dumps(row) + "\n" for row in rows)
     return 0
@@ -242,6 +254,9 @@ def _held_out(name: str, data: Path | None, known: set[str]) -> Corpus:
 def _tune(args: argparse.Namespace) -> int:
     from sola_sched.length_predictor.proxy import ProxyModel
 
+    if args.threads < 1:
+        raise ConfigError(f"'--threads' must be >= 1 (got {args.threads}).")
+    require_writable_folder(args.output, "--output")
     corpus = _joined([corpora.load(name, args.data) for name in args.dataset])
     model = ProxyModel(args.encoder, num_threads=args.threads)
     with _Bars() as bars:

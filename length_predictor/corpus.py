@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,10 @@ DEFAULT_MODELS = {
 }
 #: A data set with fewer prompts is tested on as a whole when another was trained on.
 SMALL = 5000
+_MAX_LENGTH = 2**31 - 1
+_MAX_SHOWN = 80
+#: What reading raises: ends that are cut off, nesting that is too deep, too many digits.
+_UNREADABLE = (OSError, EOFError, ValueError, RecursionError, zlib.error)
 _TEST_SHARE = 0.1
 _SPLIT_SALT = b"sola_sched split 1"
 
@@ -76,8 +81,9 @@ def data_folder(given: Path | None = None) -> Path | None:
 
 def _alpaca(row: Mapping[str, Any]) -> Mapping[str, Any]:
     lengths = {"reference": row["response_tokens"]}
-    if "vicuna7b_tokens" in row:  # the first is at temperature 0
-        lengths["vicuna-7b"] = row["vicuna7b_tokens"][0]
+    at_temperatures = row.get("vicuna7b_tokens")
+    if isinstance(at_temperatures, list) and at_temperatures:  # the first is at temperature 0
+        lengths["vicuna-7b"] = at_temperatures[0]
     return lengths
 
 
@@ -145,7 +151,7 @@ def _read(
     model: str,
     lengths_of: Callable[[Mapping[str, Any]], Mapping[str, Any]],
 ) -> Corpus:
-    prompts, lengths = [], []
+    prompts, lengths, num_rows = [], [], 0
     known: dict[str, int] = {}
     for number, row in _rows(path):
         where = f"line {number} of {path}"
@@ -153,17 +159,31 @@ def _read(
             raise DatasetError(f"Each line must be an object with a text 'prompt' ({where}).")
         if "response_tokens" not in row:
             raise DatasetError(f"Each line must have 'response_tokens' ({where}).")
+        num_rows += 1
         by_model = lengths_of(row)
         for each in by_model:
             known[each] = known.get(each, 0) + 1
         length = by_model.get(model)
         if length is None:
             continue
-        if isinstance(length, bool) or not isinstance(length, int | float) or length != int(length):
-            raise DatasetError(f"'response_tokens' must be whole (got {length!r}, {where}).")
+        if isinstance(length, bool) or not isinstance(length, int | float) or not _is_count(length):
+            raise DatasetError(
+                f"'response_tokens' must be a whole number from 0 to {_MAX_LENGTH:,} "
+                f"(got {str(length)[:_MAX_SHOWN]}, {where})."
+            )
         if length >= 1 and row["prompt"]:
-            prompts.append(row["prompt"])
+            # Halves of surrogate pairs, which JSON may hold, are in no text.
+            prompts.append(row["prompt"].encode("utf-8", "replace").decode())
             lengths.append(int(length))
+    if not num_rows:
+        raise DatasetError(
+            f"{path} must hold at least one line with 'prompt' and 'response_tokens' (it is empty)."
+        )
+    if not prompts and model in known:
+        raise DatasetError(
+            f"{path} must hold a line with a prompt and at least one response token (got "
+            f"{num_rows:,} lines without)."
+        )
     if not prompts:
         models = ", ".join(sorted(known)) or "none"
         raise DatasetError(
@@ -173,6 +193,10 @@ def _read(
     return Corpus(name, tuple(prompts), np.array(lengths, dtype=np.int64))
 
 
+def _is_count(length: int | float) -> bool:
+    return 0 <= length <= _MAX_LENGTH and length == int(length)
+
+
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
     opened = gzip.open if path.suffix == ".gz" else open
     try:
@@ -180,5 +204,5 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
             for number, line in enumerate(stream, 1):
                 if line.strip():
                     yield number, json.loads(line)
-    except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except _UNREADABLE as error:
         raise DatasetError(f"{path} must be readable JSON lines ({error}).") from error

@@ -107,6 +107,27 @@ def measure_saturation(
     return (len(requests) - concurrency / 2) / last_admitted_s / _undisturbed_share(outcome)
 
 
+def saturation_text(
+    saturation_per_s: float,
+    num_available: int,
+    *,
+    num_requests: int = _NUM_PROBE,
+    concurrency: int = _PROBE_CONCURRENCY,
+) -> str:
+    """What `measure_saturation` found with so many requests, which may be too few to find it.
+
+    With fewer than it asks for, fewer are in flight, and what they were served at is the rate of
+    a machine that is not full.
+    """
+    if num_available >= num_requests:
+        return f"Saturation near {saturation_per_s:.2g} requests/s"
+    return (
+        f"{num_available} requests are too few to find the saturation rate (it takes "
+        f"{num_requests}, {concurrency} of them in flight): the rates are guesses, and runs this "
+        "short show no queue. Raise --num-prompts, or give --request-rate"
+    )
+
+
 def choose_rates(
     saturation_per_s: float, num_schedulers: int = 1, budget_s: float = math.inf
 ) -> list[float]:

@@ -9,6 +9,7 @@ from sola_sched.bench import environment
 from sola_sched.bench.args import build_parser
 from sola_sched.bench.model import write_model
 from sola_sched.errors import ConfigError, DatasetError, ProfileError, SloError
+from sola_sched.output_file import require_writable_folder
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -17,8 +18,9 @@ EXIT_INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark from the command line; return the exit code.
 
-    2 means that the arguments, the data set, the profile or the model cannot be used; 130 that
-    the user stopped the run, after what had been measured was reported and saved.
+    1 means that results were printed because they could not be saved; 2 that the arguments, the
+    data set, the profile or the model cannot be used; 130 that the user stopped the run, after
+    what had been measured was reported and saved.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -28,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return fidelity.main(arguments[1:])
         args = build_parser().parse_args(arguments)
         if args.make_model is not None:
+            require_writable_folder(args.make_model.parent, "--make-model")
             print(f"Wrote {write_model(args.make_model)}; serve it with --load-format dummy.")
             return 0
         # A data set's tokenizer may have to be downloaded.

@@ -19,6 +19,7 @@ from sola_sched.bench.values import positive_int
 from sola_sched.bench.workload import Workload
 from sola_sched.config import SolaConfig
 from sola_sched.errors import ConfigError
+from sola_sched.output_file import require_writable
 from sola_sched.slo import SloTarget
 
 if TYPE_CHECKING:
@@ -130,6 +131,8 @@ def main(argv: Sequence[str], say: Say = print) -> int:
         DatasetError: The recorded requests cannot be read.
     """
     args = build_parser().parse_args(argv)
+    if args.output:
+        require_writable(args.output, "--output")
     environment.prepare(None, is_random=True)
     started_s = time.monotonic()
     document: dict[str, Any] = {"environment": results.environment(), "seed": args.seed}

@@ -97,7 +97,7 @@ def write_model(directory: Path, shape: ModelShape = BENCH_SHAPE) -> Path:
     Raises:
         ConfigError: ``directory`` exists and is not empty.
     """
-    if directory.exists() and any(directory.iterdir()):
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(
             f"The model directory must be new or empty (got {directory}, which holds files); "
             "name another one."

@@ -88,7 +88,10 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None]) -> Plan:
                 backend, workload, reference, bar.done, **_probe_size(backend)
             )
         rates = calibrate.choose_rates(saturation, len(schedulers), budget_s)
-        say(f"Saturation near {saturation:.2g} requests/s; rates {', '.join(map(per_s, rates))}.")
+        found = calibrate.saturation_text(
+            saturation, len(workload.requests), **_probe_size(backend)
+        )
+        say(f"{found}; rates {', '.join(map(per_s, rates))}.")
     if args.num_prompts is None:
         count = cli_args.SIM_NUM_PROMPTS
         if math.isfinite(budget_s):

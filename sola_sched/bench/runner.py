@@ -6,16 +6,17 @@ import argparse
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from sola_sched.bench import report, results
 from sola_sched.bench.backend import SchedulerSpec
 from sola_sched.bench.plan import Plan, make_plan, per_s, slo_text
 from sola_sched.bench.progress import Progress
+from sola_sched.bench.result_files import ResultFiles
 from sola_sched.bench.results import Result
 from sola_sched.bench.workload import Workload
 from sola_sched.metrics import RequestRecord
 
+EXIT_NOT_SAVED = 1
 EXIT_INTERRUPTED = 130
 
 Say = Callable[[str], None]
@@ -24,32 +25,41 @@ Say = Callable[[str], None]
 def run(args: argparse.Namespace, say: Say = print) -> int:
     """Run the benchmark; return the exit code.
 
-    Each run is saved when it ends; a failure or an interrupt later on loses nothing.
+    Each run is saved when it ends; a failure or an interrupt later on loses nothing, and a result
+    that cannot be saved is printed.
 
     Raises:
         ConfigError: An argument cannot be right; nothing has been measured.
         DatasetError: The data set is missing or unusable.
     """
     started_s = time.monotonic()
+    files = ResultFiles(args, say)
     plan = make_plan(args, say)
     finished: list[Result] = []
     try:
-        _sweep(args, plan, started_s, finished, say)
+        _sweep(args, plan, started_s, finished, files, say)
     except Exception as error:
         say(
             f"Run {len(finished) + 1} of {_num_runs(plan)} failed "
             f"({type(error).__name__}: {error}); what follows are the runs before it."
         )
         if finished:
-            _conclude(args, plan, finished, say)
+            _conclude(args, plan, finished, files, say)
         raise
-    _conclude(args, plan, finished, say)
+    is_saved = _conclude(args, plan, finished, files, say)
     say(f"Took {time.monotonic() - started_s:.0f} s.")
+    if not is_saved:
+        return EXIT_NOT_SAVED
     return EXIT_INTERRUPTED if finished[-1]["interrupted"] else 0
 
 
 def _sweep(
-    args: argparse.Namespace, plan: Plan, started_s: float, finished: list[Result], say: Say
+    args: argparse.Namespace,
+    plan: Plan,
+    started_s: float,
+    finished: list[Result],
+    files: ResultFiles,
+    say: Say,
 ) -> None:
     """Run every scheduler at every rate; append each result to ``finished``."""
     last_rate, last_s = plan.rates[0], 0.0
@@ -70,8 +80,7 @@ def _sweep(
         for scheduler in plan.schedulers:
             result = _run_one(args, plan, workload, scheduler, len(finished), say) | bound
             finished.append(result)
-            if args.save_result is not False or args.append_result:
-                _save(args, result, is_first=len(finished) == 1)
+            files.add(result)
             if result["interrupted"]:
                 say(
                     f"Interrupted: {len(finished)} of {_num_runs(plan)} runs started, "
@@ -121,29 +130,29 @@ def _bound(plan: Plan, workload: Workload) -> Result:
     return {results.BOUND_KEY: bound.attainable_ratio}
 
 
-def _conclude(args: argparse.Namespace, plan: Plan, finished: list[Result], say: Say) -> None:
+def _conclude(
+    args: argparse.Namespace, plan: Plan, finished: list[Result], files: ResultFiles, say: Say
+) -> bool:
+    """Report and draw the runs; whether all is saved that was to be."""
     say("\n" + report.table(finished) + "\n")
     for line in [*report.conclusions(finished), f"SLO: {slo_text(plan.slo)}."]:
         say(line)
-    if args.save_result is False and not args.append_result:
-        return
+    is_saved = files.finish()
+    if not files.is_on:
+        return is_saved
     from sola_sched.bench import plots
 
-    directory: Path = args.result_dir
     stem = str(finished[0]["date"]) if args.label is None else f"{args.label}-{finished[0]['date']}"
-    figures = [
-        plots.plot_plane(finished, plan.slo.target, directory / f"{stem}-ttft-tpot.png"),
-        plots.plot_attainment(finished, directory / f"{stem}-attainment.png"),
-    ]
-    where = directory / args.result_filename if args.result_filename else directory
-    say(f"Saved {len(finished)} results in {where}; plots {', '.join(map(str, figures))}.")
-
-
-def _save(args: argparse.Namespace, result: Result, *, is_first: bool) -> None:
-    path = args.result_dir / (args.result_filename or results.result_filename(result))
-    append = args.append_result or bool(args.result_filename and not is_first)
-    kept = result if args.save_detailed else results.without_details(result)
-    results.save(path, [kept], append=append)
+    try:
+        figures = [
+            plots.plot_plane(finished, plan.slo.target, files.folder / f"{stem}-ttft-tpot.png"),
+            plots.plot_attainment(finished, files.folder / f"{stem}-attainment.png"),
+        ]
+    except OSError as error:
+        say(f"The plots could not be saved ({error}).")
+        return False
+    say(f"Plots {', '.join(map(str, figures))}.")
+    return is_saved
 
 
 def _timed(args: argparse.Namespace, workload: Workload, rate: float) -> Workload:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from prompts import WordEncoder, make_corpus
 
 pytest.importorskip("faiss", reason="needs faiss-cpu")
 
 from sola_sched.errors import DatasetError
 from sola_sched.length_predictor import cli, corpus
+from sola_sched.length_predictor.building import build_lexical
 from sola_sched.length_predictor.corpus import Corpus, load
 from sola_sched.length_predictor.evaluation import copy_of, evaluate, make, warm_up_split
 from sola_sched.length_predictor.scoring import score
@@ -82,6 +88,14 @@ def test_eval_prints_a_row_for_each_predictor_before_and_after_live_traffic(
         (["build", "alpaca", "-o", "x", "--data", "/nowhere"], "needs alpaca.jsonl.gz"),
         (["build", "OWN", "-o", "x", "--capacity", "0"], "'--capacity' must be >= 1"),
         (["eval", "--train", "OWN", "--limit", "2"], "must hold at least 5 prompts"),
+        (["eval", "--train", "OWN", "--limit", "-2"], "'--limit' must be >= 1"),
+        (["eval", "--train", "OWN", "--json", "/dev/null/x"], "'--json' must name a file that can"),
+        (
+            ["build", "OWN", "-o", "/dev/null/x/y"],
+            "'--output' must name a file that can be written",
+        ),
+        (["tune", "OWN", "-o", "/dev/null/x"], "'--output' must name a folder that can be written"),
+        (["tune", "OWN", "-o", "x", "--threads", "0"], "'--threads' must be >= 1"),
     ],
 )
 def test_errors_say_what_must_hold(
@@ -94,7 +108,84 @@ def test_errors_say_what_must_hold(
     status = cli.main([str(own_file) if each == "OWN" else each for each in arguments])
 
     assert status == 2
-    assert message in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_an_empty_file_is_called_empty(
+    words: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, output = tmp_path / "empty.jsonl", tmp_path / "made.sola"
+    path.write_text("\n\n")
+
+    assert cli.main(["build", str(path), "-o", str(output)]) == 2
+
+    assert f"{path} must hold at least one line" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_what_cannot_be_written_is_found_before_anything_is_read(
+    words: None, own_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli.corpora, "load", lambda *_: pytest.fail("read first"))
+
+    for command in (["build", str(own_file), "-o"], ["eval", "--train", str(own_file), "--json"]):
+        assert cli.main([*command, "/dev/null/x"]) == 2
+
+
+def test_what_standard_input_holds_is_text(
+    words: None,
+    own_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "made.sola"
+    assert cli.main(["build", str(own_file), "-o", str(path), "--kind", "lexical"]) == 0
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
+
+    assert cli.main(["predict", str(path)]) == 2
+
+    assert "Standard input must be UTF-8" in capsys.readouterr().err
+
+
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["", "a"]), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(["", "alpaca", ":a"]),
+    st.lists(
+        st.fixed_dictionaries(
+            {"prompt": st.text(max_size=5) | _values, "response_tokens": st.just(7) | _values},
+            optional={"vicuna7b_tokens": _values},
+        )
+        | _values,
+        max_size=3,
+    ),
+    st.binary(max_size=20),
+)
+def test_any_file_is_a_corpus_or_an_error(name: str, lines: list[Any], end: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "own.jsonl"
+        path.write_bytes("\n".join(map(json.dumps, lines)).encode() + b"\n" + end)
+        if name == "alpaca":
+            packed = Path(folder) / "alpaca.jsonl.gz"
+            packed.write_bytes(gzip.compress(path.read_bytes())[: None if len(end) < 15 else -4])
+        try:
+            made = load(name if name == "alpaca" else f"{path}{name}", Path(folder))
+        except DatasetError as error:
+            assert "must" in str(error)  # noqa: PT017
+        else:
+            assert made.lengths.min() >= 1
+            assert build_lexical(made).predict([made.prompts[0]])[0].mean > 0
 
 
 def test_lengths_of_one_model_are_read_from_a_file_of_several(tmp_path: Path) -> None:
@@ -115,8 +206,13 @@ def test_lengths_of_one_model_are_read_from_a_file_of_several(tmp_path: Path) ->
         ("{", "must be readable JSON lines"),
         ("[]", "must be an object with a text 'prompt'"),
         ('{"prompt": "p"}', "must have 'response_tokens'"),
-        ('{"prompt": "p", "response_tokens": 2.5}', "must be whole"),
-        ('{"prompt": "p", "response_tokens": "many"}', "must be whole"),
+        ('{"prompt": "p", "response_tokens": 2.5}', "must be a whole number"),
+        ('{"prompt": "p", "response_tokens": "many"}', "must be a whole number"),
+        ('{"prompt": "p", "response_tokens": 1e400}', "must be a whole number from 0 .*got inf"),
+        ('{"prompt": "p", "response_tokens": 1e300}', "must be a whole number from 0"),
+        ('{"prompt": "p", "response_tokens": NaN}', "must be a whole number from 0 .*got nan"),
+        ('{"prompt": "p", "response_tokens": 0}', "at least one response token"),
+        ("[" * 100_000, "must be readable JSON lines"),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
