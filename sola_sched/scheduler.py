@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import vllm
@@ -23,6 +24,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
+from sola_sched.arrivals import ArrivalClock
 from sola_sched.config import CONFIG_KEY, SolaConfig
 from sola_sched.cost_model import CostModel
 from sola_sched.errors import SloError
@@ -122,6 +124,8 @@ class SolaSchedulerMixin(SwapMixin):
         self._has_stepped_aside = False
         self._num_in_flight = 0  # steps scheduled and not yet updated
         self._stalled = False
+        self._arrivals = ArrivalClock()
+        self._arrived_s: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
         self._is_rejecting = False
         self._ended: list[tuple[str, RequestStatus]] = []
         self._rejected: list[Request] = []
@@ -169,8 +173,31 @@ class SolaSchedulerMixin(SwapMixin):
             self.sola_guard.failed(doing, error)
 
     def _arrival_s(self, request: Request) -> float:
-        wait_s = max(0.0, self.sola_wall_clock() - request.arrival_time)
-        return self.sola_clock() - wait_s
+        """Its arrival on our clock, as it was found at its receipt."""
+        arrival_s = self._arrived_s.get(request)
+        if arrival_s is None:
+            now_s = self.sola_clock()
+            arrival_s = self._arrived_s[request] = now_s - self._wait_s(request, now_s)
+        return arrival_s
+
+    def _wait_s(self, request: Request, now_s: float) -> float:
+        """How long it has waited until now; its stamp is of another process' wall clock."""
+        clock = self._arrivals
+        if not self.requests:
+            clock.look(now_s)
+        wall_s, num_before = self.sola_wall_clock(), clock.num_implausible
+        wait_s = clock.wait_s(
+            request.arrival_time, now_s=now_s, wall_s=wall_s, front_end=request.client_index
+        )
+        if num_before == 0 < clock.num_implausible:
+            logger.warning(
+                "%s: its arrival time must be at most about a second before its receipt (it is "
+                "%.3f s by this engine's wall clock): such requests count from their receipt, "
+                "later ones by the same difference. Synchronize the clocks of the machines.",
+                request.request_id,
+                wall_s - request.arrival_time,
+            )
+        return wait_s
 
     def _arrived(self, request: Request) -> None:
         slo_class, slo = self._slo_of(request)
@@ -495,6 +522,7 @@ class SolaSchedulerMixin(SwapMixin):
 
     def _record(self, output: Any) -> None:
         """Book the step that was just scheduled."""
+        self._arrivals.look(self.sola_clock())
         monitor = self.sola_monitor
         table = monitor.table
         row_of = table.row_of
@@ -585,6 +613,7 @@ class SolaSchedulerMixin(SwapMixin):
             **engine_stats(self.sola_config.policy, self.sola_monitor),
             "problems": dict(self._problems),
             "short_of_slots": self._short_of_slots,
+            "num_implausible_arrivals": self._arrivals.num_implausible,
             "predictor": (
                 self.sola_predictions.stats() if self.sola_predictions is not None else {}
             ),
