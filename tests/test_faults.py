@@ -141,7 +141,7 @@ def test_failures_everywhere_at_random_lose_nothing(async_scheduling: bool) -> N
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("scheduling_policy", ["fcfs"])
+@pytest.mark.parametrize("scheduling_policy", ["fcfs", "priority"])
 def test_a_planner_that_always_fails_leaves_vllms_own_schedule(
     async_scheduling: bool, scheduling_policy: str
 ) -> None:
