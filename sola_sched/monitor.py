@@ -487,6 +487,7 @@ class StateMonitor:
         num_blocks: int,
         block_size: int,
         tokens_per_decode: int = 1,
+        chunks_prefills: bool = True,
     ) -> StepState:
         """The state for the next plan; call once per step, before it is scheduled.
 
@@ -530,6 +531,7 @@ class StateMonitor:
             num_blocks=num_blocks,
             block_size=block_size,
             tokens_per_decode=tokens_per_decode,
+            chunks_prefills=chunks_prefills,
             accepted_per_decode=self.accepted_per_decode,
             elapsed_s=elapsed,
             prefill_share=self.prefill_share,

@@ -378,6 +378,7 @@ class SolaSchedulerMixin(SwapMixin):
             num_blocks=self._num_blocks,
             block_size=self.block_size,
             tokens_per_decode=self._tokens_per_decode,
+            chunks_prefills=self.scheduler_config.enable_chunked_prefill,
         )
         self._running_rows = self._shown_rows = state.running
         self._left = left, state.running

@@ -259,6 +259,7 @@ class StepState:
         max_num_running: Slots.
         num_free_blocks, num_blocks, block_size: KV cache; sizes in blocks and tokens.
         tokens_per_decode: Tokens a decode occupies in the budget (1 + draft tokens).
+        chunks_prefills: Whether a prompt may be computed in parts, over several steps.
         accepted_per_decode: Mean output tokens per decode step, >= 1.
         elapsed_s: Measured engine time since the previous plan, seconds.
         prefill_share: Recent share of engine time spent on prefill, in [0, 1).
@@ -287,6 +288,7 @@ class StepState:
     num_blocks: int
     block_size: int
     tokens_per_decode: int = 1
+    chunks_prefills: bool = True
     accepted_per_decode: float = 1.0
     elapsed_s: float = 0.0
     prefill_share: float = 0.0

@@ -7,7 +7,6 @@ import gc
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -16,6 +15,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from states import as_lists
 from virtual_model import TINY_MODEL
+from virtual_runs import STEP_TIME, attained, make_workload
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -23,8 +23,6 @@ import sola_sched
 from sola_sched.planner.attain import AttainPlanner
 from sola_sched.plugin import _remember, check_request, is_ours, register
 from sola_sched.simulator import (
-    RequestRecord,
-    StepTimeModel,
     StepTrace,
     VirtualEngine,
     VirtualRequest,
@@ -33,8 +31,6 @@ from sola_sched.state import StepPlan, StepState
 from sola_sched.vllm_compat import Seams
 
 pytestmark = pytest.mark.vllm
-
-STEP_TIME = StepTimeModel(base_s=0.01, per_decode_s=2e-4, per_prefill_token_s=1e-4)
 
 
 def make_engine(
@@ -51,33 +47,6 @@ def make_engine(
     if scheduler_cls is not AsyncScheduler:
         defaults["additional_config"] = {"sola_sched": sola or {}}
     return VirtualEngine(scheduler_cls, **(defaults | options))
-
-
-def make_workload(
-    count: int, rate_per_s: float, seed: int = 0, prompt: int = 400, **options: Any
-) -> list[VirtualRequest]:
-    rng = np.random.default_rng(seed)
-    arrivals = np.cumsum(rng.exponential(1 / rate_per_s, count))
-    return [
-        VirtualRequest(
-            f"r{i}",
-            arrival_s=float(arrivals[i]),
-            prompt_len=int(rng.integers(prompt // 4, 2 * prompt)),
-            output_len=int(rng.integers(2, 120)),
-            max_tokens=1000,
-            **options,
-        )
-        for i in range(count)
-    ]
-
-
-def attained(records: list[RequestRecord], ttft_s: float, tpot_s: float) -> float:
-    met = 0
-    for r in records:
-        if r.is_finished and r.first_token_s is not None and r.last_token_s is not None:
-            tpot = (r.last_token_s - r.first_token_s) / max(1, r.num_output_tokens - 1)
-            met += r.first_token_s - r.arrival_s <= ttft_s and tpot <= tpot_s
-    return met / len(records)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])

@@ -17,6 +17,7 @@ from sola_sched.planner.attain_kept import KeptPlan
 from sola_sched.planner.attain_state import BestEffort, Decodes, Prefills, StepView
 from sola_sched.planner.attain_step import AttainStep
 from sola_sched.planner.base import learning, priority_victims, with_useful_victims
+from sola_sched.planner.whole import with_whole_prompts
 from sola_sched.state import DECODE, DecodeBatch, IntArray, StepPlan, StepState
 
 #: While slots are all that is short, the swap of a late decode for a waiting request is weighed
@@ -112,7 +113,7 @@ class AttainPlanner:
         )
         view = StepView(state, decodes, prefills, self.tile, keep)
         step = AttainStep(view, self.best_effort, rejects=self.rejects, may_wait=not did_wait)
-        plan = step.plan(victims)
+        plan = with_whole_prompts(state, step.plan(victims))
         self._kept = step.kept
         self._did_wait = plan.problem == "prompts"
         return plan

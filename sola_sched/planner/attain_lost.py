@@ -235,12 +235,18 @@ class LostStep:
         view, prefills = self.view, self.view.prefills
         need, has = prefills.size_of(index)
         limit_s = view.decodes.decode_s + spare_s
-        tokens = min(need, view.tokens_in(limit_s, room - served_tokens, has))
+        tokens = self._tokens_in(limit_s, need, room - served_tokens, has)
         # vLLM serves running requests before waiting ones: a long one must not take the chunk of
         # those admitted beside it.
         if tokens < need and index < prefills.num_started and len(served):
             return 0 if (served >= prefills.num_started).any() else tokens
         return tokens
+
+    def _tokens_in(self, limit_s: float, need: int, room: int, has: float) -> int:
+        """Of `need` tokens those that a step of `limit_s` has time for; all or none of a whole."""
+        ends = None if self.view.state.chunks_prefills else np.array([float(need)])
+        tokens = min(need, self.view.tokens_in(limit_s, room, has, ends))
+        return tokens if ends is None or tokens == need else 0
 
     def _lost_prefill(
         self,
@@ -284,9 +290,9 @@ class LostStep:
     def _on_credit(self, index: int, limit_s: float, room: int) -> tuple[int, float]:
         """Tokens of a lost request in a step of its own, and what they cost, seconds."""
         need, has = self.view.prefills.size_of(index)
-        tokens = min(need, self.view.tokens_in(limit_s, room, has))
+        tokens = self._tokens_in(limit_s, need, room, has)
         if not tokens and self.credit.is_full:
-            tokens = min(need, self.view.tile)
+            tokens = min(need, self.view.tile) if self.view.state.chunks_prefills else need
         if self._is_restored(index):  # its place in memory is worth what computing it would be
             return tokens, float(self.view.state.cost.prefill_marginal_s(tokens + has, 0.0))
         return tokens, float(self.view.state.cost.prefill_marginal_s(float(tokens), has))

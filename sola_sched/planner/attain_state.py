@@ -22,7 +22,7 @@ _SUB_TILE = 16
 #: Share of the time that decodes have at least, as far as anybody counts on it.
 _LEAST_SHARE = 0.1
 #: Tokens and times are turned into each other and back.
-_ROUNDING = 1.0 + 1e-6
+ROUNDING = 1.0 + 1e-6
 #: Steps of a request that is predicted to end with the next one: with one step exactly, 0 further
 #: steps x no target would have no value.
 _ONE_STEP = 1.0 + 1e-9
@@ -323,6 +323,12 @@ class StepView:
         """Share of the time that is left for prefills in steps of `limit_s`, in (0, 1]."""
         return max(0.02, 1.0 - self.mixed_s / max(limit_s, 1e-9))
 
+    def most_tokens(self, limit_s: float, has: float) -> float:
+        """Tokens of a prompt beside the decodes on course for which `limit_s` is enough time."""
+        return self.state.cost.max_prefill_tokens(
+            limit_s, self.decodes.num_alive, int(self.decodes.ctx_alive), has
+        )
+
     def tokens_in(
         self, limit_s: float, room: int, has: float, ends: FloatArray | None = None
     ) -> int:
@@ -339,13 +345,11 @@ class StepView:
             return 0
         if math.isinf(limit_s):
             return room
-        tokens = self.state.cost.max_prefill_tokens(
-            limit_s, self.decodes.num_alive, int(self.decodes.ctx_alive), float(has)
-        )
+        tokens = self.most_tokens(limit_s, has)
         step = self.tile if tokens >= _MANY_TILES * self.tile else _SUB_TILE
         rounded = tokens // step * step
         if ends is not None:
-            num_whole = int(ends.searchsorted(tokens * _ROUNDING, side="right"))
+            num_whole = int(ends.searchsorted(tokens * ROUNDING, side="right"))
             if num_whole:
                 rounded = max(rounded, float(ends[num_whole - 1]))
         return int(min(room, rounded))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from sola_sched.planner.attain_alone import prompts_alone
 from sola_sched.planner.attain_kept import KeptPlan, kept_plan
 from sola_sched.planner.attain_lost import LostStep
-from sola_sched.planner.attain_state import BestEffort, StepView, usual_token_s
+from sola_sched.planner.attain_state import ROUNDING, BestEffort, StepView, usual_token_s
 from sola_sched.planner.base import PLANNABLE, num_that_fit
 from sola_sched.planner.deadlines import Jobs, Slots
 from sola_sched.state import BoolArray, FloatArray, IntArray, StepPlan, StepState
@@ -25,6 +26,8 @@ _OVERCOMMITTED, _FEW_DISPLACED, _MANY_DISPLACED = 1.1, 0.3, 0.45
 _MIN_CHUNK = 5.0
 #: So many decodes may be given up for prefills, each for more than `_WORTH` of them.
 _GIVEN_UP, _WORTH = (1, 2, 4, 8), 2
+#: Prompts looked at where none may be split.
+_MAX_WHOLE = 64
 #: Waiting requests offered beyond the chunk: prefix-cache hits may leave budget for them.
 _NUM_SPARE_OFFERS = 16
 
@@ -247,6 +250,12 @@ class AttainStep:
             Indices served; waiting ones offered beyond them, in case a prefix cache leaves
             budget over; tokens of the chunk.
         """
+        if not self.state.chunks_prefills:
+            candidates = chosen[:_MAX_WHOLE]
+            candidates = candidates[self._admissible(candidates)]
+            self._is_closed = not len(candidates)
+            served, num_tokens = self._whole(candidates, limit_s)
+            return served, served[:0], num_tokens
         served, num_tokens = self._first_that_fit(chosen, limit_s)
         if not len(served):
             return served, served, 0
@@ -276,6 +285,31 @@ class AttainStep:
             return chosen[:0], 0
         num_served = min(len(chosen), int(np.searchsorted(ends, budget, side="left")) + 1)
         return chosen[:num_served], int(min(budget, ends[num_served - 1]))
+
+    def _whole(self, chosen: IntArray, limit_s: float) -> tuple[IntArray, int]:
+        """Of `chosen` those that go whole into a step of `limit_s`, and their tokens.
+
+        One that is too long is in nobody's way. The most urgent one goes alone, in a longer step,
+        once all decodes can make up for that.
+        """
+        if not len(chosen):
+            return chosen, 0
+        view, prefills = self.view, self.prefills
+        first, room = int(chosen[0]), float(view.token_room)
+        if not math.isinf(limit_s):
+            most = view.most_tokens(limit_s, float(prefills.has[first]))
+            room = min(room, most * ROUNDING)
+        taken, num_tokens = [], 0.0
+        new = prefills.new[chosen].tolist()
+        for place, tokens in zip(chosen.tolist(), new, strict=True):
+            if num_tokens + tokens <= room:
+                taken.append(place)
+                num_tokens += tokens
+        if taken[:1] != [first]:
+            need_s = view.mixed_s + float(prefills.service_s[first])
+            if not self.decodes.num_alive or need_s <= self._on_loan_s():
+                return chosen[:1], int(new[0])
+        return np.array(taken, dtype=np.int64), int(num_tokens)
 
     def _is_wasteful(self, budget: int, first: int) -> bool:
         """Whether a chunk is too short for what it costs to have one, and finishes nothing."""

@@ -16,6 +16,7 @@ from sola_sched.planner.base import (
     priority_victims,
     with_useful_victims,
 )
+from sola_sched.planner.whole import with_whole_prompts
 from sola_sched.state import DECODE, FloatArray, IntArray, StepPlan, StepState
 
 #: KV use below which the peak-memory prediction is skipped (section 6.4).
@@ -51,7 +52,8 @@ class PaperPlanner:
             return StepPlan()
         if not state.cost.is_ready:
             return learning(state)
-        return with_useful_victims(state, priority_victims(state), self._plan)
+        plan = with_useful_victims(state, priority_victims(state), self._plan)
+        return with_whole_prompts(state, plan)
 
     def _plan(self, state: StepState, victims: IntArray) -> StepPlan:
         table, rows = state.table, state.running

@@ -104,6 +104,7 @@ class VirtualEngine:
         max_num_batched_tokens: int = 2048,
         async_scheduling: bool = False,
         enable_prefix_caching: bool = False,
+        enable_chunked_prefill: bool = True,
         scheduling_policy: str = "fcfs",
         additional_config: Mapping[str, Any] | None = None,
         step_time: StepTime,
@@ -120,6 +121,7 @@ class VirtualEngine:
             max_num_batched_tokens=max_num_batched_tokens,
             async_scheduling=async_scheduling,
             enable_prefix_caching=enable_prefix_caching,
+            enable_chunked_prefill=enable_chunked_prefill,
             scheduling_policy=scheduling_policy,
             additional_config=additional_config,
         )

@@ -51,6 +51,7 @@ def make_vllm_config(
     max_num_batched_tokens: int,
     async_scheduling: bool,
     enable_prefix_caching: bool,
+    enable_chunked_prefill: bool,
     scheduling_policy: str,
     additional_config: Mapping[str, Any] | None,
 ) -> VllmConfig:
@@ -74,6 +75,7 @@ def make_vllm_config(
     scheduler.max_num_batched_tokens = max_num_batched_tokens
     scheduler.async_scheduling = async_scheduling
     scheduler.policy = scheduling_policy
+    scheduler.enable_chunked_prefill = enable_chunked_prefill
     scheduler.verify_max_model_len(max_model_len)
     cache = config.cache_config = copy.copy(config.cache_config)
     cache.block_size = block_size

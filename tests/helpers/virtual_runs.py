@@ -1,0 +1,38 @@
+"""Workloads for engines in virtual time, and how many of their requests met both targets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sola_sched.simulator import RequestRecord, StepTimeModel, VirtualRequest
+
+STEP_TIME = StepTimeModel(base_s=0.01, per_decode_s=2e-4, per_prefill_token_s=1e-4)
+
+
+def make_workload(
+    count: int, rate_per_s: float, seed: int = 0, prompt: int = 400, **options: Any
+) -> list[VirtualRequest]:
+    rng = np.random.default_rng(seed)
+    arrivals = np.cumsum(rng.exponential(1 / rate_per_s, count))
+    return [
+        VirtualRequest(
+            f"r{i}",
+            arrival_s=float(arrivals[i]),
+            prompt_len=int(rng.integers(prompt // 4, 2 * prompt)),
+            output_len=int(rng.integers(2, 120)),
+            max_tokens=1000,
+            **options,
+        )
+        for i in range(count)
+    ]
+
+
+def attained(records: list[RequestRecord], ttft_s: float, tpot_s: float) -> float:
+    met = 0
+    for r in records:
+        if r.is_finished and r.first_token_s is not None and r.last_token_s is not None:
+            tpot = (r.last_token_s - r.first_token_s) / max(1, r.num_output_tokens - 1)
+            met += r.first_token_s - r.arrival_s <= ttft_s and tpot <= tpot_s
+    return met / len(records)
