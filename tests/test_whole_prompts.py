@@ -77,4 +77,3 @@ def test_with_whole_prompts_no_fewer_meet_their_slos_than_with_stock(
     assert all(r.is_finished for r in ours)
     stock_share, our_share = attained(stock, 0.5, 0.03), attained(ours, 0.5, 0.03)
     assert our_share >= stock_share, f"ours {our_share:.3f}, stock {stock_share:.3f}"
-    print(our_share, stock_share)

@@ -40,7 +40,7 @@ def with_whole_prompts(state: StepState, plan: StepPlan) -> StepPlan:
         run = np.delete(run, decodes[num_fitting:])
         decodes = decodes[:num_fitting]
     tokens += len(decodes) * state.tokens_per_decode
-    admit = []
+    admit: list[int] = []
     budget = most if plan.token_budget is None else plan.token_budget
     for row, num_tokens in zip(plan.admit.tolist(), new, strict=True):
         if tokens + num_tokens <= (budget if admit else most):
