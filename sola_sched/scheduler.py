@@ -38,6 +38,7 @@ from sola_sched.queues import PlannedQueue
 from sola_sched.reporting import engine_stats, summary_line, waits_for_slots_alone
 from sola_sched.slo import CLASS_KEY, DEFAULT_CLASS, SloTarget, request_target
 from sola_sched.state import DECODE, PREFILL, IntArray, StepPlan
+from sola_sched.support import support_of
 from sola_sched.swapping import SwapMixin
 from sola_sched.vllm_compat import Seams, check_version
 
@@ -76,6 +77,7 @@ class SolaSchedulerMixin(SwapMixin):
         sola_wall_clock: Time on the scale of `Request.arrival_time`; replaceable likewise.
         sola_cpu_clock: Processor time of this thread in seconds, which plans are held to.
         sola_guard: What failed so far; see `Guard`.
+        sola_support: Whether the engine is steered, and with which limits.
     """
 
     policy: Any
@@ -106,7 +108,7 @@ class SolaSchedulerMixin(SwapMixin):
         self.sola_predictions = make_client(config, self.vllm_config.model_config)
         self._honours_priority = self.policy == SchedulingPolicy.PRIORITY
         self.waiting = PlannedQueue(key=_place_of if self._honours_priority else None)
-        self._steers = self.vllm_config.model_config.runner_type != "pooling"
+        self.sola_support = support_of(self.vllm_config, config)
         self._tokens_per_decode = 1 + int(self.num_spec_tokens)
         self._default_slo = config.default_slo
         self._num_blocks = max(1, self.kv_cache_manager.block_pool.num_gpu_blocks - 1)
@@ -151,6 +153,8 @@ class SolaSchedulerMixin(SwapMixin):
             len(config.classes),
             config.profile or "learned from live steps",
         )
+        tell = logger.warning if self.sola_support.own_order else logger.info
+        tell("sola_sched: %s", self.sola_support)
 
     def _new_planner(self) -> Planner:
         """The planner, at start and whenever the state is built anew."""
@@ -361,7 +365,7 @@ class SolaSchedulerMixin(SwapMixin):
         if self.sola_predictions is not None:
             for req_id, prediction in self.sola_predictions.poll():
                 self.sola_monitor.predicted(req_id, prediction)
-        if not self._steers or self._stalled or self._is_paused():
+        if self.sola_support.own_order or self._stalled or self._is_paused():
             return _NEUTRAL
         row_of = self.sola_monitor.table.row_of
         self.sola_monitor.parked([row_of[r.request_id] for r in self._seams.parked()])

@@ -95,7 +95,7 @@ PARTS = (
     Part("vllm.v1.core.kv_cache_manager.KVCacheBlocks", swapping=_names("blocks get_block_ids")),
     Part(
         "vllm.v1.core.sched.request_queue.RequestQueue",
-        _names("prepend_requests remove_requests"),
+        _names("add_request prepend_requests remove_requests"),
         _names("prepend_request remove_request"),
     ),
     Part("vllm.v1.core.sched.request_queue.SchedulingPolicy", _names("FCFS PRIORITY")),
@@ -105,8 +105,9 @@ PARTS = (
         _names(
             """
             request_id status arrival_time priority client_index max_tokens prompt_token_ids
-            num_prompt_tokens num_output_tokens num_computed_tokens num_tokens block_hashes
-            lora_request sampling_params trace_headers take_events get_finished_reason
+            num_prompt_tokens num_output_tokens num_computed_tokens num_tokens num_preemptions
+            num_output_placeholders block_hashes lora_request sampling_params trace_headers
+            is_finished take_events get_finished_reason
             """
         ),
         _names(
@@ -120,7 +121,7 @@ PARTS = (
         "vllm.v1.request.RequestStatus",
         _names("""
             FINISHED_ERROR FINISHED_IGNORED FINISHED_LENGTH_CAPPED FINISHED_REPETITION
-            FINISHED_STOPPED
+            FINISHED_STOPPED RUNNING
             """),
         _names("PREEMPTED WAITING_FOR_REMOTE_KVS"),
     ),
@@ -137,14 +138,38 @@ PARTS = (
     Part("vllm.v1.outputs.KVConnectorOutput", swapping=_names("kv_connector_worker_meta")),
     Part(
         "vllm.config.VllmConfig",
-        _names("additional_config model_config"),
-        _names("kv_transfer_config parallel_config scheduler_config"),
+        _names(
+            """
+            additional_config cache_config kv_transfer_config model_config parallel_config
+            scheduler_config
+            """
+        ),
         at="vllm_config",
     ),
-    Part("vllm.config.SchedulerConfig", swapping=_names("scheduler_cls")),
-    Part("vllm.config.ParallelConfig", swapping=_names("world_size pipeline_parallel_size")),
-    Part("vllm.config.KVTransferConfig", swapping=_names("kv_connector_extra_config")),
-    Part("vllm.config.ModelConfig", _names("runner_type"), at="vllm_config.model_config"),
+    Part(
+        "vllm.config.ModelConfig",
+        _names("runner_type supports_multimodal_inputs is_encoder_decoder is_hybrid"),
+        at="vllm_config.model_config",
+    ),
+    Part("vllm.config.CacheConfig", _names("mamba_cache_mode"), at="vllm_config.cache_config"),
+    Part(
+        "vllm.config.SchedulerConfig",
+        _names("enable_chunked_prefill prefill_schedule_interval"),
+        _names("scheduler_cls"),
+        at="vllm_config.scheduler_config",
+    ),
+    Part(
+        "vllm.config.ParallelConfig",
+        _names("pipeline_parallel_size data_parallel_size"),
+        _names("world_size"),
+        at="vllm_config.parallel_config",
+    ),
+    Part(
+        "vllm.config.KVTransferConfig",
+        _names("kv_connector"),
+        _names("kv_connector_extra_config"),
+        at="vllm_config.kv_transfer_config",
+    ),
     Part("vllm.config.LoRAConfig", _names("max_loras"), at="lora_config"),
 )
 

@@ -146,8 +146,10 @@ def without(part: Part, name: str, monkeypatch: pytest.MonkeyPatch) -> type[Any]
     class Renamed(AsyncScheduler):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
+            # Parts of the configuration are shared with other engines.
             self.vllm_config = copy.copy(self.vllm_config)
-            self.vllm_config.model_config = copy.copy(self.vllm_config.model_config)
+            for shared in ("model_config", "cache_config", "scheduler_config", "parallel_config"):
+                setattr(self.vllm_config, shared, copy.copy(getattr(self.vllm_config, shared)))
             target = attrgetter(part.at)(self) if part.at else self
             if name in vars(target):
                 delattr(target, name)
@@ -171,8 +173,8 @@ def start(scheduler_cls: type[Any], **options: Any) -> VirtualEngine:
     )
 
 
-#: Without adapters there is no LoRAConfig to look at; vLLM does not start without a policy's name.
-NOT_HERE = ("LoRAConfig", "SchedulingPolicy")
+#: Not in this engine, or vLLM's own constructor would fail first.
+NOT_HERE = ("LoRAConfig", "KVTransferConfig", "SchedulingPolicy")
 STEERING = [(p, name) for p in PARTS if not p.owner.endswith(NOT_HERE) for name in p.steering]
 
 

@@ -39,6 +39,7 @@ class EngineRequest:
 
     Attributes:
         adapter: Number, from 1, and folder of a LoRA adapter.
+        resumable: The first or a further input of a session; one that is not resumable ends it.
     """
 
     req_id: str
@@ -49,6 +50,7 @@ class EngineRequest:
     extra_args: Mapping[str, Any] | None = None
     priority: int = 0
     adapter: tuple[int, str] | None = None
+    resumable: bool = False
 
 
 @dataclass
@@ -172,6 +174,7 @@ def run(
     swap_faults: Mapping[str, Any] | None = None,
     follow_up: Callable[[RunResult], Sequence[EngineRequest]] | None = None,
     watches_kv: bool = False,
+    at_steps: Mapping[int, Callable[[Any], object]] | None = None,
     **engine_options: Any,
 ) -> RunResult:
     """Serve `requests` on a fresh engine core and shut it down.
@@ -183,6 +186,7 @@ def run(
         follow_up: Called when all requests have ended; what it returns is served by the same
             engine, with arrivals counted from there, and added to the result.
         watches_kv: Compare KV before a preemption with what comes back from the host.
+        at_steps: Called with the engine core before these steps, e.g. to pause it.
         engine_options: More of vLLM's `EngineArgs`.
     """
     with _asynchronous_on_cpu() if async_scheduling else nullcontext():
@@ -201,7 +205,7 @@ def run(
             install(core, **swap_faults)
         watch = KVWatch(core) if watches_kv else None
         try:
-            result = _serve(core, requests, zero_kv_at_step, follow_up)
+            result = _serve(core, requests, zero_kv_at_step, follow_up, at_steps or {})
         finally:
             core.shutdown()
     if watch is not None:
@@ -279,6 +283,7 @@ def _serve(
     requests: Sequence[EngineRequest],
     zero_kv_at_step: int | None,
     follow_up: Callable[[RunResult], Sequence[EngineRequest]] | None,
+    at_steps: Mapping[int, Callable[[Any], object]],
 ) -> RunResult:
     clock = StepClock(core)
     recomputed = count_recomputed(core)
@@ -302,6 +307,8 @@ def _serve(
             result.finish_reasons.setdefault(req_id, "abort")
         if step == zero_kv_at_step:
             _zero_kv(core)
+        if step in at_steps:
+            at_steps[step](core)
         if core.scheduler.has_requests() or core.batch_queue:
             outputs, executed = core.step_fn()
             core.post_step(executed)
@@ -314,7 +321,7 @@ def _serve(
             follow_up = None
             requests += arrivals
             result.tokens |= {r.req_id: [] for r in arrivals}
-        elif not arrivals:
+        elif not arrivals and step >= max(at_steps, default=0):
             break
     else:
         raise RuntimeError(
@@ -359,6 +366,7 @@ def _engine_core_request(request: EngineRequest, arrival_time: float) -> Any:
         cache_salt=None,
         data_parallel_rank=None,
         priority=request.priority,
+        resumable=request.resumable,
     )
 
 
