@@ -1,8 +1,9 @@
-"""What the scheduler tells an operator: counters since start and the line in the log."""
+"""What the scheduler tells an operator: counters since start, and lines in the log for a while."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,93 @@ _FREE_KV = 0.25
 _FREE_TPOT = 0.25
 #: Share of the steps short of slots that the log line speaks of.
 _OFTEN = 0.25
+#: Of the figures in the log line those that count since start.
+_COUNTERS = (
+    "num_finished",
+    "num_rejected",
+    "num_failed",
+    "num_aborted",
+    "num_unseen",
+    "num_counted",
+    "num_attained",
+    "num_ttft_met",
+    "num_tpot_met",
+    "num_held",
+    "num_preempted_by_policy",
+)
+_SWAP_COUNTERS = ("num_swapped_out", "num_swapped_in")
+
+
+class IntervalLog:
+    """When a line is due in the log, and what it says: all since the line before.
+
+    One is due after each interval in which the engine works, and whenever it runs out of work
+    after requests have ended. After a pause an interval begins with the first request.
+
+    Args:
+        interval_s: Time between two lines, seconds, > 0.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._started_s: float | None = None
+        self._num_ended = 0
+        self._before: Mapping[str, Any] = {}
+
+    def begin(self, now_s: float) -> None:
+        """A request has arrived."""
+        if self._started_s is None:
+            self._started_s = now_s
+
+    def is_due(self, now_s: float, is_idle: bool, num_ended: int) -> bool:
+        """Ask after each step.
+
+        Args:
+            now_s: On any monotonic clock.
+            is_idle: No requests are left.
+            num_ended: Requests that have ended since start.
+        """
+        self.begin(now_s)
+        if not is_idle:
+            assert self._started_s is not None
+            return now_s - self._started_s >= self._interval_s
+        if num_ended != self._num_ended:
+            return True
+        self._started_s = None
+        return False
+
+    def line(
+        self,
+        stats: Mapping[str, Any],
+        now_s: float,
+        is_idle: bool,
+        num_ended: int,
+        *,
+        num_running: int,
+        num_waiting: int,
+    ) -> str:
+        """The line that is due.
+
+        Args:
+            stats: `SolaSchedulerMixin.sola_stats`, since start.
+            num_running, num_waiting: Requests now.
+            The rest: as in `is_due`.
+        """
+        passed_s = now_s - (now_s if self._started_s is None else self._started_s)
+        text = summary_line(since(stats, self._before), num_running, num_waiting)
+        self._before, self._num_ended = stats, num_ended
+        self._started_s = None if is_idle else now_s
+        return f"last {passed_s:.1f} s: {text}"
+
+
+def since(stats: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """`stats` with the counters of the log line less what they were `before`."""
+    less: dict[str, Any] = {name: stats[name] - before.get(name, 0) for name in _COUNTERS}
+    if swap := stats.get("swap"):
+        swap_before = before.get("swap") or {}
+        swapped = {name: swap[name] - swap_before.get(name, 0) for name in _SWAP_COUNTERS}
+        less["swap"] = {**swap, **swapped}
+    return {**stats, **less}
 
 
 def engine_stats(policy: str, monitor: StateMonitor) -> dict[str, Any]:
@@ -34,6 +122,7 @@ def engine_stats(policy: str, monitor: StateMonitor) -> dict[str, Any]:
         "num_rejected": stats.num_rejected,
         "num_failed": stats.num_failed,
         "num_aborted": stats.num_aborted,
+        "num_unseen": stats.num_unseen,
         "num_counted": stats.num_counted,
         "num_attained": stats.num_attained,
         "num_ttft_met": stats.num_ttft_met,
@@ -67,7 +156,7 @@ def waits_for_slots_alone(state: StepState) -> bool:
 
 
 def summary_line(stats: Mapping[str, Any], num_running: int, num_waiting: int) -> str:
-    """One line of `SolaSchedulerMixin.sola_stats` for the log."""
+    """One line for the log of what `SolaSchedulerMixin.sola_stats` gives, or `since` of it."""
     ignored = ""
     if not stats["trusts_predictions"]:
         ignored = (
@@ -89,12 +178,27 @@ def summary_line(stats: Mapping[str, Any], num_running: int, num_waiting: int) -
         )
         if crossover is not None:
             swapped += f" (worth it from {crossover} on)"
+    others = "".join(
+        f", {stats[name]} {text}"
+        for name, text in (("num_failed", "failed"), ("num_unseen", "with unknown outcome"))
+        if stats[name]
+    )
+    error = stats["cost_model_error"]
+    attained, ttft, tpot = (
+        f"{stats[num] / stats[whole]:.1%}" if stats[whole] else "-"
+        for num, whole in (
+            ("num_attained", "num_counted"),
+            ("num_ttft_met", "num_counted"),
+            ("num_tpot_met", "num_finished"),
+        )
+    )
     return (
-        f"{stats['num_finished']} finished, attained {stats['attainment']:.1%} "
-        f"(TTFT {stats['ttft_attainment']:.1%}, TPOT {stats['tpot_attainment']:.1%}), "
+        f"{stats['num_finished']} finished, {stats['num_rejected']} rejected, "
+        f"{stats['num_aborted']} aborted{others}, "
+        f"attained {attained} (TTFT {ttft}, TPOT {tpot}), "
         f"{num_running} running, {num_waiting} waiting "
         f"(longest estimate {stats['longest_ewt_s']:.1f} s), {stats['num_held']} holds, "
         f"{stats['num_preempted_by_policy']} preemptions by policy, "
-        f"{stats['num_rejected']} rejected, step model error {stats['cost_model_error']:.1%}"
+        f"step model error {'-' if math.isnan(error) else f'{error:.1%}'}"
         f"{swapped}{ignored}{slots}"
     )

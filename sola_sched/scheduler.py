@@ -35,7 +35,7 @@ from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.monitor import LiveRequest, StateMonitor
 from sola_sched.planner import Planner, in_class_order, make_planner
 from sola_sched.queues import PlannedQueue
-from sola_sched.reporting import engine_stats, summary_line, waits_for_slots_alone
+from sola_sched.reporting import IntervalLog, engine_stats, waits_for_slots_alone
 from sola_sched.slo import CLASS_KEY, DEFAULT_CLASS, SloTarget, request_target
 from sola_sched.state import DECODE, PREFILL, IntArray, StepPlan
 from sola_sched.support import support_of
@@ -142,7 +142,7 @@ class SolaSchedulerMixin(SwapMixin):
             0,
         )
         self._problems: dict[str, int] = {}
-        self._next_log_s = 0.0
+        self._interval_log = IntervalLog(config.log_interval_s)
         self._num_plans = 0
         self._short_of_slots = 0.0
         logger.info(
@@ -205,13 +205,15 @@ class SolaSchedulerMixin(SwapMixin):
 
     def _arrived(self, request: Request) -> None:
         slo_class, slo = self._slo_of(request)
+        arrival_s = self._arrival_s(request)
+        self._interval_log.begin(arrival_s)
         row = self.sola_monitor.add(
             request.request_id,
             num_prompt_tokens=request.num_prompt_tokens,
             max_tokens=max(1, request.max_tokens),
             slo=slo,
             slo_class=slo_class,
-            arrival_s=self._arrival_s(request),
+            arrival_s=arrival_s,
             priority=request.priority if self._honours_priority else 0,
         )
         if self._seams.caches_prefixes:
@@ -567,7 +569,7 @@ class SolaSchedulerMixin(SwapMixin):
         self._book("booking the outcome of a step", self._learn, outputs)
         if self._rejected:
             self._answer_rejected(outputs)
-        if self.sola_config.log_interval_s and self.sola_clock() >= self._next_log_s:
+        if self.sola_config.log_interval_s:
             self._book("logging", self._log)
         return outputs
 
@@ -629,11 +631,13 @@ class SolaSchedulerMixin(SwapMixin):
         }
 
     def _log(self) -> None:
-        first = self._next_log_s == 0.0
-        self._next_log_s = self.sola_clock() + self.sola_config.log_interval_s
-        if not first:
-            summary = summary_line(self.sola_stats(), len(self.running), len(self.waiting))
-            logger.info("sola_sched: %s", summary)
+        now = self.sola_clock(), not self.requests, self.sola_monitor.num_ended
+        if self._interval_log.is_due(*now):
+            num_running, num_waiting = len(self.running), len(self.waiting)
+            line = self._interval_log.line(
+                self.sola_stats(), *now, num_running=num_running, num_waiting=num_waiting
+            )
+            logger.info("sola_sched: %s", line)
 
 
 class Scheduler(SolaSchedulerMixin, AsyncScheduler):

@@ -143,6 +143,25 @@ def test_ends_are_counted_for_each_class_of_the_options() -> None:
     }
 
 
+def test_the_log_tells_of_each_burst_by_itself_and_of_the_first_and_the_last(
+    monkeypatch: Any,
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(
+        "sola_sched.scheduler.logger.info", lambda text, *args: lines.append(text % args)
+    )
+    burst = [VirtualRequest(f"a{i}", 0.1 * i, 20, prompt_len=50) for i in range(30)]
+    others = [dataclasses.replace(r, req_id=f"b{r.req_id}", arrival_s=1e3) for r in burst[:5]]
+    engine = make_engine(sola={"ttft_s": 1.0, "tpot_s": 0.05, "log_interval_s": 2.0})
+    engine.run([*burst, *others])
+    finished = [int(line.split("s: ")[1].split()[0]) for line in lines if " finished, " in line]
+    assert len(finished) == 3  # after two seconds, before idling, before idling
+    assert sum(finished[:2]) == 30
+    assert finished[2] == 5
+    assert "attained 100.0%" in lines[-1]
+    assert engine.scheduler.sola_stats()["num_finished"] == 35
+
+
 class Starts:
     """Which requests had lost their TTFT SLO when they started, and which of them out of turn."""
 

@@ -9,13 +9,12 @@ import pytest
 from states import FixedLengths, StateBuilder, make_cost
 
 from sola_sched.monitor import StateMonitor
-from sola_sched.reporting import engine_stats, summary_line, waits_for_slots_alone
+from sola_sched.reporting import IntervalLog, engine_stats, summary_line, waits_for_slots_alone
 from sola_sched.slo import SloTarget
 
 COUNTS = {
     "num_held": 3,
     "num_preempted_by_policy": 1,
-    "num_rejected": 0,
     "short_of_slots": 0.0,
 }
 
@@ -36,8 +35,10 @@ def test_the_log_line_tells_how_many_met_their_targets() -> None:
     stats = engine_stats("attain", monitor)
     assert (stats["num_finished"], stats["attainment"], stats["max_wait_s"]) == (2, 0.5, 1.0)
     line = summary_line(stats | COUNTS, num_running=4, num_waiting=7)
-    assert line.startswith("2 finished, attained 50.0% (TTFT 50.0%, TPOT 100.0%), 4 running, 7 wa")
-    assert "3 holds, 1 preemptions by policy, 0 rejected" in line
+    assert line.startswith(
+        "2 finished, 0 rejected, 0 aborted, attained 50.0% (TTFT 50.0%, TPOT 100.0%), 4 running, 7 "
+    )
+    assert "3 holds, 1 preemptions by policy, step model error" in line
 
 
 def test_the_log_line_tells_from_which_length_on_swapping_is_worth_it() -> None:
@@ -52,9 +53,9 @@ def test_the_log_line_tells_from_which_length_on_swapping_is_worth_it() -> None:
 
 def test_nothing_has_happened_yet() -> None:
     monitor = StateMonitor(make_cost(), FixedLengths(), lambda: 0.0)
-    assert "0 finished, attained 0.0%" in summary_line(
-        engine_stats("paper", monitor) | COUNTS, 0, 0
-    )
+    line = summary_line(engine_stats("paper", monitor) | COUNTS, 0, 0)
+    assert "0 finished, 0 rejected, 0 aborted, attained - (TTFT -, TPOT -)" in line
+    assert line.endswith("step model error -")
 
 
 @pytest.mark.parametrize(
@@ -86,3 +87,82 @@ def test_the_log_line_says_what_to_do_where_slots_are_often_short() -> None:
         "raise --max-num-seqs"
     )
     assert "max-num-seqs" not in summary_line(stats | {"short_of_slots": 0.1}, 4, 7)
+
+
+def test_a_line_tells_of_its_interval_and_leaves_the_counters_since_start_as_they_are() -> None:
+    monitor = StateMonitor(make_cost(), FixedLengths(), lambda: 0.0)
+    log = IntervalLog(10.0)
+
+    def line(now_s: float, num_held: int, **ended: int) -> str:
+        for name, value in ended.items():
+            setattr(monitor.stats, name, getattr(monitor.stats, name) + value)
+        ends = monitor.stats.by_class["default"]
+        ends.attained, ends.rejected = monitor.stats.num_attained, monitor.stats.num_rejected
+        stats = engine_stats("attain", monitor) | COUNTS | {"num_held": num_held}
+        return log.line(stats, now_s, False, 0, num_running=1, num_waiting=2)
+
+    log.begin(5.0)
+    met = {"num_finished": 40, "num_attained": 40, "num_ttft_met": 40, "num_tpot_met": 40}
+    first = line(15.0, 7, **met)
+    assert first.startswith("last 10.0 s: 40 finished, 0 rejected, 0 aborted, attained 100.0% ")
+    assert "7 holds" in first
+    second = line(27.5, 9, **met, num_rejected=60, num_aborted=2, num_failed=3)
+    assert second.startswith(
+        "last 12.5 s: 40 finished, 60 rejected, 2 aborted, 3 failed, attained 40.0% (TTFT 40.0%, "
+        "TPOT 100.0%), 1 running, 2 waiting"
+    )
+    assert "2 holds" in second
+    assert "0 finished, 0 rejected, 0 aborted, attained - " in line(38.0, 9)
+    assert engine_stats("attain", monitor)["num_finished"] == 80
+
+
+def test_what_was_swapped_is_told_of_the_interval_too() -> None:
+    stats = engine_stats("attain", StateMonitor(make_cost(), FixedLengths(), lambda: 0.0)) | COUNTS
+    log = IntervalLog(1.0)
+    lines = [
+        log.line(
+            stats | {"swap": {"num_swapped_out": out, "num_swapped_in": 0, "crossover_tokens": 9}},
+            *(float(out), False, 0),
+            num_running=1,
+            num_waiting=0,
+        )
+        for out in (100, 130)
+    ]
+    assert "100 KV tokens copied to the host" in lines[0]
+    assert "30 KV tokens copied to the host" in lines[1]
+
+
+def ask(log: IntervalLog, *steps: tuple[float, bool, int]) -> list[float]:
+    """Times at which a line was due, of steps (time, whether idle after it, ends since start)."""
+    stats = engine_stats("attain", StateMonitor(make_cost(), FixedLengths(), lambda: 0.0)) | COUNTS
+    due = []
+    for step in steps:
+        if log.is_due(*step):
+            log.line(stats, *step, num_running=0, num_waiting=0)
+            due.append(step[0])
+    return due
+
+
+def test_a_line_is_due_after_each_interval_the_first_one_too() -> None:
+    log = IntervalLog(10.0)
+    log.begin(100.0)
+    steps = [(100.0 + 0.5 * i, False, i) for i in range(80)]
+    assert ask(log, *steps) == [110.0, 120.0, 130.0]
+
+
+def test_a_line_is_due_before_idling_if_anything_has_ended_since_the_last_one() -> None:
+    log = IntervalLog(10.0)
+    log.begin(0.0)
+    assert ask(log, (1.0, False, 0), (2.0, True, 3)) == [2.0]
+    assert ask(log, (2.1, True, 3), (500.0, True, 3)) == []  # such as a step without requests
+
+
+def test_idle_time_is_no_part_of_an_interval() -> None:
+    log = IntervalLog(10.0)
+    log.begin(0.0)
+    assert ask(log, (2.0, True, 3)) == [2.0]
+    log.begin(3600.0)
+    assert ask(log, (3601.0, False, 3), (3609.9, False, 4), (3610.0, False, 4)) == [3610.0]
+    assert ask(log, (3611.0, True, 4)) == []
+    log.begin(9000.0)
+    assert ask(log, (9001.0, False, 4), (9010.0, False, 5)) == [9010.0]

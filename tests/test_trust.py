@@ -82,9 +82,7 @@ def test_a_monitor_stops_using_predictions_that_are_wrong() -> None:
     assert monitor.table.num_predictions == before + 1
     assert state.remaining(np.array([row]))[0] == pytest.approx(100.0, rel=0.3)
     assert state.surely_remaining(np.array([row]))[0] <= 110.0
-    counts = dict.fromkeys(
-        ("num_held", "num_preempted_by_policy", "num_rejected", "short_of_slots"), 0
-    )
+    counts = dict.fromkeys(("num_held", "num_preempted_by_policy", "short_of_slots"), 0)
     line = summary_line(engine_stats("attain", monitor) | counts, 0, 1)
     assert "length predictions not used (error 2.3" in line
 
