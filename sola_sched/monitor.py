@@ -23,12 +23,10 @@ from sola_sched.state import (
     PARKED,
     PREFILL,
     WAITING,
-    DecodeBatch,
     IntArray,
     LengthModel,
     RequestTable,
     StepState,
-    are_equal,
 )
 from sola_sched.trust import PredictionTrust
 
@@ -48,9 +46,8 @@ class _StepRecord:
     scheduled_s: float
     shape: StepShape
     predicted_s: float
-    decode_rows: IntArray
-    prefill_rows: IntArray
-    num_ended: int = -1  # unknown
+    sampling: IntArray  # rows that sample, but for those that have ended since
+    is_known: bool = True  # whether these are all
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +110,6 @@ class StateMonitor:
         self._next_pos = 1
         self._front_pos = -1
         self._num_limited = self._num_ranked = 0
-        self._num_ended = 0
         self._num_running = 0
         self._slot_s = math.nan  # time of all slots held, since the latest of them that ended
         self._num_freed = 0  # ends of slots that are not averaged yet
@@ -121,9 +117,8 @@ class StateMonitor:
         self.displaced_share = 0.0
         self._parked: set[int] = set()
         self._outcomes: dict[int, ClassOutcomes] = {}  # by row, where not those of the default
-        # Of the state before, where nothing has happened since that they depend on.
-        self._batch: DecodeBatch | None = None
-        self._waiting: IntArray | None = None
+        self._to_begin: set[int] = set()  # sample their first token in a step in flight
+        self._waiting, self._waiting_epoch = _NO_ROWS, -1
 
     # Events ---------------------------------------------------------------------------------
 
@@ -147,8 +142,6 @@ class StateMonitor:
         """
         table = self.table
         row = table.add(req_id)
-        self._waiting = None
-        table.phase[row] = WAITING
         table.arrival_s[row] = arrival_s
         table.ttft_s[row] = slo.ttft_s
         table.due_s[row] = arrival_s + slo.ttft_s
@@ -178,9 +171,10 @@ class StateMonitor:
         """
         old, now = self.table, self.clock()
         table = self.table = RequestTable()
-        table.num_added, table.num_predictions = old.num_added, old.num_predictions + 1
+        table.num_added, table.epoch = old.num_added, old.epoch + 1
         self._num_limited = self._num_ranked = 0
-        self._batch = self._waiting = None
+        self._to_begin.clear()
+        self._waiting_epoch = -1
         self._parked = set()
         self._outcomes.clear()
         self._last_update_s, self._elapsed_s = now, 0.0
@@ -210,12 +204,15 @@ class StateMonitor:
             if request.holds_slot:
                 has_begun = request.num_output + request.num_in_flight > 0
                 is_decode = has_begun and request.num_computed + 1 >= request.num_tokens
-                table.phase[row] = DECODE if is_decode else PREFILL
+                table.move(row, DECODE if is_decode else PREFILL)
             for rows in in_flight[: request.num_in_flight]:
                 rows.append(row)
+                table.num_ahead[row] += 1
+            if request.num_in_flight and not request.num_output:
+                self._to_begin.add(row)
         self.stats.num_unseen += len(old.row_of.keys() - table.row_of.keys())
         self._in_flight = deque(
-            _StepRecord(now, StepShape(0, 0, 0, 0.0, 0.0), 0.0, np.array(rows, np.int64), _NO_ROWS)
+            _StepRecord(now, StepShape(0, 0, 0, 0.0, 0.0), 0.0, np.array(rows, np.int64), False)
             for rows in in_flight
         )
 
@@ -236,8 +233,7 @@ class StateMonitor:
     def admitted(self, row: int, *, num_computed: int, prefill_target: int) -> None:
         """A waiting request got a slot; `num_computed` tokens came from a cache."""
         table = self.table
-        self._batch = self._waiting = None
-        table.phase[row] = PREFILL
+        table.move(row, PREFILL)
         table.num_computed[row] = num_computed
         table.prefill_target[row] = prefill_target
 
@@ -245,25 +241,25 @@ class StateMonitor:
         """Exactly these waiting requests are out of the planner's hands for now."""
         if not rows and not self._parked:
             return
-        self._waiting = None
         for row in self._parked.difference(rows):
             if self.table.phase[row] == PARKED:
-                self.table.phase[row] = WAITING
+                self.table.move(row, WAITING)
         for row in rows:
             if self.table.phase[row] == WAITING:
-                self.table.phase[row] = PARKED
+                self.table.move(row, PARKED)
         self._parked = set(rows)
 
     def expect_cached(self, row: int, num_tokens: int) -> None:
         """A waiting request would find this many of its tokens computed if it started now."""
-        if self.table.phase[row] == WAITING:
-            self.table.num_computed[row] = num_tokens
+        table = self.table
+        if table.phase[row] == WAITING and table.num_computed[row] != num_tokens:
+            table.num_computed[row] = num_tokens
+            table.epoch += 1
 
     def requeued(self, row: int, *, num_tokens: int, at_front: bool) -> None:
         """A request lost its KV (preemption) or waits for more input; it is WAITING again."""
         table = self.table
-        self._batch = self._waiting = None
-        table.phase[row] = WAITING
+        table.move(row, WAITING)
         table.num_computed[row] = 0
         table.prefill_target[row] = num_tokens
         if at_front:
@@ -271,12 +267,6 @@ class StateMonitor:
             self.displaced_share += _DISPLACED_WEIGHT * (1.0 - self.displaced_share)
             table.queue_pos[row] = self._front_pos
             self._front_pos -= 1
-
-    def are_decodes(self, rows: IntArray) -> bool:
-        """Whether all of these rows are in DECODE."""
-        if self._batch_with(rows) is not None:
-            return True
-        return int(np.count_nonzero(self.table.phase[rows] == DECODE)) == len(rows)
 
     def scheduled(
         self, decode_rows: IntArray, prefill_rows: IntArray, prefill_tokens: IntArray
@@ -288,8 +278,7 @@ class StateMonitor:
             prefill_rows: Rows that prefill, with their `prefill_tokens` in the step.
         """
         table = self.table
-        batch = self._batch_with(decode_rows)
-        ctx = table.num_tokens(decode_rows) if batch is None else batch.num_tokens
+        ctx = table.num_tokens(decode_rows)
         new, squares, products, sampled = 0, 0, 0, []
         # A loop: nearly always these are few.
         for row, tokens in zip(prefill_rows.tolist(), prefill_tokens.tolist(), strict=True):
@@ -299,27 +288,24 @@ class StateMonitor:
             products += has * tokens
             table.num_computed[row] = has + tokens
             if has + tokens >= table.prefill_target[row]:
-                table.phase[row] = DECODE
+                table.move(row, DECODE)
                 sampled.append(row)
+                if math.isnan(table.first_token_s[row]):
+                    self._to_begin.add(row)
         shape = StepShape(len(decode_rows), ctx, new, float(squares), float(products))
-        self._in_flight.append(
-            _StepRecord(
-                scheduled_s=self.clock(),
-                shape=shape,
-                predicted_s=self.cost.step_s(shape) if self.cost.is_ready else 0.0,
-                decode_rows=decode_rows,
-                prefill_rows=np.array(sampled, dtype=np.int64) if sampled else _NO_ROWS,
-                num_ended=self._num_ended,
-            )
-        )
+        sampling = np.concatenate([decode_rows, sampled]) if sampled else decode_rows
+        table.num_ahead[sampling] += 1
+        predicted_s = self.cost.step_s(shape) if self.cost.is_ready else 0.0
+        self._in_flight.append(_StepRecord(self.clock(), shape, predicted_s, sampling))
 
     @property
     def num_expected(self) -> int:
-        """Requests that sample in the oldest step in flight; -1 if one may have ended since."""
+        """Requests that sample in the oldest step in flight and have not ended since.
+
+        -1 where that is not known.
+        """
         record = self._in_flight[0]
-        if record.num_ended != self._num_ended:
-            return -1
-        return len(record.decode_rows) + len(record.prefill_rows)
+        return len(record.sampling) if record.is_known else -1
 
     def completed(self, rows: IntArray | None = None, num_tokens: IntArray | None = None) -> None:
         """The oldest step in flight completed and delivered tokens.
@@ -330,14 +316,8 @@ class StateMonitor:
             num_tokens: Tokens per row, with `rows`.
         """
         now = self.clock()
-        record = self._in_flight.popleft()
-        batch = None
-        if rows is None:
-            rows = record.decode_rows
-            if len(record.prefill_rows):
-                rows = np.concatenate([rows, record.prefill_rows])
-            else:
-                batch = self._batch_with(rows)
+        table, record = self.table, self._in_flight.popleft()
+        table.num_ahead[record.sampling] -= 1
         start = self._last_update_s if self._was_busy else record.scheduled_s
         elapsed = now - start
         self._last_update_s = now
@@ -352,25 +332,26 @@ class StateMonitor:
                 decode_s = self.cost.decode_s(shape.num_decodes, shape.decode_ctx_tokens)
                 share = max(0.0, 1.0 - float(decode_s) / record.predicted_s)
             self.prefill_share += _AVERAGING * (share - self.prefill_share)
-        if not len(rows):
+        delivered = record.sampling if rows is None else rows
+        if not len(delivered):
             return
-        table = self.table
-        if batch is None or not batch.have_begun:
-            fresh = np.isnan(table.first_token_s[rows])
-            if np.count_nonzero(fresh):
-                table.first_token_s[rows[fresh]] = now
-        table.last_token_s[rows] = now
-        table.num_output[rows] += 1 if num_tokens is None else num_tokens
-        if batch is not None:
-            batch.num_tokens += len(rows)
-            batch.have_begun = True
-        elif self._batch is not None:
-            self._batch.num_tokens = table.num_tokens(self._batch.rows)
-        if num_tokens is None:
-            return
-        if shape.num_decodes:
-            mean = int(num_tokens.sum()) / len(rows)
+        if rows is not None:
+            fresh = rows[np.isnan(table.first_token_s[rows])]
+            table.first_token_s[fresh] = now
+            self._to_begin.difference_update(fresh.tolist())
+        elif self._to_begin:
+            self._note_first_tokens(delivered, now)
+        table.last_token_s[delivered] = now
+        table.num_output[delivered] += 1 if num_tokens is None else num_tokens
+        if num_tokens is not None and shape.num_decodes:
+            mean = int(num_tokens.sum()) / len(delivered)
             self.accepted_per_decode += _AVERAGING * (max(1.0, mean) - self.accepted_per_decode)
+
+    def _note_first_tokens(self, delivered: IntArray, now_s: float) -> None:
+        for row in list(self._to_begin):
+            if np.count_nonzero(delivered == row):
+                self.table.first_token_s[row] = now_s
+                self._to_begin.discard(row)
 
     def finished(
         self,
@@ -394,11 +375,12 @@ class StateMonitor:
         )
         self._num_ranked -= bool(table.priority[row] != 0)
         self._count_end(row, by_itself, rejected, failed)
-        self._num_ended += 1
-        self._waiting = None
         if table.phase[row] in _HOLD_SLOT:
             self._num_freed += 1
             self.displaced_share -= _DISPLACED_WEIGHT * self.displaced_share
+        self._to_begin.discard(row)
+        for record in self._in_flight:
+            record.sampling = record.sampling[record.sampling != row]
         table.remove(req_id)
 
     def _count_end(self, row: int, by_itself: bool, rejected: bool, failed: bool) -> None:
@@ -451,7 +433,7 @@ class StateMonitor:
             max(num_output, int(table.max_tokens[row])),
         )
         if has_changed:
-            table.num_predictions += 1  # what a planner knows has changed for all
+            table.epoch += 1  # what a planner knows has changed for all
 
     def _average_ends(self, num_slots: int) -> None:
         """Average the time between two ends of slots, as it is while all slots are held.
@@ -497,21 +479,14 @@ class StateMonitor:
         """The state for the next plan; call once per step, before it is scheduled.
 
         Args:
-            running: Rows that hold a slot, in the engine's order.
+            running: Rows that hold a slot, in the engine's order; not to be changed afterwards.
             The rest: as in `StepState`.
-
-        Returns:
-            The state. Its `running` stays the same array while the same decodes run on; passing
-            that on to `scheduled` makes this cheaper.
         """
         table = self.table
-        rows, batch = np.asarray(running, dtype=np.int64), self._batch
-        if batch is not None and are_equal(rows, batch.rows):
-            rows = batch.rows
-        else:  # a copy: that it is the same array tells later that these are the same rows
-            rows, batch = rows.copy(), None
-        if self._waiting is None:
+        rows = np.asarray(running, dtype=np.int64)
+        if self._waiting_epoch != table.epoch:
             (self._waiting,) = (table.phase == WAITING).nonzero()
+            self._waiting_epoch = table.epoch
         self._average_ends(max_num_running)
         self._num_running = len(rows)
         now = self.clock()
@@ -522,11 +497,11 @@ class StateMonitor:
                 free_s += record.predicted_s
             start = max(now, free_s)
         elapsed, self._elapsed_s = self._elapsed_s, 0.0
-        state = StepState(
+        return StepState(
             now_s=start,
             table=table,
             running=rows,
-            num_ahead=self._num_ahead(rows),
+            num_ahead=table.num_ahead[rows],
             waiting=self._waiting,
             lengths=self.lengths,
             cost=self.cost,
@@ -545,28 +520,4 @@ class StateMonitor:
             has_slo=self._num_limited > 0,
             has_classes=self._num_ranked > 0,
             trusts_predictions=self.trust.is_trusted,
-            batch=batch,
         )
-        self._batch = state.batch
-        return state
-
-    def _num_ahead(self, rows: IntArray) -> IntArray:
-        """Output tokens in flight for each of `rows`."""
-        sampling: list[IntArray] = []
-        num_alike = 0  # steps of these very decodes
-        for record in self._in_flight:
-            if record.decode_rows is rows and not len(record.prefill_rows):
-                num_alike += 1
-            else:
-                sampling += (record.decode_rows, record.prefill_rows)
-        if not sampling:
-            ahead: IntArray = np.empty(len(rows), dtype=np.int64)
-            ahead.fill(num_alike)
-            return ahead
-        counts = np.bincount(np.concatenate(sampling), minlength=self.table.capacity)
-        return counts[rows] + num_alike
-
-    def _batch_with(self, rows: IntArray) -> DecodeBatch | None:
-        """The batch of the last state, where it is of these very rows and still stands."""
-        batch = self._batch
-        return batch if batch is not None and batch.rows is rows else None

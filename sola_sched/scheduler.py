@@ -36,6 +36,7 @@ from sola_sched.monitor import LiveRequest, StateMonitor
 from sola_sched.planner import Planner, in_class_order, make_planner
 from sola_sched.queues import PlannedQueue
 from sola_sched.reporting import IntervalLog, engine_stats, waits_for_slots_alone
+from sola_sched.running_rows import RunningRows
 from sola_sched.slo import CLASS_KEY, DEFAULT_CLASS, SloTarget, request_target
 from sola_sched.state import DECODE, PREFILL, IntArray, StepPlan
 from sola_sched.support import support_of
@@ -46,6 +47,7 @@ from sola_sched.vllm_compat import Seams, check_version
 logger = init_logger("vllm.sola_sched")
 
 _NEUTRAL = StepPlan()
+_NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 _id_of = operator.attrgetter("request_id")
 _tokens_of = operator.attrgetter("new_token_ids")
 #: vLLM's order of waiting requests under its priority policy.
@@ -116,11 +118,8 @@ class SolaSchedulerMixin(SwapMixin):
         self._min_budget = (
             self.block_size if getattr(self, "need_mamba_block_aligned_split", False) else 1
         )
-        self._running_rows: IntArray = np.empty(0, dtype=np.int64)  # rows of `running`, aligned
-        #: `running` as the last step left it, and its rows.
-        self._left: tuple[list[Request], IntArray] = ([], self._running_rows)
-        self._shown_rows: IntArray | None = None  # those that vLLM sees in this step, if known
-        self._hidden_rows = self._running_rows  # those that sit it out
+        self._rows: RunningRows[Request] = RunningRows(self.sola_monitor.table.row_of)
+        self._num_hidden = 0  # of those that hold a slot: they sit this step out
         self._next_lookup = 0
         self._is_updating = False
         self._has_stepped_aside = False
@@ -288,6 +287,7 @@ class SolaSchedulerMixin(SwapMixin):
     # One step -------------------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self._num_hidden = 0
         plan = self._guarded_plan()
         with self._applied(plan):
             output = super().schedule(*args, **kwargs)
@@ -327,7 +327,7 @@ class SolaSchedulerMixin(SwapMixin):
             [self._as_known(request, request in running) for request in live], self._num_in_flight
         )
         self.sola_planner = self._new_planner()
-        self._left = [], np.empty(0, dtype=np.int64)
+        self._rows = RunningRows(self.sola_monitor.table.row_of)
         self._ended.clear()
         if self.sola_predictions is not None:
             self.sola_predictions.forget_but(map(_id_of, live))
@@ -363,7 +363,6 @@ class SolaSchedulerMixin(SwapMixin):
 
     def _plan(self) -> StepPlan:
         self._seams.merge_skipped()
-        self._shown_rows = None
         if self.sola_predictions is not None:
             for req_id, prediction in self.sola_predictions.poll():
                 self.sola_monitor.predicted(req_id, prediction)
@@ -372,12 +371,8 @@ class SolaSchedulerMixin(SwapMixin):
         row_of = self.sola_monitor.table.row_of
         self.sola_monitor.parked([row_of[r.request_id] for r in self._seams.parked()])
         pool = self.kv_cache_manager.block_pool
-        left, rows = self._left
-        if self.running != left:  # the same objects, as long as nobody has come or gone
-            left = self.running.copy()
-            rows = np.fromiter(map(row_of.__getitem__, map(_id_of, left)), np.int64, len(left))
         state = self.sola_monitor.state(
-            rows,
+            self._rows.of(self.running),
             max_num_tokens=self.max_num_scheduled_tokens,
             max_num_running=self._seams.num_slots,
             num_free_blocks=pool.get_num_free_blocks(),
@@ -386,8 +381,6 @@ class SolaSchedulerMixin(SwapMixin):
             tokens_per_decode=self._tokens_per_decode,
             chunks_prefills=self.scheduler_config.enable_chunked_prefill,
         )
-        self._running_rows = self._shown_rows = state.running
-        self._left = left, state.running
         if self._seams.caches_prefixes:
             self._expect_cached(state.waiting)
         self._expect_loads(state)
@@ -423,7 +416,7 @@ class SolaSchedulerMixin(SwapMixin):
             return
         budget, slots = self.max_num_scheduled_tokens, self._seams.slots_attribute
         num_slots, running, policy = getattr(self, slots), self.running, self.policy
-        hidden: list[Request] | None = None
+        hidden: list[Request] = []
         try:
             hidden = self._show(plan)
         except Exception as error:
@@ -431,26 +424,18 @@ class SolaSchedulerMixin(SwapMixin):
             self.running = [r for r in running if r.status == RequestStatus.RUNNING]
             self.policy, self.max_num_scheduled_tokens = policy, budget
             self.waiting.unplan()
-        shown = None if hidden is None else self.running.copy()
-        setattr(self, slots, num_slots - len(hidden or ()))
+        self._num_hidden = len(hidden)
+        setattr(self, slots, num_slots - len(hidden))
         try:
             yield
         finally:
-            stays = shown is not None and self.running == shown
-            self.running.extend(hidden or ())
+            self.running.extend(hidden)
             self.policy, self.max_num_scheduled_tokens = policy, budget
             setattr(self, slots, num_slots)
             self.waiting.unplan()
-            if stays:
-                rows = np.concatenate([self._shown_rows, self._hidden_rows])
-                self._left = self.running.copy(), rows
 
-    def _show(self, plan: StepPlan) -> list[Request] | None:
-        """Do what the plan says before vLLM's own step.
-
-        Returns:
-            The requests that sit it out, None where the plan leaves those that run as they are.
-        """
+    def _show(self, plan: StepPlan) -> list[Request]:
+        """Do what the plan says before vLLM's own step; returns the requests that sit it out."""
         if len(plan.reject):
             self._reject(plan.reject)
         if len(plan.preempt):
@@ -469,10 +454,10 @@ class SolaSchedulerMixin(SwapMixin):
         if plan.token_budget is not None:
             most = self.max_num_scheduled_tokens
             self.max_num_scheduled_tokens = min(most, max(self._min_budget, plan.token_budget))
-        return None if run is None else self._hide(run)
+        return [] if run is None else self._hide(run)
 
     def _is_as_it_runs(self, run: IntArray) -> bool:
-        rows = self._running_rows
+        rows = self._rows.of(self.running)
         return len(run) == len(rows) == np.count_nonzero(run == rows)
 
     def _hide(self, run: IntArray) -> list[Request]:
@@ -480,7 +465,7 @@ class SolaSchedulerMixin(SwapMixin):
 
         `run` names each row once; rows that have no slot (any more) are skipped.
         """
-        running, rows = self.running, self._running_rows
+        running, rows = self.running, self._rows.of(self.running)
         place_of = np.full(self.sola_monitor.table.capacity, -1)
         place_of[rows] = np.arange(len(rows))
         places = place_of[run]
@@ -492,7 +477,8 @@ class SolaSchedulerMixin(SwapMixin):
         shown = list(map(running.__getitem__, places.tolist()))
         self._counts["num_reordered"] += bool(np.count_nonzero(places[1:] < places[:-1]))
         self._counts["num_held"] += len(hidden)
-        self.running, self._shown_rows, self._hidden_rows = shown, rows[places], rows[held]
+        self.running = shown
+        self._rows.put(shown, rows[places])
         return hidden
 
     def _requests(self, rows: IntArray) -> Iterable[Request]:
@@ -509,9 +495,7 @@ class SolaSchedulerMixin(SwapMixin):
         if not victims:
             return
         gone = set(victims)
-        stays = [request not in gone for request in self.running]
         self.running = [request for request in self.running if request not in gone]
-        self._running_rows = self._shown_rows = self._running_rows[stays]
         timestamp = time.monotonic()
         for request in victims:
             self._seams.preempt(request, timestamp)
@@ -534,18 +518,18 @@ class SolaSchedulerMixin(SwapMixin):
         table = monitor.table
         row_of = table.row_of
         scheduled = output.num_scheduled_tokens
-        rows = self._shown_rows
-        if (
-            rows is None
-            or len(rows) != len(scheduled)
-            or len(self.running) != len(self._running_rows)
-        ):  # somebody was admitted, preempted or left out
+        num_shown = len(self.running) - self._num_hidden
+        if len(scheduled) == num_shown:  # as nearly always: in the order of `running`
+            rows = self._rows.of(self.running)
+            rows = rows[:num_shown] if self._num_hidden else rows
+        else:
             rows = np.fromiter(map(row_of.__getitem__, scheduled), np.int64, len(scheduled))
-        if monitor.are_decodes(rows):
-            monitor.scheduled(rows, rows[:0], rows[:0])
+        others = table.phase[rows] != DECODE
+        (places,) = others.nonzero()
+        if not len(places):
+            monitor.scheduled(rows, _NO_ROWS, _NO_ROWS)
             return
-        is_decode = table.phase[rows] == DECODE
-        prefills = rows[~is_decode]
+        prefills = rows[places]
         tokens = []
         for row in prefills.tolist():
             name = table.req_id[row]
@@ -557,7 +541,7 @@ class SolaSchedulerMixin(SwapMixin):
                     num_computed=request.num_computed_tokens - scheduled[name],
                     prefill_target=request.num_tokens,
                 )
-        monitor.scheduled(rows[is_decode], prefills, np.array(tokens, dtype=np.int64))
+        monitor.scheduled(rows[~others], prefills, np.array(tokens, dtype=np.int64))
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self._is_updating = True

@@ -27,6 +27,7 @@ _LIKELY = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 #: Values of `RequestTable.phase`.
 FREE, WAITING, PREFILL, DECODE, PARKED = 0, 1, 2, 3, 4
+_NUM_PHASES = 5
 
 #: Name to type and default; a column of several numbers a row is 2-D.
 _COLUMNS: dict[str, tuple[type, Any]] = {
@@ -44,6 +45,7 @@ _COLUMNS: dict[str, tuple[type, Any]] = {
     "num_computed": (np.int64, 0),
     "prefill_target": (np.int64, 0),
     "num_output": (np.int64, 0),
+    "num_ahead": (np.int64, 0),
     "first_token_s": (np.float64, np.nan),
     "last_token_s": (np.float64, np.nan),
     "num_preemptions": (np.int64, 0),
@@ -57,7 +59,7 @@ class RequestTable:
 
     Columns (all of length `capacity`; `predicted` is [capacity, 10]):
         phase: FREE, WAITING (no KV on the accelerator), PREFILL, DECODE, or PARKED (out of the
-            planner's hands, e.g. while a connector loads its KV).
+            planner's hands, e.g. while a connector loads its KV). Written by `move` alone.
         serial: Number of the request, counted from 0: tells two requests in one row apart.
         arrival_s: Arrival on the monitor's clock, seconds.
         ttft_s, tpot_s: Targets, seconds; ``inf`` means none.
@@ -70,6 +72,7 @@ class RequestTable:
             WAITING those that a prefix cache is expected to hold.
         prefill_target: Tokens to compute before the next token can be sampled.
         num_output: Output tokens delivered.
+        num_ahead: Steps in flight in which it samples.
         first_token_s, last_token_s: Delivery times, seconds; NaN before the first token.
         num_preemptions: Times the request lost its KV.
         predicted: Quantiles of the total output tokens, as in `LengthPrediction`; NaN without one.
@@ -80,7 +83,9 @@ class RequestTable:
     Attributes:
         num_predicted: Live rows with a prediction.
         num_added: Rows given so far.
-        num_predictions: Moves whenever a prediction, or whether it is used, changes.
+        epoch: Moves with every event that changes who is there, their phases, or what is known
+            of them beforehand. While it stands, they only compute and deliver tokens.
+        num_in_phase: Live rows by phase.
     """
 
     phase: NDArray[np.int8]
@@ -97,6 +102,7 @@ class RequestTable:
     num_computed: IntArray
     prefill_target: IntArray
     num_output: IntArray
+    num_ahead: IntArray
     first_token_s: FloatArray
     last_token_s: FloatArray
     num_preemptions: IntArray
@@ -107,7 +113,8 @@ class RequestTable:
         self.capacity = capacity
         self.row_of: dict[str, int] = {}
         self.req_id: list[str | None] = [None] * capacity
-        self.num_predicted = self.num_predictions = self.num_added = 0
+        self.num_predicted = self.num_added = self.epoch = 0
+        self.num_in_phase = [0] * _NUM_PHASES
         self._free = list(range(capacity - 1, -1, -1))
         for name in _COLUMNS:
             setattr(self, name, _column(name, capacity))
@@ -117,7 +124,7 @@ class RequestTable:
         return len(self.row_of)
 
     def add(self, req_id: str) -> int:
-        """Give `req_id` a row with every column at its default.
+        """Give `req_id` a row in WAITING, with every other column at its default.
 
         Raises:
             ValueError: The request is in the table already.
@@ -133,6 +140,7 @@ class RequestTable:
             column[row] = default
         self.serial[row] = self.num_added
         self.num_added += 1
+        self.move(row, WAITING)
         return row
 
     def remove(self, req_id: str) -> None:
@@ -140,23 +148,25 @@ class RequestTable:
         row = self.row_of.pop(req_id)
         self.req_id[row] = None
         self.num_predicted -= not math.isnan(self.predicted[row, 0])
-        self.phase[row] = FREE
+        self.move(row, FREE)
         self._free.append(row)
+
+    def move(self, row: int, phase: int) -> None:
+        """Put a row into another phase."""
+        self.num_in_phase[self.phase[row]] -= 1
+        self.num_in_phase[phase] += 1
+        self.phase[row] = phase
+        self.epoch += 1
 
     def predict(self, row: int, prediction: LengthPrediction) -> None:
         """Note what is predicted of a live row, in place of what was."""
         self.num_predicted += math.isnan(self.predicted[row, 0])
         self.predicted[row] = prediction.quantiles
-        self.num_predictions += 1
+        self.epoch += 1
 
     def num_tokens(self, rows: IntArray) -> int:
         """Prompt and delivered output tokens of these rows, in sum."""
-        return int((self.num_prompt[rows] + self.num_output[rows]).sum())
-
-    @property
-    def known(self) -> tuple[int, int]:
-        """Moves whenever a request comes or what is predicted changes."""
-        return self.num_added, self.num_predictions
+        return int(np.add.reduce(self.num_prompt[rows] + self.num_output[rows]))
 
     def check_integrity(self) -> None:
         """Assert that rows, names and free list agree (for tests and debug runs)."""
@@ -169,6 +179,9 @@ class RequestTable:
         live = np.fromiter(self.row_of.values(), np.int64, len(self.row_of))
         num_predicted = int((~np.isnan(self.predicted[live, 0])).sum())
         assert num_predicted == self.num_predicted, f"{num_predicted} != {self.num_predicted}"
+        num_in_phase = np.bincount(self.phase[live], minlength=_NUM_PHASES).tolist()
+        counted = [0, *self.num_in_phase[1:]]
+        assert num_in_phase == counted, f"{num_in_phase} != {counted}"
 
     def _grow(self) -> None:
         old = self.capacity
@@ -219,30 +232,6 @@ def are_equal(rows: IntArray, others: IntArray) -> bool:
 
 
 @dataclass(slots=True)
-class DecodeBatch:
-    """Decodes that run on together: what stays as it is, and what grows by a token each.
-
-    Attributes:
-        rows: Their rows, in the engine's order.
-        num_tokens: Their prompt and delivered output tokens, in sum.
-        tpot_s: The shortest of their targets, seconds.
-        have_begun: Whether each is known to have its first token.
-    """
-
-    rows: IntArray
-    num_tokens: int
-    tpot_s: float
-    have_begun: bool = False
-
-    @classmethod
-    def of(cls, table: RequestTable, rows: IntArray) -> DecodeBatch | None:
-        """The batch of these rows, None where there are none or not all of them decode."""
-        if not len(rows) or np.count_nonzero(table.phase[rows] == DECODE) < len(rows):
-            return None
-        return cls(rows, table.num_tokens(rows), float(table.tpot_s[rows].min()))
-
-
-@dataclass(slots=True)
 class StepState:
     """What a planner may know when it plans one step.
 
@@ -272,7 +261,6 @@ class StepState:
         trusts_predictions: Whether a row's own prediction is used; see `PredictionTrust`.
         reload_s_per_token: What it takes to swap KV back in, seconds per token; ``inf`` where it
             is computed again, None where it is not known yet.
-        batch: `running` where all of them decode, None where not; found where it is not given.
     """
 
     now_s: float
@@ -298,17 +286,14 @@ class StepState:
     has_classes: bool = True
     trusts_predictions: bool = True
     reload_s_per_token: float | None = math.inf
-    batch: DecodeBatch | None = None
 
-    def __post_init__(self) -> None:
-        if self.batch is None:
-            self.batch = DecodeBatch.of(self.table, self.running)
+    @property
+    def are_decodes(self) -> bool:
+        """Whether somebody runs, and all who do decode."""
+        return len(self.running) > 0 and not self.table.num_in_phase[PREFILL]
 
     def decode_step_s(self, rows: IntArray) -> float:
         """Time of a step in which these rows decode and nothing else happens, seconds."""
-        batch = self.batch
-        if batch is not None and rows is batch.rows:
-            return float(self.cost.decode_s(len(rows), batch.num_tokens))
         return float(self.cost.decode_s(len(rows), self.table.num_tokens(rows)))
 
     def remaining(self, rows: IntArray, num_ahead: IntArray | int = 0) -> FloatArray:

@@ -289,18 +289,19 @@ class Compared:
         self.credit_off_s = 0.0
 
     def plan(self, state: StepState) -> StepPlan:
-        planner, before = self.planner, self.planner._kept
+        planner, before = self.planner, self.planner.cache.kept
         earned = dataclasses.replace(planner.best_effort)
         plan = planner.plan(state)
-        if before is None or planner._kept is not before:
+        if before is None or planner.cache.kept is not before:
             return plan
         self.num_kept += 1
         mine = planner.best_effort, planner._num_settled
-        planner.best_effort, planner._kept = earned, None
+        planner.best_effort = earned
+        planner.cache.forget()
         fresh = planner.plan(state)
         other = planner.best_effort
         planner.best_effort, planner._num_settled = mine
-        planner._kept, planner._did_wait = before, False
+        planner.cache.kept, planner._did_wait = before, False
         self.num_other += as_lists(plan) != as_lists(fresh)
         off_s = planner.best_effort.credit_s - other.credit_s
         self.credit_off_s = max(self.credit_off_s, abs(off_s))

@@ -73,13 +73,13 @@ def test_a_monitor_stops_using_predictions_that_are_wrong() -> None:
     row = monitor.add(
         "next", num_prompt_tokens=10, max_tokens=5000, slo=SloTarget(1.0, 1.0), arrival_s=0.0
     )
-    before = monitor.table.num_predictions
+    before = monitor.table.epoch
     monitor.predicted("next", LengthPrediction.exactly(1000.0))
 
     state = monitor.state(
         [], max_num_tokens=1, max_num_running=1, num_free_blocks=1, num_blocks=1, block_size=1
     )
-    assert monitor.table.num_predictions == before + 1
+    assert monitor.table.epoch == before + 1
     assert state.remaining(np.array([row]))[0] == pytest.approx(100.0, rel=0.3)
     assert state.surely_remaining(np.array([row]))[0] <= 110.0
     counts = dict.fromkeys(("num_held", "num_preempted_by_policy", "short_of_slots"), 0)

@@ -10,10 +10,11 @@ import numpy as np
 from sola_sched.config import SolaConfig
 from sola_sched.ewt import estimate_waits
 from sola_sched.planner.alise_step import AliseStep, Recompute
-from sola_sched.planner.base import learning, most_blocks
+from sola_sched.planner.base import learning
+from sola_sched.planner.kept import PlanCache
 from sola_sched.planner.levels import PriorityLevels
 from sola_sched.planner.whole import with_whole_prompts
-from sola_sched.state import DECODE, BoolArray, StepPlan, StepState, are_equal
+from sola_sched.state import DECODE, BoolArray, StepPlan, StepState
 
 #: Waits are estimated once in so many plans where they decide who is refused.
 _REJECT_PLANS = 4
@@ -52,15 +53,15 @@ class AlisePlanner:
         self._batch = 1.0
         self._again = Recompute()
         self._took_part: BoolArray = np.zeros(0, dtype=np.bool_)
-        self._settled: tuple[StepPlan, StepState, tuple[int, int]] | None = None
-        self._num_settled = self._num_plans = 0
+        self.cache = PlanCache()
+        self._num_plans = 0
 
     def plan(self, state: StepState) -> StepPlan:
         """Plan one step; see `Planner.plan`."""
         if not state.cost.is_ready:
             return learning(state)
         self._again.earn(state.elapsed_s)
-        kept = self._kept_plan(state)
+        kept = self.cache.again(state)
         if kept is not None:
             return kept
         table, rows = state.table, np.concatenate([state.running, state.waiting])
@@ -80,29 +81,8 @@ class AlisePlanner:
         self._took_part[state.running if plan.run is None else plan.run] = True
         if plan.admit is not None:
             self._took_part[plan.admit] = True
-        self._settled = None
         if step.num_settled and not len(plan.reject):
-            self._settled = plan, state, table.known
-            self._num_settled = step.num_settled
-        return plan
-
-    def _kept_plan(self, state: StepState) -> StepPlan | None:
-        """The plan before, if it decided nothing new and the same requests run and wait.
-
-        Blocks come free without an end where those of a displaced request were being copied.
-        """
-        if self._settled is None or not self._num_settled:
-            return None
-        plan, made, known = self._settled
-        is_same = (
-            known == state.table.known
-            and most_blocks(state, plan) < state.num_free_blocks <= made.num_free_blocks
-            and are_equal(made.running, state.running)
-            and are_equal(made.waiting, state.waiting)
-        )
-        if not is_same:
-            return None
-        self._num_settled -= 1
+            self.cache.keep(plan, state, step.num_settled)
         return plan
 
     def _reject(self, state: StepState, plan: StepPlan) -> None:

@@ -13,12 +13,13 @@ import dataclasses
 import numpy as np
 
 from sola_sched.config import SolaConfig
-from sola_sched.planner.attain_kept import KeptPlan
+from sola_sched.planner.attain_kept import MAX_STEPS, Chunks
 from sola_sched.planner.attain_state import BestEffort, Decodes, Prefills, StepView
 from sola_sched.planner.attain_step import AttainStep
 from sola_sched.planner.base import learning, priority_victims, with_useful_victims
+from sola_sched.planner.kept import PlanCache
 from sola_sched.planner.whole import with_whole_prompts
-from sola_sched.state import DECODE, DecodeBatch, IntArray, StepPlan, StepState
+from sola_sched.state import DECODE, IntArray, StepPlan, StepState
 
 #: While slots are all that is short, the swap of a late decode for a waiting request is weighed
 #: once in so many steps.
@@ -62,7 +63,7 @@ class AttainPlanner:
         self.best_effort = BestEffort(config.best_effort_share)
         self._num_settled = 0
         self._did_wait = False  # the decodes, in the step before
-        self._kept: KeptPlan | None = None
+        self.cache = PlanCache()
 
     def plan(self, state: StepState) -> StepPlan:
         """Plan one step; see `Planner.plan`."""
@@ -71,13 +72,9 @@ class AttainPlanner:
         if not state.cost.is_ready:
             return learning(state)
         victims = priority_victims(state)
-        kept, self._kept = self._kept, None
         if not len(victims):
-            plan = None if kept is None else kept.again(state, self.best_effort)
-            if plan is not None:
-                self._kept = kept
-                return plan
-            return self._plan(state, victims)
+            kept = self.cache.again(state)
+            return self._plan(state, victims) if kept is None else kept
         earned = self.best_effort
 
         def attempt(state: StepState, victims: IntArray) -> StepPlan:
@@ -88,12 +85,13 @@ class AttainPlanner:
 
     def _plan(self, state: StepState, victims: IntArray) -> StepPlan:
         did_wait, self._did_wait = self._did_wait, False
+        self.cache.forget()
         rows, ahead = state.running, state.num_ahead
         if len(victims):
             stay = ~np.isin(rows, victims)
             rows, ahead = rows[stay], ahead[stay]
-        table, batch = state.table, state.batch
-        if batch is not None and not len(victims) and self._is_settled(state, batch):
+        table = state.table
+        if state.are_decodes and not len(victims) and self._is_settled(state):
             if len(state.waiting):
                 self.best_effort.unseen_s += state.elapsed_s
             return StepPlan(admit=rows[:0], problem="decode")
@@ -113,14 +111,25 @@ class AttainPlanner:
         )
         view = StepView(state, decodes, prefills, self.tile, keep)
         step = AttainStep(view, self.best_effort, rejects=self.rejects, may_wait=not did_wait)
-        plan = with_whole_prompts(state, step.plan(victims))
-        self._kept = step.kept
+        decided = step.plan(victims)
+        plan = with_whole_prompts(state, decided)
+        if step.chunks is not None and plan is decided:
+            self._keep(plan, state, step.chunks)
         self._did_wait = plan.problem == "prompts"
         return plan
 
-    def _is_settled(self, state: StepState, batch: DecodeBatch) -> bool:
+    def _keep(self, plan: StepPlan, state: StepState, chunks: Chunks) -> None:
+        self.cache.keep(
+            plan,
+            state,
+            MAX_STEPS,
+            until_s=chunks.until_s,
+            holds=lambda state, num_steps: chunks.go_on(state, num_steps, self.best_effort),
+        )
+
+    def _is_settled(self, state: StepState) -> bool:
         """Nothing can be decided: only decodes, all served within their targets, no free slot."""
-        rows, table = batch.rows, state.table
+        rows, table = state.running, state.table
         if len(state.waiting):
             if self.rejects or len(rows) < state.max_num_running:
                 return False
@@ -129,4 +138,5 @@ class AttainPlanner:
                 self._num_settled += 1
                 if self._num_settled % _SLOT_REVIEW_STEPS == 1:
                     return False
-        return state.decode_step_s(rows) <= self.keep * batch.tpot_s * state.accepted_per_decode
+        tpot_s = float(table.tpot_s[rows].min())
+        return state.decode_step_s(rows) <= self.keep * tpot_s * state.accepted_per_decode

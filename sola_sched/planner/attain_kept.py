@@ -1,4 +1,4 @@
-"""Plans of `policy="attain"` that hold for more than a step: one long prefill, or none, goes on."""
+"""When a plan of `policy="attain"` holds for the next step too: a long prefill goes on, or none."""
 
 from __future__ import annotations
 
@@ -9,27 +9,24 @@ import numpy as np
 
 from sola_sched.planner.attain_lost import LostStep
 from sola_sched.planner.attain_state import BestEffort, StepView
-from sola_sched.planner.base import most_blocks
-from sola_sched.state import IntArray, StepPlan, StepState, are_equal
+from sola_sched.state import IntArray, StepPlan, StepState
 
 #: A plan is kept for so many steps, at most.
-_MAX_STEPS = 8
+MAX_STEPS = 8
 #: Nor longer than this share of the time that is left to a prefill that could still be on time.
 _SLACK_SHARE = 0.1
 
 
 @dataclass(slots=True)
-class KeptPlan:
-    """A plan that the next steps would only repeat, and what must hold for that.
+class Chunks:
+    """What must hold for the next step to be the same.
 
     All decodes take part, and either the chunk of one prefill fills the step to its last token or
     nobody may start. As long as nobody comes or goes, the prefill needs a further such chunk after
     the next, and the decodes have the slack for it, a new plan would be the same one.
 
     Attributes:
-        plan: The plan.
-        made: The state that it was made for.
-        known: `RequestTable.known` by then.
+        made: The state that the plan was made for.
         prefill: Row of the prefill; -1 without one.
         tokens: Tokens of its chunk.
         beside_s: What the lost decodes add to the step, seconds.
@@ -41,14 +38,11 @@ class KeptPlan:
         slack_s: The longest next step that keeps it on course, seconds.
         num_alive, ctx_alive: How many decodes are on course, and their KV tokens.
         fastest_s, slowest_s: The shortest and the longest of their targets for a step, seconds.
-        until_s: When it is to be reviewed at the latest, on the clock of the table.
+        until_s: When the plan is to be reviewed at the latest, on the clock of the table.
         tile: Multiple in which chunks come, tokens.
-        num_steps: Steps for which it has been kept.
     """
 
-    plan: StepPlan
     made: StepState
-    known: tuple[int, int]
     prefill: int
     tokens: int
     beside_s: float
@@ -63,43 +57,32 @@ class KeptPlan:
     slowest_s: float
     until_s: float
     tile: int
-    num_steps: int = 0
 
-    def again(self, state: StepState, credit: BestEffort) -> StepPlan | None:
-        """The plan, where a new one for `state` would be the same; books what the lost get."""
-        self.num_steps += 1
-        if not (self._are_the_same(state) and self._is_in_time(state)):
-            return None
+    def go_on(self, state: StepState, num_steps: int, credit: BestEffort) -> bool:
+        """Whether a new plan for `state` would be the same; if so, books what the lost get.
+
+        Args:
+            state: The next step, with the same requests.
+            num_steps: Steps since the plan was made.
+            credit: Account of the lost.
+        """
+        if not self._is_in_time(state, num_steps):
+            return False
         if math.isinf(self.price_s):
             credit.forget()
-            return self.plan
+            return True
         if not self.serves_lost and credit.earned_s(state.elapsed_s) >= self.price_s:
-            return None
+            return False
         credit.earn(state.elapsed_s)
         if self.serves_lost:
             has = float(state.table.num_computed[self.prefill])
             chunk_s = float(state.cost.prefill_marginal_s(float(self.tokens), has))
             credit.received(self.beside_s + chunk_s)
-        return self.plan
+        return True
 
-    def _are_the_same(self, state: StepState) -> bool:
-        """Whether the same requests run and wait, and there is memory for another step.
-
-        Blocks come free without an end where those of a displaced request were being copied.
-        """
-        made = self.made
-        return (
-            self.num_steps <= _MAX_STEPS
-            and state.now_s <= self.until_s
-            and self.known == state.table.known
-            and most_blocks(state, self.plan) < state.num_free_blocks <= made.num_free_blocks
-            and are_equal(made.running, state.running)
-            and are_equal(made.waiting, state.waiting)
-        )
-
-    def _is_in_time(self, state: StepState) -> bool:
+    def _is_in_time(self, state: StepState, num_steps: int) -> bool:
         """Whether the decodes still have the slack for the whole chunk, and it is not the last."""
-        made, table, cost, num_steps = self.made, state.table, state.cost, self.num_steps
+        made, table, cost = self.made, state.table, state.cost
         slack_s, ctx = self.slack_s, self.ctx_alive + num_steps * self.num_alive
         if self.tightest >= 0:
             # Each has had a token in each step since, so its next one is due a target later.
@@ -120,7 +103,7 @@ class KeptPlan:
         return most >= self.tokens + self.tile
 
 
-def kept_plan(
+def chunks_going_on(
     view: StepView,
     plan: StepPlan,
     on_time: IntArray,
@@ -128,8 +111,8 @@ def kept_plan(
     tokens: int,
     lost_run: IntArray,
     lost: LostStep,
-) -> KeptPlan | None:
-    """`plan` to be kept, None where the next step may need another.
+) -> Chunks | None:
+    """What must hold for the next step to repeat `plan`, None where it may need another one.
 
     Args:
         view: What it was made of.
@@ -177,10 +160,8 @@ def kept_plan(
         slack_s = float(decodes.allowed_s[index])
         token_s = decodes.token_s[alive]
         fastest_s, slowest_s = float(token_s.min()), float(token_s.max())
-    return KeptPlan(
-        plan=plan,
+    return Chunks(
         made=state,
-        known=table.known,
         prefill=prefill,
         tokens=tokens,
         beside_s=beside_s,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from sola_sched.planner.attain_alone import prompts_alone
-from sola_sched.planner.attain_kept import KeptPlan, kept_plan
+from sola_sched.planner.attain_kept import Chunks, chunks_going_on
 from sola_sched.planner.attain_lost import LostStep
 from sola_sched.planner.attain_state import ROUNDING, BestEffort, StepView, usual_token_s
 from sola_sched.planner.base import PLANNABLE, num_that_fit
@@ -36,7 +36,7 @@ class AttainStep:
     """One step's decision.
 
     Attributes:
-        kept: The plan, where the next steps may only repeat it; set by `plan`.
+        chunks: What must hold for the next step to repeat the plan; None where it may not.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class AttainStep:
     ) -> None:
         self.view, self.credit, self.rejects, self.may_wait = view, credit, rejects, may_wait
         self.state, self.decodes, self.prefills = view.state, view.decodes, view.prefills
-        self.kept: KeptPlan | None = None
+        self.chunks: Chunks | None = None
         self._is_closed = False  # the chunk has room, and none of the waiting may start
 
     def plan(self, victims: IntArray) -> StepPlan:
@@ -101,7 +101,7 @@ class AttainStep:
         )
         if (is_on_course and not is_alone) if len(served) else self._is_closed:
             on_time = chosen[:num_on_time]
-            self.kept = kept_plan(self.view, plan, on_time, served, tokens, lost_run, lost)
+            self.chunks = chunks_going_on(self.view, plan, on_time, served, tokens, lost_run, lost)
         return plan
 
     def _without_decodes(self, places: IntArray) -> StepPlan:

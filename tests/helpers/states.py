@@ -111,7 +111,7 @@ class StateBuilder:
         """A decoding request: `out` tokens delivered, the first `first_ago_s` ago."""
         arrived = first_ago_s if arrived_ago_s is None else arrived_ago_s
         row = self._add(name, arrived, slo, prompt, priority)
-        self.table.phase[row] = DECODE
+        self.table.move(row, DECODE)
         self.table.num_computed[row] = prompt
         self.table.num_output[row] = out
         self.table.first_token_s[row] = NOW - first_ago_s
@@ -131,7 +131,7 @@ class StateBuilder:
     ) -> int:
         """A request in the middle of its prefill."""
         row = self._add(name, waited_s, slo, prompt, priority)
-        self.table.phase[row] = PREFILL
+        self.table.move(row, PREFILL)
         self.table.num_computed[row] = computed
         self.running.append(row)
         return row
@@ -146,9 +146,7 @@ class StateBuilder:
         priority: int = 0,
     ) -> int:
         """A request that has not started."""
-        row = self._add(name, waited_s, slo, prompt, priority)
-        self.table.phase[row] = WAITING
-        return row
+        return self._add(name, waited_s, slo, prompt, priority)
 
     def _add(
         self, name: str, arrived_ago_s: float, slo: SloTarget, prompt: int, priority: int

@@ -43,9 +43,9 @@ class Run:
         """
         state = self.b.build(now_s=self.now_s, elapsed_s=self.elapsed_s, **self.changes)
         other = copy.deepcopy(self.planner)
-        other._kept = None
+        other.cache.forget()
         fresh = other.plan(state)
-        before = self.planner._kept
+        before = self.planner.cache.kept
         plan = self.planner.plan(state)
         table, rows = self.b.table, state.running if plan.run is None else plan.run
         decodes = rows[table.phase[rows] != PREFILL]
@@ -56,7 +56,7 @@ class Run:
             *([] if plan.admit is None else plan.admit),
         ]:
             if table.phase[row] == WAITING and left > 0:
-                table.phase[row] = PREFILL
+                table.move(row, PREFILL)
                 self.b.running.append(int(row))
             tokens = min(left, int(table.prefill_target[row] - table.num_computed[row]))
             table.num_computed[row] += tokens
@@ -65,7 +65,8 @@ class Run:
         self.elapsed_s *= slower
         self.now_s += self.elapsed_s
         table.num_output[decodes] += 1
-        return plan, fresh, self.planner._kept is not None and self.planner._kept is before
+        kept = self.planner.cache.kept
+        return plan, fresh, kept is not None and kept is before
 
     def steps(self, count: int) -> list[bool]:
         """So many steps, each with the plan that a new one would be; whether it was kept."""
@@ -131,7 +132,7 @@ def waiting_in_the_place_of_another(b: StateBuilder) -> None:
 
 
 def one_that_need_not_wait_for_its_grammar_any_more(b: StateBuilder) -> None:
-    b.table.phase[b.table.row_of["g"]] = WAITING
+    b.table.move(b.table.row_of["g"], WAITING)
 
 
 def end_of_a_decode(b: StateBuilder) -> None:
@@ -167,7 +168,7 @@ def test_a_plan_is_given_up_with_what_it_rests_on(event: Callable[[StateBuilder]
     b = make_state()
     b.waiting("w", waited_s=30.0, slo=SloTarget(25.0, 0.1))  # lost, and not before the prefill
     b.table.arrival_s[b.table.row_of["w"]] += 20.0
-    b.table.phase[b.waiting("g", waited_s=0.0, slo=LOOSE)] = PARKED
+    b.table.move(b.waiting("g", waited_s=0.0, slo=LOOSE), PARKED)
     run = Run(b)
     assert run.steps(3) == [False, True, True]
     event(b)
@@ -206,10 +207,10 @@ def test_the_lost_get_the_same_share_while_plans_are_kept() -> None:
     run, other = Run(make_state(), 0.1), Run(make_state(), 0.1)
     for _ in range(8):
         run.step()
-        other.planner._kept = None
+        other.planner.cache.forget()
         other.step()
-    assert run.planner._kept is not None
-    assert run.planner._kept.num_steps == 7
+    assert run.planner.cache.kept is not None
+    assert run.planner.cache.kept.num_steps == 7
     earned, expected = run.planner.best_effort, other.planner.best_effort
     assert earned.credit_s == pytest.approx(expected.credit_s)
 
@@ -264,7 +265,7 @@ def test_a_kept_plan_is_the_plan_that_would_be_made(
     for _ in range(10):
         plan, fresh, is_kept = run.step(slower)
         if is_kept:
-            kept = run.planner._kept
-            assert kept is not None
-            may_start_now = kept.prefill < 0 and fresh.admit is not None and len(fresh.admit) > 0
+            table, rows = b.table, b.running
+            has_prefill = bool((table.phase[rows] == PREFILL).any()) and plan.run is not None
+            may_start_now = not has_prefill and fresh.admit is not None and len(fresh.admit) > 0
             assert may_start_now or as_lists(plan) == as_lists(fresh)

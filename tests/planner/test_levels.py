@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sola_sched.planner.levels import PriorityLevels
-from sola_sched.state import WAITING, RequestTable
+from sola_sched.state import RequestTable
 
 QUANTUM_S = 1.0
 
@@ -24,7 +24,6 @@ class Clients:
 
     def add(self, name: str, arrival_s: float) -> int:
         row = self.table.add(name)
-        self.table.phase[row] = WAITING
         self.table.arrival_s[row] = arrival_s
         return row
 
