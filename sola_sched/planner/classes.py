@@ -38,7 +38,7 @@ def in_class_order(state: StepState, plan: StepPlan) -> StepPlan:
     if len(plan.preempt):
         stay = stay[~np.isin(stay, plan.preempt)]
     admit = _admitted(state, plan.admit)
-    all_decode = plan.run is None and state.batch is not None
+    all_decode = plan.run is None and state.are_decodes
     if all_decode and len(stay) * state.tokens_per_decode <= budget:
         # All are served, and the engine's own victim is of the lowest class.
         return dataclasses.replace(plan, admit=admit)
