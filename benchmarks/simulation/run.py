@@ -44,6 +44,13 @@ def build_parser() -> argparse.ArgumentParser:
         "sharegpt/10/90 (default: all)",
     )
     add("--plots", type=Path, metavar="DIR", help="draw the experiment's figure into this folder")
+    add(
+        "--scheduling-time",
+        choices=("none", "model"),
+        default="none",
+        help="what the scheduler's own calls take of the time: nothing, as in the rows that "
+        "are stored (default), or what was measured of vLLM's and of ours",
+    )
     add("--stored", action="store_true", help="table and plot of the rows there are; run nothing")
     return parser
 
@@ -63,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         is_quick=args.quick,
         is_stored=args.stored,
         models=args.models,
+        scheduling_time=args.scheduling_time,
     )
     outcome = EXPERIMENTS[args.name](setup)
     table = args.results / f"{name}.md"

@@ -56,6 +56,7 @@ class Setup:
         path: Rows, JSON lines.
         is_stored: Use the rows there are and run nothing.
         models: Rows of the experiment's table to run, where it lets choose; empty for all.
+        scheduling_time: As in `Point`, of every run.
     """
 
     data: Path | None
@@ -67,9 +68,11 @@ class Setup:
     is_stored: bool = False
     is_hidden: bool = False
     models: Sequence[str] = ()
+    scheduling_time: str = "none"
 
     def rows(self, points: Iterable[Point], title: str) -> list[Row]:
         """A row per point, run where it is missing."""
+        points = [replace(point, scheduling_time=self.scheduling_time) for point in points]
         if self.is_stored:
             rows = sweep.stored(points, self.path)
             if not rows:

@@ -300,6 +300,13 @@ def _sim_group(group: Any) -> None:
         "the engine flags, --max-model-len, --max-num-seqs, --max-num-batched-tokens and "
         "--engine-args apply",
     )
+    group.add_argument(
+        "--scheduling-time",
+        choices=("none", "model", "measured"),
+        default="none",
+        help="what the scheduler's own calls take of the virtual time: nothing (default), what "
+        "was measured of vLLM's and of ours on one machine, or what they take in this very run",
+    )
 
 
 def _output_group(group: Any) -> None:

@@ -271,6 +271,7 @@ def _simulator(args: argparse.Namespace) -> tuple[Backend, ModelLimits]:
             num_warmups=args.num_warmups,
             stall_timeout_s=args.stall_timeout_sec,
             seed=args.seed,
+            scheduling_time=args.scheduling_time,
         )
     )
     for spec in _schedulers(args):
@@ -297,6 +298,11 @@ def _check_backend_flags(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"'--profile' is for --backend sim (got --backend {args.backend}); for the "
                 "scheduler's own cost model use --schedulers sola:profile=FILE."
+            )
+        if args.scheduling_time != "none":
+            raise ConfigError(
+                f"'--scheduling-time' is for --backend sim (got --backend {args.backend}): "
+                "elsewhere the calls take their time by themselves."
             )
         return
     defaults = cli_args.build_parser().parse_args([])

@@ -46,6 +46,7 @@ class Point:
             file throughout.
         outputs_from: File whose output lengths replace those of `dataset`, drawn on their own;
             empty to keep the pairs.
+        scheduling_time: As in `SimOptions`; what the scheduler's own calls take of the time.
     """
 
     profile: str
@@ -59,6 +60,7 @@ class Point:
     seed: int = 0
     dataset_after: str = ""
     outputs_from: str = ""
+    scheduling_time: str = "none"
 
     @property
     def slo(self) -> SloTarget:

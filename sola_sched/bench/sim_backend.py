@@ -45,6 +45,8 @@ _DEFAULTS: dict[str, Any] = {
 _COUNTS = ("block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs",
            "num_gpu_blocks_override")  # fmt: skip
 _FLAGS = ("async_scheduling", "enable_prefix_caching")
+#: What the scheduler's own calls take: nothing, what was measured beforehand, or what they take.
+SCHEDULING_TIMES = ("none", "model", "measured")
 #: vLLM engine arguments that mean something without a device.
 ENGINE_ARGS = (*_COUNTS, *_FLAGS, "additional_config", "scheduler_cls", "scheduling_policy")
 
@@ -61,6 +63,8 @@ class SimOptions:
         stall_timeout_s: A run ends when no token has come for this much virtual time while
             requests wait.
         seed: Of the warm-up prompts.
+        scheduling_time: One of ``SCHEDULING_TIMES``, for every scheduler; ``model`` charges what
+            `benchmarks/scheduler` has measured of vLLM's own and of ours.
     """
 
     profile: StepProfile
@@ -69,13 +73,14 @@ class SimOptions:
     num_warmups: int = 8
     stall_timeout_s: float = 120.0
     seed: int = 0
+    scheduling_time: str = "none"
 
 
 class SimBackend:
     """Virtual time. Equal arguments give equal results, the scheduler's CPU time excepted.
 
     vLLM's scheduler, KV cache manager and requests are the real ones; a step takes what the
-    profile says, and scheduling takes no virtual time (its CPU time is measured beside it).
+    profile says, and scheduling what the options say (its CPU time is measured beside it).
     The scheduler never sees how long an output will be: every request has the largest output of
     the run as its limit, as far as the context allows, and ends with an end-of-text token.
     """
@@ -87,6 +92,11 @@ class SimBackend:
         self.model_id = options.profile.name
         self.tokenizer_id = options.profile.name
         self._checked(options.engine_args)
+        if options.scheduling_time not in SCHEDULING_TIMES:
+            raise ConfigError(
+                f"'scheduling_time' must be one of {', '.join(SCHEDULING_TIMES)} "
+                f"(got {options.scheduling_time!r})."
+            )
 
     @property
     def limits(self) -> ModelLimits:
@@ -173,6 +183,7 @@ class SimBackend:
                 additional_config=additional,
                 step_time=profile.step_time,
                 stall_limit_s=self.options.stall_timeout_s,
+                scheduling_time=_scheduling_time(self.options.scheduling_time, scheduler),
                 swap_link=swap_link,
                 **{name: args[name] for name in ("block_size", "max_model_len", *_DEFAULTS)},
             )
@@ -331,6 +342,16 @@ class _Replay:
                     extra_args=args or None,
                 )
             )
+
+
+def _scheduling_time(name: str, scheduler: SchedulerSpec) -> Any:
+    """What the engine charges for a scheduler's own calls."""
+    from sola_sched.simulator import scheduling_time
+
+    if name == "model":
+        is_ours = scheduler.kind == "sola"
+        return scheduling_time.SOLA if is_ours else scheduling_time.STOCK
+    return scheduling_time.MEASURED if name == "measured" else None
 
 
 def _swap_link(profile: StepProfile, scheduler: SchedulerSpec) -> Any:

@@ -161,17 +161,20 @@ def run_point(point: Point, data: Path | None = None) -> Row:
 def run_outcome(point: Point, data: Path | None = None) -> RunOutcome:
     """The run of a point with the times of every token."""
     environment.prepare(None, is_random=True)
-    backend = make_backend(point.profile)
+    backend = make_backend(point.profile, point.scheduling_time)
     workload = make_workload(point, backend.limits, data)
     return backend.run(workload, scheduler_spec(point), point.slo)
 
 
-def make_backend(profile: str) -> Any:
+def make_backend(profile: str, scheduling_time: str = "none") -> Any:
     """The virtual-time backend of a profile, at the budget of all sweeps."""
     from sola_sched.bench.sim_backend import SimBackend, SimOptions
 
     args = {"max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
-    return SimBackend(SimOptions(load_step_profile(profile), engine_args=args))
+    options = SimOptions(
+        load_step_profile(profile), engine_args=args, scheduling_time=scheduling_time
+    )
+    return SimBackend(options)
 
 
 def scheduler_spec(point: Point) -> SchedulerSpec:

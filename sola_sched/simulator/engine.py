@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -20,6 +21,7 @@ from sola_sched.simulator.host import (
     make_vllm_config,
 )
 from sola_sched.simulator.request import RequestRecord, VirtualRequest
+from sola_sched.simulator.scheduling_time import SchedulingTime
 
 if TYPE_CHECKING:
     from sola_sched.simulator.swap_link import LinkSpeed
@@ -76,7 +78,9 @@ class VirtualEngine:
     the step runs for `step_time` virtual seconds, aborts that came in meanwhile are processed,
     and `update_from_output()` delivers the sampled tokens. Under async scheduling the loop is
     the core's pipeline of depth two: a step is scheduled while the one before executes, and
-    starts when that one ends. Scheduling itself takes no virtual time.
+    starts when that one ends. Scheduling takes no virtual time unless `scheduling_time` is given.
+    Then the clock moves with both calls: each step of a synchronous engine is longer by that, while
+    an asynchronous one schedules beside the step before and waits only for what exceeds it.
 
     Args:
         scheduler_cls: A subclass of vLLM's `Scheduler`. Attributes `sola_clock` and
@@ -88,6 +92,8 @@ class VirtualEngine:
         clock: The time; arrivals and aborts are on its scale.
         stall_limit_s: Virtual seconds in which no token is delivered and no request ends,
             although requests are unfinished, after which `step()` raises.
+        scheduling_time: What the scheduler's own calls take, half of it each; ``"measured"`` for
+            the processor time of the very run, None for nothing.
         swap_link: Link over which our scheduler swaps KV; None has preempted requests computed
             again.
     """
@@ -110,6 +116,7 @@ class VirtualEngine:
         step_time: StepTime,
         clock: VirtualClock | None = None,
         stall_limit_s: float = 300.0,
+        scheduling_time: SchedulingTime | Literal["measured"] | None = None,
         swap_link: LinkSpeed | None = None,
     ) -> None:
         self.vllm_config = make_vllm_config(
@@ -129,6 +136,7 @@ class VirtualEngine:
         self.num_steps = 0
         self._step_time = step_time
         self._stall_limit_s = stall_limit_s
+        self._scheduling_time = scheduling_time
         self._depth = 2 if async_scheduling else 1
         self._vocab_size = self.vllm_config.model_config.get_vocab_size()
         self._block_hasher = make_block_hasher(self.vllm_config)
@@ -262,9 +270,11 @@ class VirtualEngine:
 
     def _launch(self) -> StepTrace:
         now_s = self.clock.now
+        cpu_s = time.thread_time()
         output = self._scheduler.schedule()
+        self._charge(output, cpu_s)
         requests = self._scheduler.requests
-        start_s = max(now_s, self._device_free_s)
+        start_s = max(self.clock.now, self._device_free_s)
         end_s = start_s + self._step_time(output, requests)
         self._device_free_s = end_s
         sampling = []
@@ -288,11 +298,23 @@ class VirtualEngine:
             self.num_steps += 1
         elif not self._is_executing() and self._scheduler.has_unfinished_requests():
             self._advance(self.clock.now + _IDLE_S)
-        outputs = self._scheduler.update_from_output(trace.output, self._sample(trace))
+        sampled, cpu_s = self._sample(trace), time.thread_time()
+        outputs = self._scheduler.update_from_output(trace.output, sampled)
+        self._charge(trace.output, cpu_s)
         for batch in outputs.values():
             self._record(batch.outputs)
         self._check_progress(delivered=any(batch.outputs for batch in outputs.values()))
         return trace
+
+    def _charge(self, output: SchedulerOutput, cpu_s: float) -> None:
+        """Let the clock move by what a call took that began at `cpu_s` of the thread's time."""
+        model = self._scheduling_time
+        if model is None:
+            return
+        if isinstance(model, SchedulingTime):
+            self.clock.now += 0.5 * model.step_s(len(output.num_scheduled_tokens))
+        else:
+            self.clock.now += time.thread_time() - cpu_s
 
     def _is_executing(self) -> bool:
         return any(trace.output.total_num_scheduled_tokens for trace in self._in_flight)
