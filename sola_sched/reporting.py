@@ -54,44 +54,41 @@ class IntervalLog:
         if self._started_s is None:
             self._started_s = now_s
 
-    def is_due(self, now_s: float, is_idle: bool, num_ended: int) -> bool:
-        """Ask after each step.
+    def due_s(self, now_s: float, is_idle: bool, num_ended: int) -> float | None:
+        """Ask after each step. Where a line is due, the next interval begins.
 
         Args:
             now_s: On any monotonic clock.
             is_idle: No requests are left.
             num_ended: Requests that have ended since start.
+
+        Returns:
+            The seconds that the line is about, None if none is due.
         """
-        self.begin(now_s)
-        if not is_idle:
-            assert self._started_s is not None
-            return now_s - self._started_s >= self._interval_s
-        if num_ended != self._num_ended:
-            return True
-        self._started_s = None
-        return False
+        passed_s = 0.0 if self._started_s is None else now_s - self._started_s
+        if is_idle:
+            is_due, self._started_s = num_ended != self._num_ended, None
+        else:
+            is_due = passed_s >= self._interval_s
+            self.begin(now_s)
+        if not is_due:
+            return None
+        self._num_ended = num_ended
+        self._started_s = None if is_idle else now_s
+        return passed_s
 
     def line(
-        self,
-        stats: Mapping[str, Any],
-        now_s: float,
-        is_idle: bool,
-        num_ended: int,
-        *,
-        num_running: int,
-        num_waiting: int,
+        self, passed_s: float, stats: Mapping[str, Any], *, num_running: int, num_waiting: int
     ) -> str:
         """The line that is due.
 
         Args:
+            passed_s: From `due_s`.
             stats: `SolaSchedulerMixin.sola_stats`, since start.
             num_running, num_waiting: Requests now.
-            The rest: as in `is_due`.
         """
-        passed_s = now_s - (now_s if self._started_s is None else self._started_s)
         text = summary_line(since(stats, self._before), num_running, num_waiting)
-        self._before, self._num_ended = stats, num_ended
-        self._started_s = None if is_idle else now_s
+        self._before = stats
         return f"last {passed_s:.1f} s: {text}"
 
 

@@ -615,11 +615,13 @@ class SolaSchedulerMixin(SwapMixin):
         }
 
     def _log(self) -> None:
-        now = self.sola_clock(), not self.requests, self.sola_monitor.num_ended
-        if self._interval_log.is_due(*now):
+        passed_s = self._interval_log.due_s(
+            self.sola_clock(), not self.requests, self.sola_monitor.num_ended
+        )
+        if passed_s is not None:
             num_running, num_waiting = len(self.running), len(self.waiting)
             line = self._interval_log.line(
-                self.sola_stats(), *now, num_running=num_running, num_waiting=num_waiting
+                passed_s, self.sola_stats(), num_running=num_running, num_waiting=num_waiting
             )
             logger.info("sola_sched: %s", line)
 

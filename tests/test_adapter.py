@@ -458,3 +458,19 @@ def test_a_prompt_longer_than_its_target_is_not_lost_if_it_is_cached(monkeypatch
     known = share_attained()
     monkeypatch.setattr(Seams, "caches_prefixes", False)
     assert known > share_attained() + 0.2
+
+
+def test_a_log_line_that_fails_is_tried_again_an_interval_later_and_no_sooner() -> None:
+    engine = make_engine(sola={"ttft_s": 1.0, "tpot_s": 0.05, "log_interval_s": 2.0})
+    asked: list[float] = []
+
+    def fail() -> dict[str, Any]:
+        asked.append(engine.clock.now)
+        raise RuntimeError("no figures today")
+
+    engine.scheduler.sola_stats = fail
+    records = engine.run(make_workload(60, 6.0))
+    assert all(r.is_finished for r in records)
+    assert len(asked) >= 3
+    gaps = np.diff(asked)[:-1]  # the last is that before idling
+    assert np.all(gaps >= 2.0)

@@ -93,76 +93,63 @@ def test_a_line_tells_of_its_interval_and_leaves_the_counters_since_start_as_the
     monitor = StateMonitor(make_cost(), FixedLengths(), lambda: 0.0)
     log = IntervalLog(10.0)
 
-    def line(now_s: float, num_held: int, **ended: int) -> str:
+    def line(passed_s: float, num_held: int, **ended: int) -> str:
         for name, value in ended.items():
             setattr(monitor.stats, name, getattr(monitor.stats, name) + value)
         ends = monitor.stats.by_class["default"]
         ends.attained, ends.rejected = monitor.stats.num_attained, monitor.stats.num_rejected
         stats = engine_stats("attain", monitor) | COUNTS | {"num_held": num_held}
-        return log.line(stats, now_s, False, 0, num_running=1, num_waiting=2)
+        return log.line(passed_s, stats, num_running=1, num_waiting=2)
 
-    log.begin(5.0)
     met = {"num_finished": 40, "num_attained": 40, "num_ttft_met": 40, "num_tpot_met": 40}
-    first = line(15.0, 7, **met)
+    first = line(10.0, 7, **met)
     assert first.startswith("last 10.0 s: 40 finished, 0 rejected, 0 aborted, attained 100.0% ")
     assert "7 holds" in first
-    second = line(27.5, 9, **met, num_rejected=60, num_aborted=2, num_failed=3)
+    second = line(12.5, 9, **met, num_rejected=60, num_aborted=2, num_failed=3)
     assert second.startswith(
         "last 12.5 s: 40 finished, 60 rejected, 2 aborted, 3 failed, attained 40.0% (TTFT 40.0%, "
         "TPOT 100.0%), 1 running, 2 waiting"
     )
     assert "2 holds" in second
-    assert "0 finished, 0 rejected, 0 aborted, attained - " in line(38.0, 9)
+    assert "0 finished, 0 rejected, 0 aborted, attained - " in line(10.0, 9)
     assert engine_stats("attain", monitor)["num_finished"] == 80
 
 
 def test_what_was_swapped_is_told_of_the_interval_too() -> None:
     stats = engine_stats("attain", StateMonitor(make_cost(), FixedLengths(), lambda: 0.0)) | COUNTS
     log = IntervalLog(1.0)
-    lines = [
-        log.line(
-            stats | {"swap": {"num_swapped_out": out, "num_swapped_in": 0, "crossover_tokens": 9}},
-            *(float(out), False, 0),
-            num_running=1,
-            num_waiting=0,
-        )
-        for out in (100, 130)
-    ]
+    swaps = [{"num_swapped_out": n, "num_swapped_in": 0, "crossover_tokens": 9} for n in (100, 130)]
+    lines = [log.line(1.0, stats | {"swap": n}, num_running=1, num_waiting=0) for n in swaps]
     assert "100 KV tokens copied to the host" in lines[0]
     assert "30 KV tokens copied to the host" in lines[1]
 
 
-def ask(log: IntervalLog, *steps: tuple[float, bool, int]) -> list[float]:
-    """Times at which a line was due, of steps (time, whether idle after it, ends since start)."""
-    stats = engine_stats("attain", StateMonitor(make_cost(), FixedLengths(), lambda: 0.0)) | COUNTS
-    due = []
-    for step in steps:
-        if log.is_due(*step):
-            log.line(stats, *step, num_running=0, num_waiting=0)
-            due.append(step[0])
-    return due
+def ask(log: IntervalLog, *steps: tuple[float, bool, int]) -> list[tuple[float, float]]:
+    """When a line was due and for how long, of steps (time, whether idle after it, ends so far)."""
+    passed = [(step[0], log.due_s(*step)) for step in steps]
+    return [(now_s, passed_s) for now_s, passed_s in passed if passed_s is not None]
 
 
 def test_a_line_is_due_after_each_interval_the_first_one_too() -> None:
     log = IntervalLog(10.0)
     log.begin(100.0)
     steps = [(100.0 + 0.5 * i, False, i) for i in range(80)]
-    assert ask(log, *steps) == [110.0, 120.0, 130.0]
+    assert ask(log, *steps) == [(110.0, 10.0), (120.0, 10.0), (130.0, 10.0)]
 
 
 def test_a_line_is_due_before_idling_if_anything_has_ended_since_the_last_one() -> None:
     log = IntervalLog(10.0)
     log.begin(0.0)
-    assert ask(log, (1.0, False, 0), (2.0, True, 3)) == [2.0]
+    assert ask(log, (1.0, False, 0), (2.0, True, 3)) == [(2.0, 2.0)]
     assert ask(log, (2.1, True, 3), (500.0, True, 3)) == []  # such as a step without requests
 
 
 def test_idle_time_is_no_part_of_an_interval() -> None:
     log = IntervalLog(10.0)
     log.begin(0.0)
-    assert ask(log, (2.0, True, 3)) == [2.0]
+    assert ask(log, (2.0, True, 3)) == [(2.0, 2.0)]
     log.begin(3600.0)
-    assert ask(log, (3601.0, False, 3), (3609.9, False, 4), (3610.0, False, 4)) == [3610.0]
+    assert ask(log, (3601.0, False, 3), (3609.9, False, 4), (3610.0, False, 4)) == [(3610.0, 10.0)]
     assert ask(log, (3611.0, True, 4)) == []
     log.begin(9000.0)
-    assert ask(log, (9001.0, False, 4), (9010.0, False, 5)) == [9010.0]
+    assert ask(log, (9001.0, False, 4), (9010.0, False, 5)) == [(9010.0, 10.0)]
