@@ -24,7 +24,7 @@ install:  ## Create the virtualenv and install what this machine needs
 test: install  ## Run the fast tests, including those on vLLM's engine with a tiny model
 	$(VENV)/bin/pytest $$(.ci/parallel) $(ARGS)
 
-test-slow: install  ## Run the tests that the fast run leaves out
+test-slow: install  ## Run the tests that the fast run leaves out, with every seed; for a release
 	$(VENV)/bin/pytest $$(.ci/parallel) -m "slow and not gpu and not timing" $(ARGS)
 
 test-timing: install  ## Run the tests that compare times; leave the machine to them

@@ -193,7 +193,8 @@ def test_every_request_ends_and_every_block_returns(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.long
+@pytest.mark.timeout(3600)
 @both_modes
 @both_classes
 @given(requests=workloads(), chosen=options())

@@ -47,7 +47,17 @@ def disturbed(seed: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("seed", range(100))
+#: The rest in `make test-slow` only.
+NUM_SHORT = 8
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *range(NUM_SHORT),
+        *(pytest.param(seed, marks=pytest.mark.long) for seed in range(NUM_SHORT, 100)),
+    ],
+)
 def test_no_fault_shows_in_a_token_or_stays_behind(seed, model_dir):
     arguments = disturbed(seed)
     spared = [replace(r, abort_step=None) for r in arguments["requests"]]

@@ -41,8 +41,15 @@ def test_smallest_cache_that_vllm_accepts(block_size, num_blocks, is_async, mode
     assert result.num_recomputed == 0
 
 
-@pytest.mark.parametrize("mode", ["raw", "int8"])
-@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "caching"),
+    [
+        ("raw", True),
+        ("int8", True),
+        pytest.param("raw", False, marks=pytest.mark.long),
+        pytest.param("int8", False, marks=pytest.mark.long),
+    ],
+)
 def test_tensor_parallel_2(mode, caching, model_dir, reference):
     """Each of the two workers, processes of their own, has a part of the heads."""
     result = run(

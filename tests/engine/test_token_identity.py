@@ -8,7 +8,7 @@ negative control proves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -81,6 +81,15 @@ def workload_of(case: Case, **options: Any) -> list[EngineRequest]:
 #: Everything that can go wrong together: scarce KV, mixed targets, aborts.
 HARD_CASES = list(product(POLICIES, (False, True), (False, True), (True,), ("mixed",)))
 ALL_CASES = list(product(POLICIES, (False, True), (False, True), (False, True), SLOS))
+
+
+def short_and_long(cases: Iterable[Any], stride: int) -> list[Any]:
+    """The cases; all but every `stride`-th are `long`. Of ``ALL_CASES`` every seventh has every
+    pair of choices."""
+    return [
+        case if number % stride == 0 else pytest.param(case, marks=pytest.mark.long)
+        for number, case in enumerate(cases)
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -177,7 +186,7 @@ def test_tokens_are_stock_with_room_for_everything(policy, model_dir, reference)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ALL_CASES, ids=name_of)
+@pytest.mark.parametrize("case", short_and_long(ALL_CASES, 7), ids=name_of)
 def test_tokens_are_stock_in_every_combination(case, model_dir, reference):
     result = run(requests=workload_of(case), model_dir=model_dir, **options_of(case))
 
@@ -185,7 +194,7 @@ def test_tokens_are_stock_in_every_combination(case, model_dir, reference):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", short_and_long(range(8), 4))
 def test_random_aborts_spare_the_survivors(seed, model_dir):
     """Half of the requests are aborted at random, in every state."""
     requests = make_workload(32, output_len=60, seed=seed, num_aborts=16, extra_args=MIXED_SLOS)
@@ -203,27 +212,43 @@ V2_CASES = list(product(POLICIES, (False, True), (False, True), (False, True), (
 
 
 @pytest.fixture(scope="module")
-def v2_results(model_dir: Path) -> list[RunResult]:
-    """All V2 cases, one after the other in one subprocess; the first one is stock vLLM."""
-    cases = [{"scheduler_cls": STOCK, "requests": make_workload(**V2_SIZE)}]
-    for case in V2_CASES:
-        requests = workload_of(case, **V2_SIZE, num_aborts=3 if case[3] else 0)
-        cases.append({"requests": requests, **options_of(case)})
-    return run_on_v2(cases, model_dir)
+def v2_results(model_dir: Path) -> Callable[[bool], list[RunResult]]:
+    """Stock vLLM and the cases with scarce memory, or those with room, in one subprocess."""
+
+    @cache
+    def results_of(is_tight: bool) -> list[RunResult]:
+        cases = [{"scheduler_cls": STOCK, "requests": make_workload(**V2_SIZE)}]
+        for case in v2_group(is_tight):
+            requests = workload_of(case, **V2_SIZE, num_aborts=3 if is_tight else 0)
+            cases.append({"requests": requests, **options_of(case)})
+        return run_on_v2(cases, model_dir)
+
+    return results_of
+
+
+def v2_group(is_tight: bool) -> list[Case]:
+    return [case for case in V2_CASES if case[3] == is_tight]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_v2_runner_and_v1_runner_agree_on_the_reference(v2_results, model_dir):
-    assert_same_tokens(v2_results[0], run(STOCK, make_workload(**V2_SIZE), model_dir))
+    reference = run(STOCK, make_workload(**V2_SIZE), model_dir)
+
+    assert_same_tokens(v2_results(True)[0], reference)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("index", range(len(V2_CASES)), ids=map(name_of, V2_CASES))
-def test_tokens_are_stock_on_the_v2_runner(index, v2_results):
-    case, result = V2_CASES[index], v2_results[index + 1]
+@pytest.mark.parametrize(
+    "case",
+    [*v2_group(True), *(pytest.param(case, marks=pytest.mark.long) for case in v2_group(False))],
+    ids=name_of,
+)
+def test_tokens_are_stock_on_the_v2_runner(case, v2_results):
+    stock, *results = v2_results(case[3])
+    result = results[v2_group(case[3]).index(case)]
 
-    assert_same_tokens(result, v2_results[0], num_aborts=3)
+    assert_same_tokens(result, stock, num_aborts=3)
     if case[0] == "chaos" and case[3]:
         assert result.num_preemptions >= 5
