@@ -64,6 +64,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not is_present()
     }
     for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("slow"):
+            raise pytest.UsageError(f"A long test must be slow too (got {item.nodeid}); mark it.")
         for marker, skip in skips.items():
             if item.get_closest_marker(marker):
                 item.add_marker(skip)

@@ -83,6 +83,7 @@ def test_length_histogram_and_swap_policy_decide_our_runs(changed: Any) -> None:
         assert sweep.key_of(point) != key, name
 
 
+@pytest.mark.slow
 def test_all_that_a_run_imports_is_in_its_key() -> None:
     """The imports are found by reading; here they are found by running, in a fresh process."""
     script = (

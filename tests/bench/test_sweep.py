@@ -85,6 +85,7 @@ def test_a_line_cut_off_by_a_kill_is_run_again(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_rows_are_the_same_in_worker_processes(tmp_path: Path) -> None:
     alone = sweep.run(POINTS, tmp_path / "alone.jsonl", is_hidden=True)
     together = sweep.run(POINTS, tmp_path / "together.jsonl", num_workers=2, is_hidden=True)
@@ -239,9 +240,14 @@ def test_benchmark_prints_and_saves_the_bound(
     ("name", "head", "num_lines"),
     [
         ("table4", "| model | scheduler | req/s |", 7),
-        ("benefit", "| model, SLO | load | req/s | best stock | peak memory alone |", 3),
+        pytest.param(
+            "benefit",
+            "| model, SLO | load | req/s | best stock | peak memory alone |",
+            3,
+            marks=pytest.mark.slow,
+        ),
         ("cost", "| model | data | req/s |", 3),
-        ("hindsight", "| data | load | req/s | sola |", 3),
+        pytest.param("hindsight", "| data | load | req/s | sola |", 3, marks=pytest.mark.slow),
     ],
 )
 def test_experiments_run_without_data(

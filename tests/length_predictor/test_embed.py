@@ -122,6 +122,7 @@ def test_long_prompt_is_seen_by_its_two_ends(int8: SentenceEncoder) -> None:
     assert ids[-2:] == int8.token_ids("end")[-2:]
 
 
+@pytest.mark.slow
 @needs_wheel
 def test_threads_of_the_process_are_put_back() -> None:
     """In a process of its own: once vLLM's engine runs in one, their number cannot be changed."""
