@@ -54,7 +54,7 @@ def support_of(vllm_config: Any, config: SolaConfig) -> Support:
     limits = []
     if not scheduler.enable_chunked_prefill:
         limits.append(WHOLE_PROMPTS)
-    if model.supports_multimodal_inputs or model.is_encoder_decoder:
+    if model.is_multimodal_model or model.is_encoder_decoder:
         limits.append(ENCODER)
     if model.is_hybrid and vllm_config.cache_config.mamba_cache_mode == "align":
         limits.append(ALIGNED)

@@ -148,7 +148,7 @@ PARTS = (
     ),
     Part(
         "vllm.config.ModelConfig",
-        _names("runner_type supports_multimodal_inputs is_encoder_decoder is_hybrid"),
+        _names("runner_type is_multimodal_model is_encoder_decoder is_hybrid"),
         at="vllm_config.model_config",
     ),
     Part("vllm.config.CacheConfig", _names("mamba_cache_mode"), at="vllm_config.cache_config"),

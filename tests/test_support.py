@@ -48,7 +48,7 @@ def vllm_config(**overrides: Any) -> SimpleNamespace:
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             runner_type="generate",
-            supports_multimodal_inputs=False,
+            is_multimodal_model=False,
             is_encoder_decoder=False,
             is_hybrid=False,
         ),
@@ -79,7 +79,7 @@ SWAP = SimpleNamespace(kv_connector="SolaKVSwapConnector")
             Support(limits=(support.WHOLE_PROMPTS,)),
         ),
         (
-            {"model_config__supports_multimodal_inputs": True},
+            {"model_config__is_multimodal_model": True},
             {},
             Support(limits=(support.ENCODER,)),
         ),
