@@ -98,6 +98,12 @@ class Coefficients:
             overlap=shared,
         )
 
+    def as_fit(self) -> NDArray[np.float64]:
+        """The row of a fit that `from_fit` would read these coefficients off."""
+        own_prefill, own_decode = self.d0 - self.overlap, self.c1 - self.overlap
+        row = (self.a0, self.b0, self.c0, self.a1, self.b1, self.overlap, own_prefill, own_decode)
+        return np.maximum(row, 0.0)
+
 
 def write_profile(
     path: str | os.PathLike[str], coefficients: Coefficients, meta: Mapping[str, Any]

@@ -95,7 +95,8 @@ def fit_coefficients(
         previous: Coefficients [NUM_FEATURES] that unidentified directions stay close to, or None.
 
     Returns:
-        Coefficients [NUM_FEATURES], finite and >= 0; 0 for features that never occur.
+        Coefficients [NUM_FEATURES], finite and >= 0; for features that never occur the previous
+        ones, or 0.
     """
     # Very short outliers must not get the leverage of 1 / t.
     floor_s = 0.25 * float(np.median(times_s))
@@ -120,9 +121,8 @@ def fit_coefficients(
         residual = np.abs(times_s - predicted) / denominator
         cut = _HUBER_SIGMAS * max(1.4826 * float(np.median(residual)), _MIN_SIGMA)
         weights = np.sqrt(np.minimum(1.0, cut / np.maximum(residual, cut))) / denominator
-    if previous is None:
-        solution[~is_used] = 0.0
     result: FloatArray = solution / scale
+    result[~is_used] = 0.0 if previous is None else previous[~is_used]
     return result
 
 

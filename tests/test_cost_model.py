@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +37,11 @@ def make_model(**changes: float) -> CostModel:
     return CostModel.from_coefficients(Coefficients(**(values | changes)))
 
 
+def scaled_model(factor: float) -> CostModel:
+    """The truth, all of it too large by a factor."""
+    return make_model(**{name: factor * getattr(TRUTH, name) for name in TRUTH.__slots__})
+
+
 def random_shapes(rng: np.random.Generator) -> Iterator[StepShape]:
     """Mostly decode-only and mixed steps, as a loaded server computes them."""
     while True:
@@ -49,12 +56,12 @@ def random_shapes(rng: np.random.Generator) -> Iterator[StepShape]:
 
 
 def random_steps(
-    rng: np.random.Generator, count: int, *, slowdown: float = 1.0
+    rng: np.random.Generator, count: int, *, slowdown: float = 1.0, noise: float = NOISE
 ) -> list[tuple[StepShape, float]]:
     truth = make_model()
     shapes = random_shapes(rng)
     return [
-        (shape, slowdown * truth.step_s(shape) * rng.lognormal(0.0, NOISE))
+        (shape, slowdown * truth.step_s(shape) * rng.lognormal(0.0, noise))
         for shape, _ in zip(shapes, range(count), strict=False)
     ]
 
@@ -225,6 +232,63 @@ def test_gamma_of_an_unseen_kind_follows_a_seen_one_until_it_has_steps() -> None
 
     assert followed == pytest.approx((1.05, 1.05, 1.05))
     assert model.gamma == pytest.approx((1.045, 1.05, 1.05))
+
+
+@pytest.mark.parametrize("wrong", [0.1, 0.2, 5.0, 10.0])
+@pytest.mark.parametrize("num_early", [1, 3, 6])
+def test_a_kind_that_ran_a_few_times_early_follows_the_others(wrong: float, num_early: int) -> None:
+    truth, model = make_model(), scaled_model(wrong)
+    prefill, decode = make_shape(chunk=512), make_shape(num_decodes=8, ctx=4000)
+
+    for shape in [prefill] * num_early + [decode] * 60:
+        model.observe(shape, truth.step_s(shape))
+
+    assert model.decode_s(8.0, 4000.0) == pytest.approx(truth.step_s(decode), rel=0.05)
+    assert model.prefill_s(512.0) == pytest.approx(truth.step_s(prefill), rel=0.6)
+    assert model.step_s(make_shape(num_decodes=8, ctx=4000, chunk=512)) == pytest.approx(
+        truth.step_s(make_shape(num_decodes=8, ctx=4000, chunk=512)), rel=0.6
+    )
+
+
+@pytest.mark.parametrize("wrong", [0.1, 0.2, 5.0, 10.0])
+def test_eight_steps_of_a_kind_far_off_to_one_side_correct_it_at_once(wrong: float) -> None:
+    truth, model = make_model(), scaled_model(wrong)
+    decode, chunk = make_shape(num_decodes=8, ctx=4000), make_shape(chunk=512)
+
+    for _ in range(8):
+        model.observe(decode, truth.step_s(decode))
+
+    assert model.gamma == pytest.approx((1 / wrong,) * 3)
+    assert model.step_s(chunk) == pytest.approx(truth.step_s(chunk))
+
+
+def test_outliers_between_usual_steps_never_correct_at_once() -> None:
+    model = make_model()
+    shape = make_shape(num_decodes=8, ctx=4000)
+    base = model.step_s(shape)
+
+    for turn in range(20):
+        for time in (*[50.0 * base] * 7, base):
+            model.observe(shape, time)
+            assert model.gamma.decode < 1.1 ** (7 * turn + 8)
+        for _ in range(60):
+            model.observe(shape, base)
+        assert model.gamma.decode == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_kind_with_many_steps_keeps_its_own_factor() -> None:
+    model = make_model()
+    decode, chunk = make_shape(num_decodes=8, ctx=4000), make_shape(chunk=512)
+    decode_s, chunk_s = model.step_s(decode), model.step_s(chunk)
+
+    for _ in range(80):
+        model.observe(chunk, 1.3 * chunk_s)
+        model.observe(decode, decode_s)
+    for _ in range(200):
+        model.observe(decode, decode_s)
+
+    assert model.gamma.prefill == pytest.approx(1.3, rel=0.01)
+    assert model.gamma.decode == pytest.approx(1.0, rel=0.01)
 
 
 def test_one_idle_gap_barely_moves_gamma() -> None:
@@ -412,6 +476,82 @@ def test_learning_from_anything_keeps_predictions_finite(
     for shape, _ in steps:
         assert 0.0 <= model.step_s(shape) < math.inf
     assert all(0.0 < gamma < math.inf for gamma in model.gamma)
+
+
+# ---- taking over from a profile
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"c0": 10 * TRUTH.c0},
+        {"c0": TRUTH.c0 / 10},
+        {"a1": 20 * TRUTH.a1, "b1": 20 * TRUTH.b1},
+        {"d0": 10 * TRUTH.d0, "c1": 10 * TRUTH.c1, "overlap": 10 * TRUTH.overlap},
+    ],
+    ids=["dear tokens", "cheap tokens", "dear decodes", "slow steps"],
+)
+def test_live_steps_take_over_from_a_profile_whose_error_stays_high(
+    wrong: dict[str, float],
+) -> None:
+    model = make_model(**wrong)
+    said: list[str] = []
+    model.on_relearned = said.append
+    assert not model.is_learning
+
+    for shape, time in random_steps(np.random.default_rng(9), 600):
+        model.observe(shape, time)
+
+    assert model.is_relearned
+    assert model.is_learning
+    later = random_steps(np.random.default_rng(10), 300)
+    assert mean_error(model, later) < 1.2 * MAX_MEAN_ERROR
+    [message] = said
+    assert re.search(r"profile are off by \d+\.\d%.* by \d+\.\d%.*learned from live", message)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.1, 0.2])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_right_profile_stays_whatever_the_noise(noise: float, seed: int) -> None:
+    model = make_model()
+
+    for shape, time in random_steps(np.random.default_rng(seed), 3000, noise=noise):
+        model.observe(shape, time)
+
+    assert not model.is_relearned
+    assert model.coefficients == TRUTH
+
+
+def test_a_right_profile_stays_when_the_machine_becomes_slower() -> None:
+    model, rng = make_model(), np.random.default_rng(11)
+
+    for slowdown in (1.0, 1.6, 0.8, 3.0, 1.0):
+        for shape, time in random_steps(rng, 300, slowdown=slowdown):
+            model.observe(shape, time)
+
+    assert not model.is_relearned
+
+
+def test_what_live_steps_never_show_stays_as_the_profile_has_it() -> None:
+    model, truth = make_model(c0=10 * TRUTH.c0), make_model()
+    rng = np.random.default_rng(12)
+
+    for shape, _ in random_steps(rng, 600):  # without any context before a chunk
+        shape = dataclasses.replace(shape, prefill_ctx_tokens=0.0)
+        model.observe(shape, truth.step_s(shape) * rng.lognormal(0.0, NOISE))
+
+    assert model.is_relearned
+    assert model.coefficients.a0 > 0.1 * TRUTH.a0
+
+
+def test_coefficients_of_zero_are_learned_from_live_steps() -> None:
+    model = CostModel.from_coefficients(Coefficients(*[0.0] * 8))
+
+    for shape, time in random_steps(np.random.default_rng(13), 300):
+        model.observe(shape, time)
+
+    assert model.is_relearned
+    assert mean_error(model, random_steps(np.random.default_rng(14), 300)) < MAX_MEAN_ERROR
 
 
 def test_fit_without_a_usable_step_is_refused() -> None:
