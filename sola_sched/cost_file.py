@@ -31,6 +31,12 @@ COEFFICIENT_UNITS = {
     "overlap": "s",
 }
 
+#: Within these limits is the time of the shortest step: one decode, or one token of a prompt.
+MIN_SHORTEST_STEP_S, MAX_SHORTEST_STEP_S = 1e-6, 30.0
+#: Most that a prompt of a thousand tokens may take at once.
+MAX_PROMPT_S = 3600.0
+_PROMPT_TOKENS = 1000
+
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
@@ -186,4 +192,31 @@ def _parse(document: Any) -> tuple[Coefficients, dict[str, Any]]:
     meta = document.get("meta", {})
     if not isinstance(meta, dict):
         raise ProfileError(f"'meta' must be an object (got {meta!r}).")
-    return Coefficients(**values), meta
+    coefficients = Coefficients(**values)
+    check_possible(coefficients)
+    return coefficients, meta
+
+
+def check_possible(coefficients: Coefficients) -> None:
+    """Refuse step times that no machine has.
+
+    Raises:
+        ProfileError: A limit of this module is broken; the message names the step and its time.
+    """
+    c, prompt = coefficients, _PROMPT_TOKENS
+    times = (
+        ("one decode", c.a1 + c.b1 + c.c1, MIN_SHORTEST_STEP_S, MAX_SHORTEST_STEP_S),
+        ("one prompt token", c.b0 + c.c0 + c.d0, MIN_SHORTEST_STEP_S, MAX_SHORTEST_STEP_S),
+        (
+            f"a prompt of {prompt:,} tokens",
+            prompt * (prompt * c.b0 + c.c0) + c.d0,
+            MIN_SHORTEST_STEP_S,
+            MAX_PROMPT_S,
+        ),
+    )
+    for what, time_s, least_s, most_s in times:
+        if not least_s <= time_s <= most_s:
+            raise ProfileError(
+                f"A step with {what} must take {least_s:g} to {most_s:g} s (got {time_s:g} s); "
+                "run `python -m sola_sched.profile` again."
+            )

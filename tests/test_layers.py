@@ -20,6 +20,7 @@ LEAVES = ("kernels", "kv_swap", "length_predictor")
 
 #: Modules above the core that may know vLLM or Ray.
 EDGES = (
+    "sola_sched.engine_facts",
     "sola_sched.kv_swap.connector",
     "sola_sched.plugin",
     "sola_sched.plugin_swap",
@@ -44,6 +45,7 @@ CORE_THIRD_PARTY = {"numpy", "scipy"}
 DOORS = {
     "vllm": (
         "sola_sched.bench.engine_backend*",
+        "sola_sched.engine_facts",
         "sola_sched.kv_swap.connector",
         "sola_sched.plugin",
         "sola_sched.plugin_swap",

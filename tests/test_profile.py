@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from sola_sched.cost_fit import DECODE, MIXED, PREFILL, kind_of
 from sola_sched.cost_model import Coefficients, CostModel, StepShape
+from sola_sched.engine_facts import COMPARED, differences
 from sola_sched.errors import ProfileError
 from sola_sched.profile import StepRecorder, main, shape_of
 from sola_sched.profile_grid import (
@@ -299,6 +300,7 @@ def test_profile_of_a_real_engine_covers_every_kind_and_is_usable(
     errors = model.meta["errors"]
     assert {"prefill only", "decode only", "mixed", "all"} == set(errors)
     assert model.meta["dtype"] == "torch.float32"
+    assert set(COMPARED) <= set(model.meta)
     assert model.step_s(StepShape(8, 800, 64, 64.0**2, 0.0)) > 0.0
     assert "written to" in capsys.readouterr().out
 
@@ -329,3 +331,21 @@ def test_kinds_of_steps() -> None:
     assert kind_of(StepShape(1, 5, 0, 0, 0)) == DECODE
     assert kind_of(StepShape(1, 5, 5, 25, 0)) == MIXED
     assert kind_of(StepShape(0, 0, 0, 0, 0)) is None
+
+
+@pytest.mark.parametrize(
+    ("profiled", "served"),
+    [
+        ("meta-llama/Llama-3-8B", "/models/llama-3-8b"),
+        ("/models/Llama-3-8B/", "Llama-3-8B"),
+        ("meta-llama/Llama-3-8B", "/cache/models--meta-llama--Llama-3-8B/snapshots/8cde5ca"),
+    ],
+)
+def test_one_model_at_two_places_is_one_model(profiled: str, served: str) -> None:
+    assert differences({"model": profiled}, {"model": served}) == []
+
+
+def test_two_models_differ_by_name() -> None:
+    found = differences({"model": "a/Llama-3-8B"}, {"model": "a/Llama-3-70B"})
+
+    assert found == ["model a/Llama-3-8B (here a/Llama-3-70B)"]

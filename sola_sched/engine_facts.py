@@ -1,0 +1,65 @@
+"""What step times depend on, as an engine has it and as a profile remembers it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+#: Keys of a profile's ``meta`` that an engine should share, where both know them.
+COMPARED = (
+    "model",
+    "device",
+    "dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "max_num_batched_tokens",
+    "enforce_eager",
+)
+
+
+def facts_of(vllm_config: Any) -> dict[str, Any]:
+    """What an engine is, by the keys of `COMPARED`; plain JSON data."""
+    from vllm.platforms import current_platform
+
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    return {
+        "model": str(model.model),
+        "device": str(current_platform.get_device_name()),
+        "dtype": str(model.dtype),
+        "quantization": str(getattr(model, "quantization", None) or "none"),
+        "kv_cache_dtype": str(getattr(vllm_config.cache_config, "cache_dtype", "auto")),
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": getattr(parallel, "pipeline_parallel_size", 1),
+        "max_num_batched_tokens": vllm_config.scheduler_config.max_num_batched_tokens,
+        "enforce_eager": bool(getattr(model, "enforce_eager", False)),
+    }
+
+
+def differences(meta: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
+    """In what a profile's ``meta`` and an engine's facts differ, in words; empty if in nothing.
+
+    Args:
+        meta: Of a profile; what it does not know is not compared.
+        facts: From `facts_of`.
+    """
+    return [
+        f"{key} {meta[key]!s} (here {facts[key]!s})"
+        for key in COMPARED
+        if key in meta and key in facts and _plain(key, meta[key]) != _plain(key, facts[key])
+    ]
+
+
+def _plain(key: str, value: Any) -> str:
+    """A value without what does not matter: where a model lies, and how names are written."""
+    text = str(value).strip().lower()
+    if key == "dtype":
+        return text.removeprefix("torch.")
+    if key != "model":
+        return text
+    path = PurePosixPath(text)
+    # A model of the hub's cache: models--OWNER--NAME/snapshots/REVISION.
+    cached = [part for part in path.parts if part.startswith("models--")]
+    return cached[-1].split("--")[-1] if cached else path.name
