@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from sola_sched.config import CONFIG_KEY, SolaConfig
+from sola_sched.config import SolaConfig
 from sola_sched.kv_swap.geometry import Geometry
 from sola_sched.kv_swap.jobs import Job, Report
 from sola_sched.kv_swap.manager import SwapManager
@@ -279,8 +279,7 @@ def swap_options(vllm_config: Any) -> SwapConfig:
     own = dict(transfer.kv_connector_extra_config or {}) if transfer is not None else {}
     if own:
         return SwapConfig.from_mapping(own)
-    additional = vllm_config.additional_config or {}
-    return SolaConfig.from_mapping(additional.get(CONFIG_KEY)).swap
+    return SolaConfig.from_additional(vllm_config.additional_config).swap
 
 
 def _token_order(group: Any, cache: torch.Tensor) -> TokenOrder | None:

@@ -15,6 +15,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -275,8 +276,11 @@ class PredictionClient:
                     self.settings.kind,
                     packet[1:].decode(errors="replace"),
                 )
+                process = self._process
                 self._disconnect()
                 self._forget_all()
+                if process is not None:
+                    _reap(process)
                 return
             else:
                 self._lost("it ended")
@@ -313,7 +317,7 @@ class PredictionClient:
         self._disconnect()
         if process is not None:
             process.kill()
-            process.poll()  # reaps it if it is dead already; else Popen does, later
+            _reap(process)
 
     def _disconnect(self) -> None:
         if self._socket is not None:
@@ -326,6 +330,11 @@ class PredictionClient:
         self._name_of.clear()
         self._unanswered.clear()
         self._backlog.clear()
+
+
+def _reap(process: subprocess.Popen[bytes]) -> None:
+    """Take in the end of a process that is on its way out, without waiting for it here."""
+    threading.Thread(target=process.wait, daemon=True, name="sola_sched reaper").start()
 
 
 def make_client(config: SolaConfig, model_config: Any) -> PredictionClient | None:

@@ -183,11 +183,7 @@ def load_retrieval(
     from sola_sched.length_predictor.predictor import RetrievalPredictor
 
     header, arrays = read_file(path)
-    if header.get("kind") != RetrievalPredictor.kind:
-        raise PredictorFileError(
-            f"{path} must hold a retrieval predictor (it holds {header.get('kind')!r}); build "
-            "one with `build --kind retrieval`."
-        )
+    _require_retrieval(header, path)
     if header.get("encoder") != encoder.identity:
         raise PredictorFileError(
             f"{path} must be made by the encoder in use (file: {header.get('encoder')!r}, in use: "
@@ -201,6 +197,41 @@ def load_retrieval(
     predictor = RetrievalPredictor(encoder, store, lexical, decoder)
     _restore(predictor, arrays, path)
     return predictor
+
+
+def check_file(path: Path, kind: str, *, is_written: bool = False) -> None:
+    """Find out whether a predictor of a kind can be had from a file, without its encoder.
+
+    Args:
+        path: The file.
+        kind: ``lexical`` or ``retrieval``.
+        is_written: Whether the file is written too: it need not be there yet.
+
+    Raises:
+        PredictorFileError: As ``read_file``, or the file is of another kind, or its folder cannot
+            be written.
+    """
+    if is_written:
+        folder = next(each for each in path.absolute().parents if each.exists())
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise PredictorFileError(
+                f"The folder of a predictor file that is saved must be writable (got {path}: no "
+                f"file can be made in {folder}); choose another 'predictor_path'."
+            )
+        if not path.exists():
+            return
+    header, arrays = read_file(path)
+    if kind == "retrieval":
+        _require_retrieval(header, path)
+    _models(arrays, path)
+
+
+def _require_retrieval(header: dict[str, Any], path: Path) -> None:
+    if header.get("kind") != "retrieval":
+        raise PredictorFileError(
+            f"{path} must hold a retrieval predictor (it holds {header.get('kind')!r}); build "
+            "one with `build --kind retrieval`."
+        )
 
 
 def _restore(

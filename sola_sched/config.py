@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,19 @@ CONFIG_KEY = "sola_sched"
 POLICIES = ("attain", "paper", "alise")
 PREDICTORS = ("histogram", "lexical", "retrieval")
 OVERLOAD_MODES = ("defer", "reject")
+#: Options that only some values of another option use.
+USED_BY = {
+    "window": ("policy", ("paper",)),
+    "levels": ("policy", ("alise",)),
+    "aging_s": ("policy", ("alise",)),
+    "best_effort_share": ("policy", ("attain",)),
+    "safety": ("policy", ("attain",)),
+    "tile": ("policy", ("attain", "paper")),
+    "overload": ("policy", ("attain", "alise")),
+    "predictor_path": ("predictor", ("lexical", "retrieval")),
+    "predictor_save_s": ("predictor", ("lexical", "retrieval")),
+    "predictor_encoder": ("predictor", ("retrieval",)),
+}
 
 
 @dataclass(frozen=True)
@@ -129,11 +143,26 @@ class SolaConfig:
         return math.inf if self.aging_s is None else float(self.aging_s)
 
     @classmethod
+    def from_additional(cls, additional: Any) -> SolaConfig:
+        """Build a configuration from the whole of ``--additional-config``.
+
+        Args:
+            additional: vLLM's; keys that are nothing like ours belong to other plug-ins.
+
+        Raises:
+            ConfigError: Something meant for us stands beside our key, or as `from_mapping`.
+        """
+        if not isinstance(additional, Mapping):
+            return cls()
+        _refuse_misplaced(additional)
+        return cls.from_mapping(additional.get(CONFIG_KEY))
+
+    @classmethod
     def from_mapping(cls, options: Mapping[str, Any] | None) -> SolaConfig:
         """Build a configuration from plain data, e.g. the JSON of ``--additional-config``.
 
         Raises:
-            ConfigError: An option is unknown or breaks its rule.
+            ConfigError: An option is unknown, breaks its rule or would have no effect.
         """
         if options is None:
             return cls()
@@ -148,7 +177,42 @@ class SolaConfig:
             values["classes"] = _classes(values["classes"])
         if "swap" in values:
             values["swap"] = SwapConfig.from_mapping(values["swap"])
-        return cls(**values)
+        config = cls(**values)
+        config._refuse_unused(options)
+        return config
+
+    def _refuse_unused(self, names: Iterable[str]) -> None:
+        for name in names:
+            by, values = USED_BY.get(name, ("", ()))
+            if not by or getattr(self, by) in values:
+                continue
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ConfigError(
+                    f"'{name}' has an effect with '{by}' {' or '.join(map(repr, values))} only "
+                    f"(got '{name}' {getattr(self, name)!r} with '{by}' {getattr(self, by)!r}); "
+                    f"set '{by}', or leave '{name}' out."
+                )
+
+
+def _refuse_misplaced(additional: Mapping[Any, Any]) -> None:
+    """Refuse keys of ``--additional-config`` that were meant for us and would be ignored."""
+    options = {rules.plain(each.name): each.name for each in fields(SolaConfig)}
+    for key in additional:
+        if not isinstance(key, str) or key == CONFIG_KEY:
+            continue
+        first_word = re.split(r"[^a-z0-9]", key.lower())[0]
+        if first_word == "sola" or rules.nearest(key, [CONFIG_KEY]):
+            raise ConfigError(
+                f"The options in --additional-config must be under '{CONFIG_KEY}' (got {key!r}, "
+                f'which nothing reads); write {{"{CONFIG_KEY}": {{...}}}}.'
+            )
+        name = options.get(rules.plain(key))
+        # A single word may well be another plug-in's, where ours are in their place.
+        if name is not None and ("_" in name or CONFIG_KEY not in additional):
+            raise ConfigError(
+                f"'{name}' must be under '{CONFIG_KEY}' in --additional-config (got {key!r} beside "
+                f'it, where nothing reads it); write {{"{CONFIG_KEY}": {{"{name}": ...}}}}.'
+            )
 
 
 def _classes(raw: Any) -> dict[str, SloTarget]:

@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from operator import attrgetter
 from pathlib import PurePosixPath
 from typing import Any
 
-#: Keys of a profile's ``meta`` that an engine should share, where both know them.
-COMPARED = (
-    "model",
-    "device",
-    "dtype",
-    "quantization",
-    "kv_cache_dtype",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "max_num_batched_tokens",
-    "enforce_eager",
-)
+#: Keys of a profile's ``meta`` that an engine should share, and where vLLM has them.
+_WHERE = {
+    "model": "model_config.model",
+    "dtype": "model_config.dtype",
+    "quantization": "model_config.quantization",
+    "enforce_eager": "model_config.enforce_eager",
+    "kv_cache_dtype": "cache_config.cache_dtype",
+    "tensor_parallel_size": "parallel_config.tensor_parallel_size",
+    "pipeline_parallel_size": "parallel_config.pipeline_parallel_size",
+    "max_num_batched_tokens": "scheduler_config.max_num_batched_tokens",
+}
+COMPARED = (*_WHERE, "device")
 
 
 def facts_of(vllm_config: Any) -> dict[str, Any]:
-    """What an engine is, by the keys of `COMPARED`; plain JSON data."""
+    """What an engine is, by the keys of `COMPARED`; plain JSON data.
+
+    What this vLLM does not have is left out, and so not compared.
+    """
     from vllm.platforms import current_platform
 
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    return {
-        "model": str(model.model),
-        "device": str(current_platform.get_device_name()),
-        "dtype": str(model.dtype),
-        "quantization": str(getattr(model, "quantization", None) or "none"),
-        "kv_cache_dtype": str(getattr(vllm_config.cache_config, "cache_dtype", "auto")),
-        "tensor_parallel_size": parallel.tensor_parallel_size,
-        "pipeline_parallel_size": getattr(parallel, "pipeline_parallel_size", 1),
-        "max_num_batched_tokens": vllm_config.scheduler_config.max_num_batched_tokens,
-        "enforce_eager": bool(getattr(model, "enforce_eager", False)),
-    }
+    facts: dict[str, Any] = {"device": str(current_platform.get_device_name())}
+    for key, where in _WHERE.items():
+        with suppress(AttributeError):
+            value = attrgetter(where)(vllm_config)
+            facts[key] = value if isinstance(value, bool | int) else str(value)
+    return facts
 
 
 def differences(meta: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -47,12 +49,26 @@ def count(name: str, value: Any, hint: str = "") -> None:
         )
 
 
+def plain(name: str) -> str:
+    """A name without case, dashes and the like: names that differ in these alone are one."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The one of `names` that `name` was meant to be, or None if it is like none of them."""
+    by_plain = {plain(each): each for each in names}
+    found = difflib.get_close_matches(plain(name), by_plain, n=1, cutoff=0.8)
+    return by_plain[found[0]] if found else None
+
+
 def known(cls: type[Any], names: Iterable[str], where: str) -> None:
     """Require `names` to be fields of the dataclass `cls`, which is the option `where`."""
     fields = [field.name for field in dataclasses.fields(cls)]
     unknown = sorted(set(names) - set(fields))
     if unknown:
+        near = [name for each in unknown if (name := nearest(str(each), fields))]
+        meant = f" (meant: {', '.join(map(repr, near))}?)" if near else ""
         raise ConfigError(
             f"Unknown option{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))} in "
-            f"'{where}'; known options: {', '.join(fields)}."
+            f"'{where}'{meant}; known options: {', '.join(fields)}."
         )

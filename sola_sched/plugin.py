@@ -15,10 +15,11 @@ from functools import wraps
 from typing import Any
 from weakref import WeakSet
 
-from sola_sched.config import CONFIG_KEY, SolaConfig
+from sola_sched.config import SolaConfig
 from sola_sched.errors import SloError
+from sola_sched.plugin_options import print_option_errors_plainly
 from sola_sched.plugin_swap import register_swap
-from sola_sched.slo import REQUEST_KEYS, request_target
+from sola_sched.slo import meant_key, request_target
 
 _MARK = "_sola_sched_checks_slo"
 
@@ -29,6 +30,7 @@ _servers: WeakSet[Any] = WeakSet()
 
 def register() -> None:
     """Extend vLLM's checks of sampling parameters and its choice of connector, once a process."""
+    print_option_errors_plainly()
     register_swap(is_ours)
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -81,7 +83,7 @@ def _check_built(params: Any) -> None:
 
 def _has_our_keys(params: Any) -> bool:
     extra_args = getattr(params, "extra_args", None) or {}
-    return any(key in extra_args for key in REQUEST_KEYS)
+    return any(map(meant_key, extra_args))
 
 
 def check_request(vllm_config: Any, extra_args: Any) -> None:
@@ -92,7 +94,7 @@ def check_request(vllm_config: Any, extra_args: Any) -> None:
     """
     if not is_ours(vllm_config.scheduler_config.scheduler_cls):
         return
-    config = SolaConfig.from_mapping((vllm_config.additional_config or {}).get(CONFIG_KEY))
+    config = SolaConfig.from_additional(vllm_config.additional_config)
     try:
         request_target(extra_args, config.default_slo, config.classes)
     except SloError as error:

@@ -12,7 +12,8 @@ import os
 from functools import wraps
 from typing import Any
 
-from sola_sched.config import CONFIG_KEY, SolaConfig
+from sola_sched.config import SolaConfig
+from sola_sched.plugin_options import read_options
 from sola_sched.swap_config import CONNECTOR
 from sola_sched.vllm_names import lacking
 
@@ -36,8 +37,11 @@ def register_swap(is_ours: Any) -> None:
 
     @wraps(original)
     def extended(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_steered = is_ours(self.scheduler_cls)
+        if is_steered:  # before anything that takes long
+            read_options(self.additional_config)
         model_config = original(self, *args, **kwargs)
-        if is_ours(self.scheduler_cls):
+        if is_steered:
             _choose_connector(self, model_config)
         return model_config
 
@@ -71,8 +75,7 @@ def _choose_connector(args: Any, model_config: Any) -> None:
 
 def _reason_against(args: Any, model_config: Any) -> str | None:
     """Why not; None if nothing speaks against it, empty if there is nothing to say."""
-    options = (args.additional_config or {}).get(CONFIG_KEY)
-    swap = SolaConfig.from_mapping(options).swap
+    swap = SolaConfig.from_additional(args.additional_config).swap
     transfer = args.kv_transfer_config
     if transfer is not None:
         name = transfer.get("kv_connector") if isinstance(transfer, dict) else transfer.kv_connector

@@ -26,7 +26,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from sola_sched.arrivals import ArrivalClock
-from sola_sched.config import CONFIG_KEY, SolaConfig
+from sola_sched.config import SolaConfig
 from sola_sched.cost_model import CostModel
 from sola_sched.engine_facts import differences, facts_of
 from sola_sched.errors import SloError
@@ -94,9 +94,7 @@ class SolaSchedulerMixin(SwapMixin):
         super().__init__(*args, **kwargs)
         self._seams = Seams(self)
         self._start_swapping()
-        self.sola_config = SolaConfig.from_mapping(
-            (self.vllm_config.additional_config or {}).get(CONFIG_KEY)
-        )
+        self.sola_config = SolaConfig.from_additional(self.vllm_config.additional_config)
         self.sola_clock: Callable[[], float] = time.monotonic
         self.sola_wall_clock: Callable[[], float] = time.time
         self.sola_cpu_clock: Callable[[], float] = time.thread_time
@@ -144,11 +142,10 @@ class SolaSchedulerMixin(SwapMixin):
         self._num_plans = 0
         self._short_of_slots = 0.0
         logger.info(
-            "sola_sched: policy %s, default SLO TTFT %g s, TPOT %g s, %d classes, cost model %s",
+            "sola_sched: policy %s, targets by default: %s%s; cost model %s",
             config.policy,
-            self._default_slo.ttft_s,
-            self._default_slo.tpot_s,
-            len(config.classes),
+            self._default_slo,
+            "".join(f"; of class {name!r}: {slo}" for name, slo in config.classes.items()),
             config.profile or "learned from live steps",
         )
         tell = logger.warning if self.sola_support.own_order else logger.info

@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from sola_sched.errors import SloError
+from sola_sched.options import nearest, plain
 
 #: Per-request keys read from ``SamplingParams.extra_args`` (``vllm_xargs`` over HTTP).
 TTFT_KEY = "ttft_slo_ms"
 TPOT_KEY = "tpot_slo_ms"
 CLASS_KEY = "slo_class"
 REQUEST_KEYS = (TTFT_KEY, TPOT_KEY, CLASS_KEY)
+#: Names that are not like the key they stand for, plain.
+_OTHER_NAMES = {"ttft": TTFT_KEY, "ttfts": TTFT_KEY, "tpot": TPOT_KEY, "tpots": TPOT_KEY}
+_LONGEST_NAME = 40
 #: Name under which requests without an SLO class are reported.
 DEFAULT_CLASS = "default"
 
@@ -46,6 +51,26 @@ class SloTarget:
         """True when neither objective is set."""
         return math.isinf(self.ttft_s) and math.isinf(self.tpot_s)
 
+    def __str__(self) -> str:
+        if self.is_unlimited:
+            return "no targets"
+        ttft = "no TTFT target" if math.isinf(self.ttft_s) else f"TTFT {self.ttft_s:g} s"
+        tpot = "no TPOT target" if math.isinf(self.tpot_s) else f"TPOT {self.tpot_s:g} s"
+        return f"{ttft}, {tpot}"
+
+
+def meant_key(name: Any) -> str | None:
+    """The key of ours that a request's key is or was meant to be; None for foreign ones."""
+    if name in REQUEST_KEYS:
+        return str(name)
+    # Clients choose these names: long ones are not looked at.
+    return _near_key(name) if isinstance(name, str) and len(name) <= _LONGEST_NAME else None
+
+
+@lru_cache(maxsize=1024)
+def _near_key(name: str) -> str | None:
+    return _OTHER_NAMES.get(plain(name)) or nearest(name, REQUEST_KEYS)
+
 
 def request_target(
     extra_args: Mapping[str, Any] | None,
@@ -58,15 +83,24 @@ def request_target(
     then override single targets. Keys that are absent or None leave the default in force.
 
     Args:
-        extra_args: The request's free arguments, or None. Foreign keys are ignored.
+        extra_args: The request's free arguments, or None. Foreign keys are ignored, unless they
+            are nearly ours.
         default: Targets when a request says nothing.
         classes: Name to targets.
 
     Raises:
-        SloError: A key of ours has a wrong type or value, or names an unknown class.
+        SloError: A key of ours has a wrong type or value, or names an unknown class, or a key is
+            nearly one of ours.
     """
     if not extra_args:
         return default
+    for key in extra_args:
+        if key not in REQUEST_KEYS and (meant := meant_key(key)):
+            unit = "" if meant == CLASS_KEY else ", in milliseconds"
+            raise SloError(
+                f"{key!r} must be written '{meant}'{unit} (the keys for targets are "
+                f"{', '.join(REQUEST_KEYS)})."
+            )
     target = default
     name = extra_args.get(CLASS_KEY)
     if name is not None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from virtual_model import TINY_MODEL
 
 import sola_sched
+from sola_sched.config import USED_BY
 from sola_sched.simulator import RequestRecord, StepTimeModel, VirtualEngine, VirtualRequest
 
 pytestmark = pytest.mark.vllm
@@ -111,6 +112,15 @@ def workloads(draw: st.DrawFn) -> list[VirtualRequest]:
     return requests
 
 
+def used_by_its_policy(options: dict[str, Any]) -> dict[str, Any]:
+    """Without the options that another policy has; they would be refused."""
+    return {
+        name: value
+        for name, value in options.items()
+        if name not in USED_BY or options["policy"] in USED_BY[name][1]
+    }
+
+
 def options() -> st.SearchStrategy[dict[str, Any]]:
     target_s = st.none() | st.sampled_from(TARGETS_MS).map(lambda ms: ms / 1e3)
     sola = st.fixed_dictionaries(
@@ -126,6 +136,7 @@ def options() -> st.SearchStrategy[dict[str, Any]]:
             "classes": st.just({"batch": {"ttft_s": 5.0, "tpot_s": None}}),
         }
     )
+    sola = sola.map(used_by_its_policy)
     return st.fixed_dictionaries(
         {
             "num_blocks": st.integers(MIN_BLOCKS, 3 * MIN_BLOCKS),
@@ -164,7 +175,7 @@ def check(
             assert request.abort_s is not None
         else:
             assert record.finish_reason == "error"
-            assert chosen["additional_config"]["sola_sched"]["overload"] == "reject"
+            assert chosen["additional_config"]["sola_sched"].get("overload") == "reject"
             assert record.num_output_tokens == 0
     assert engine.num_free_blocks == chosen["num_blocks"] - 1
     assert not engine.scheduler.requests

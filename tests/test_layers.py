@@ -23,6 +23,7 @@ EDGES = (
     "sola_sched.engine_facts",
     "sola_sched.kv_swap.connector",
     "sola_sched.plugin",
+    "sola_sched.plugin_options",
     "sola_sched.plugin_swap",
     "sola_sched.profile",
     "sola_sched.router",

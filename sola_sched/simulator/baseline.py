@@ -14,7 +14,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request
 
-from sola_sched.config import CONFIG_KEY, SolaConfig
+from sola_sched.config import SolaConfig
 from sola_sched.queues import PlannedQueue
 from sola_sched.vllm_compat import Seams, check_version
 
@@ -63,9 +63,7 @@ class Baseline(AsyncScheduler):
                 f"of its own (got {self.policy.value!r}); use vLLM's scheduler for the others."
             )
         self._seams = Seams(self)
-        self.sola_config = SolaConfig.from_mapping(
-            (self.vllm_config.additional_config or {}).get(CONFIG_KEY)
-        )
+        self.sola_config = SolaConfig.from_additional(self.vllm_config.additional_config)
         self.sola_clock: Callable[[], float] = time.monotonic
         self.sola_wall_clock: Callable[[], float] = time.time
         self.waiting = PlannedQueue()
