@@ -454,11 +454,6 @@ class StateMonitor:
         weight = 1.0 - (1.0 - _AVERAGING) ** num_freed
         self.end_interval_s += weight * (interval_s - self.end_interval_s)
 
-    @property
-    def num_ended(self) -> int:
-        """Requests that have ended so far, in whatever way."""
-        return self._num_ended
-
     def set_busy(self, is_busy: bool) -> None:
         """Tell after each step whether requests are left: idle time is not step time."""
         self._was_busy = is_busy

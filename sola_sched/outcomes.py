@@ -71,3 +71,9 @@ class MonitorStats:
     def num_counted(self) -> int:
         """Requests that the attainment is a share of: all but those that their client ended."""
         return sum(outcomes.num_counted for outcomes in self.by_class.values())
+
+    @property
+    def num_ended(self) -> int:
+        """Requests that have ended, in whatever way."""
+        served = self.num_finished + self.num_failed + self.num_aborted
+        return served + self.num_rejected + self.num_unseen

@@ -628,7 +628,7 @@ class SolaSchedulerMixin(SwapMixin):
 
     def _log(self) -> None:
         passed_s = self._interval_log.due_s(
-            self.sola_clock(), not self.requests, self.sola_monitor.num_ended
+            self.sola_clock(), not self.requests, self.sola_monitor.stats.num_ended
         )
         if passed_s is not None:
             num_running, num_waiting = len(self.running), len(self.waiting)
