@@ -21,7 +21,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
 import sola_sched
+from sola_sched import scheduler
 from sola_sched.simulator import StepTimeModel, StepTrace, VirtualEngine, VirtualRequest
+from sola_sched.support import PIPELINE
 
 pytestmark = pytest.mark.vllm
 
@@ -90,6 +92,34 @@ def assert_all_served(engine: VirtualEngine, requests: list[VirtualRequest]) -> 
         r.req_id: r.output_len for r in requests
     }
     assert engine.num_free_blocks == NUM_BLOCKS - 1
+
+
+# Pipeline parallel ----------------------------------------------------------------------------
+
+
+def test_with_pipeline_parallelism_every_step_is_stock_vllms_and_the_log_warns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def change(arguments: dict[str, Any]) -> None:
+        arguments["vllm_config"].parallel_config.pipeline_parallel_size = 2
+
+    def steps(scheduler_cls: type[Any]) -> list[dict[str, int]]:
+        found: list[dict[str, int]] = []
+        engine = make_engine(changed(scheduler_cls, change))
+        engine._depth = 2  # two batches in flight
+        requests = make_workload()
+        engine.run(
+            requests,
+            on_step=lambda trace: found.append(dict(trace.output.num_scheduled_tokens)),
+        )
+        assert_all_served(engine, requests)
+        return found
+
+    warned: list[str] = []
+    monkeypatch.setattr(scheduler.logger, "warning", lambda text, *args: warned.append(text % args))
+
+    assert steps(sola_sched.Scheduler) == steps(AsyncScheduler)
+    assert warned == [f"sola_sched: not steered, vLLM's own order: {PIPELINE}"]
 
 
 # Data and expert parallel ---------------------------------------------------------------------
@@ -166,9 +196,9 @@ ENCODER_BUDGET, ENCODER_CACHE, IMAGE = 200, 300, 64
 
 @MODES
 def test_encoder_budgets_are_kept_and_nothing_is_left_in_the_cache(is_async: bool) -> None:
-    def with_encoder(scheduler: Any) -> None:
-        scheduler.max_num_encoder_input_tokens = ENCODER_BUDGET
-        scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=ENCODER_CACHE)
+    def with_encoder(built: Any) -> None:
+        built.max_num_encoder_input_tokens = ENCODER_BUDGET
+        built.encoder_cache_manager = EncoderCacheManager(cache_size=ENCODER_CACHE)
 
     engine = make_engine(
         changed(sola_sched.Scheduler, lambda arguments: None, with_encoder),
