@@ -162,3 +162,12 @@ def test_looser_targets_never_lower_attainment(points: list[tuple[float, float]]
     loose = metrics.attainment_ratio(metrics.attained(records, SloTarget(1.0, 0.2)))
 
     assert loose >= strict
+
+
+def test_peaks_of_rare_arrivals_need_no_bucket_for_every_second() -> None:
+    far = RequestRecord("b", arrival_s=1e15, num_prompt_tokens=1)
+    near = RequestRecord("a", arrival_s=0.0, num_prompt_tokens=1)
+    near.token_times_s, far.token_times_s = [0.5, 0.75, 1.5], [1e15 + 1.0]
+    near.completed = far.completed = True
+
+    assert metrics.peak_rates([near, far]) == (2.0, 1)

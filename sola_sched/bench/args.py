@@ -10,7 +10,14 @@ from sola_sched.bench.backend import BASELINES
 from sola_sched.bench.clock import CLOCKS
 from sola_sched.bench.datasets import DATASET_NAMES
 from sola_sched.bench.results import METRIC_NAMES
-from sola_sched.bench.values import json_object, positive_float, positive_int, rate
+from sola_sched.bench.values import (
+    json_object,
+    natural_int,
+    port,
+    positive_float,
+    positive_int,
+    rate,
+)
 from sola_sched.errors import ConfigError
 
 #: Schedulers compared by default: vLLM at three chunk sizes, and ours.
@@ -169,7 +176,12 @@ def _dataset_group(group: Any) -> None:
         default=0.0,
         help="lengths of random vary by this share around their mean, in [0, 1) (default: 0)",
     )
-    add("--random-prefix-len", type=int, default=0, help="tokens shared by all prompts of random")
+    add(
+        "--random-prefix-len",
+        type=natural_int,
+        default=0,
+        help="tokens shared by all prompts of random",
+    )
     add(
         "--ignore-eos",
         action="store_true",
@@ -204,7 +216,12 @@ def _traffic_group(group: Any) -> None:
         default=False,
         help="replay recorded arrival times, stretched to --request-rate if that is given",
     )
-    add("--num-warmups", type=int, default=8, help="requests before the clock starts (default: 8)")
+    add(
+        "--num-warmups",
+        type=natural_int,
+        default=8,
+        help="requests before the clock starts (default: 8)",
+    )
     add(
         "--stall-timeout-sec",
         type=positive_float,
@@ -219,7 +236,7 @@ def _traffic_group(group: Any) -> None:
         help="without --num-prompts: do not begin a request rate that would end later than this "
         "after the start; what is left out is reported (default: 345)",
     )
-    add("--seed", type=int, default=0)
+    add("--seed", type=natural_int, default=0)
 
 
 def _engine_group(group: Any) -> None:
@@ -261,7 +278,7 @@ def _server_group(group: Any) -> None:
     add = group.add_argument
     add("--base-url", help="e.g. http://localhost:8000; overrides --host and --port")
     add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8000)
+    add("--port", type=port, default=8000)
     add("--endpoint", default="/v1/completions")
     add("--served-model-name", help="name in the API, if not --model")
     add("--header", nargs="*", default=[], metavar="KEY=VALUE")

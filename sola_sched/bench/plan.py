@@ -235,9 +235,7 @@ def _server(args: argparse.Namespace) -> tuple[Backend, ModelLimits]:
     )
     encode, vocab_size = None, args.vocab_size
     if args.tokenizer:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+        tokenizer = _tokenizer(args.tokenizer)
         encode, vocab_size = tokenizer.encode, len(tokenizer)
     limits = ModelLimits(
         max_model_len=args.max_model_len or backend.max_model_len or _DEFAULT_MODEL_LEN,
@@ -260,9 +258,7 @@ def _simulator(args: argparse.Namespace) -> tuple[Backend, ModelLimits]:
     engine_args = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
     encode = None
     if args.tokenizer:
-        from transformers import AutoTokenizer
-
-        encode = AutoTokenizer.from_pretrained(args.tokenizer).encode
+        encode = _tokenizer(args.tokenizer).encode
     backend = SimBackend(
         SimOptions(
             profile=load_step_profile(args.profile or DEFAULT_PROFILE),
@@ -277,6 +273,18 @@ def _simulator(args: argparse.Namespace) -> tuple[Backend, ModelLimits]:
     for spec in _schedulers(args):
         backend.check(spec)
     return backend, backend.limits
+
+
+def _tokenizer(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"'--tokenizer' must name a tokenizer's folder or model (got {name!r}: {reason})."
+        ) from error
 
 
 def _traffic_s(args: argparse.Namespace) -> float:

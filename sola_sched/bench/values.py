@@ -13,6 +13,9 @@ from sola_sched.bench.workload import SloClass
 from sola_sched.errors import ConfigError
 from sola_sched.slo import SloTarget
 
+_MAX_DIGITS = 18
+_MAX_PORT = 65535
+
 
 def parse_slo(items: list[str]) -> SloTarget:
     """Parse ``["ttft:500", "tpot:50"]``, milliseconds; a target left out is unlimited."""
@@ -82,8 +85,22 @@ def positive_number(text: str, what: str) -> float:
 
 def positive_int(text: str) -> int:
     """``argparse`` type: a whole number >= 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number >= 1 (got {text!r})")
+    if not text.isdecimal() or len(text) > _MAX_DIGITS or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1 (got {shown(text)})")
+    return int(text)
+
+
+def natural_int(text: str) -> int:
+    """``argparse`` type: a whole number >= 0, of at most 18 digits."""
+    if not text.isdecimal() or len(text) > _MAX_DIGITS:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 0 (got {shown(text)})")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """``argparse`` type: a port."""
+    if not text.isdecimal() or len(text) > _MAX_DIGITS or int(text) > _MAX_PORT:
+        raise argparse.ArgumentTypeError(f"must be a port, 0 to {_MAX_PORT} (got {shown(text)})")
     return int(text)
 
 

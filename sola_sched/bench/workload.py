@@ -103,6 +103,11 @@ def arrival_times(
         return np.arange(1, num_requests + 1) / request_rate
     rng = np.random.default_rng([seed, 1])
     times = np.cumsum(rng.gamma(shape=burstiness, scale=1.0 / burstiness, size=num_requests))
+    if not (0.0 < times[-1] < math.inf and num_requests / request_rate < math.inf):
+        raise ConfigError(
+            "Arrivals must lie at finite times (got 'request_rate' "
+            f"{request_rate!r} and 'burstiness' {burstiness!r}); raise the smaller one."
+        )
     return np.asarray(times * (num_requests / request_rate) / times[-1], dtype=np.float64)
 
 
