@@ -52,6 +52,13 @@ BY_NAME_IN: dict[str, dict[str, str | None]] = {
         "args": "vllm.engine.arg_utils.EngineArgs",
         "self": "vllm.engine.arg_utils.EngineArgs",
     },
+    "sola_sched.plugin_refusals": {
+        "engine_args": "vllm.engine.arg_utils.EngineArgs",
+        "config": "vllm.config.VllmConfig",
+        "output": "vllm.outputs.RequestOutput",
+        "answer": "vllm.outputs.CompletionOutput",
+        "self": "vllm.v1.engine.async_llm.AsyncLLM",
+    },
     "sola_sched.bench.engine_backend_replay": {
         "output": "vllm.outputs.RequestOutput",
         "completion": "vllm.outputs.CompletionOutput",

@@ -111,6 +111,7 @@ class SwapCounts:
         num_evicted: Copies of running requests that gave way to others.
         num_not_worth: Not copied because computing them again delays less.
         num_failed_jobs: Copies that failed.
+        saved_bytes, loaded_bytes: What ended copies moved to the host and back, of all workers.
     """
 
     num_swapped_out: int = 0
@@ -123,3 +124,5 @@ class SwapCounts:
     num_evicted: int = 0
     num_not_worth: int = 0
     num_failed_jobs: int = 0
+    saved_bytes: int = 0
+    loaded_bytes: int = 0

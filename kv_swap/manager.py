@@ -239,6 +239,8 @@ class SwapManager:
         """Book what the workers have ended."""
         if report.num_slots:
             self._slots = SlotAllocator(report.num_slots)
+        self.counts.saved_bytes += report.save_bytes
+        self.counts.loaded_bytes += report.load_bytes
         for job_id in report.failed:
             if job_id in self._in_flight:
                 self._failed(self._in_flight[job_id])

@@ -17,7 +17,9 @@ from weakref import WeakSet
 
 from sola_sched.config import SolaConfig
 from sola_sched.errors import SloError
+from sola_sched.plugin_metrics import register_metrics
 from sola_sched.plugin_options import print_option_errors_plainly
+from sola_sched.plugin_refusals import register_refusals
 from sola_sched.plugin_swap import register_swap
 from sola_sched.slo import meant_key, request_target
 
@@ -29,9 +31,11 @@ _servers: WeakSet[Any] = WeakSet()
 
 
 def register() -> None:
-    """Extend vLLM's checks of sampling parameters and its choice of connector, once a process."""
+    """Extend vLLM's checks of sampling parameters, its server and its choice of connector, once."""
     print_option_errors_plainly()
     register_swap(is_ours)
+    register_metrics(is_ours)
+    register_refusals(is_ours)
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor

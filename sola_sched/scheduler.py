@@ -37,12 +37,14 @@ from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.monitor import LiveRequest, StateMonitor
 from sola_sched.planner import Planner, in_class_order, make_planner
 from sola_sched.queues import PlannedQueue
+from sola_sched.refusals import Refusal
 from sola_sched.reporting import IntervalLog, engine_stats, waits_for_slots_alone
 from sola_sched.running_rows import RunningRows
 from sola_sched.slo import CLASS_KEY, DEFAULT_CLASS, SloTarget, request_target
 from sola_sched.state import DECODE, PREFILL, IntArray, StepPlan
 from sola_sched.support import support_of
 from sola_sched.swapping import SwapMixin
+from sola_sched.telemetry_sender import TelemetrySender
 from sola_sched.vllm_compat import Seams, check_version
 
 # A child of vLLM's logger: its level and handlers are the ones an operator has set up.
@@ -141,6 +143,8 @@ class SolaSchedulerMixin(SwapMixin):
         self._interval_log = IntervalLog(config.log_interval_s)
         self._num_plans = 0
         self._short_of_slots = 0.0
+        self._plan_s = 0.0
+        self._telemetry = TelemetrySender(log_stats=bool(getattr(self, "log_stats", False)))
         logger.info(
             "sola_sched: policy %s, targets by default: %s%s; cost model %s",
             config.policy,
@@ -303,6 +307,9 @@ class SolaSchedulerMixin(SwapMixin):
         plan = self._guarded_plan()
         with self._applied(plan):
             output = super().schedule(*args, **kwargs)
+        if num_scheduled := len(output.num_scheduled_tokens):
+            num_held = len(self.running) - num_scheduled
+            self._telemetry.count_step(self._plan_s, num_held, lambda: self._why_unplanned(plan))
         # If a plan that withheld something left nothing to run, the next step is vLLM's own.
         withheld = plan.run is not None or (plan.admit is not None and bool(self.waiting))
         self._stalled = withheld and not output.num_scheduled_tokens
@@ -310,6 +317,22 @@ class SolaSchedulerMixin(SwapMixin):
         self._book("booking a step", self._record, output)
         self._num_in_flight += 1
         return output
+
+    def _why_unplanned(self, plan: StepPlan) -> str:
+        """Why the step with this plan is in vLLM's own order; empty if it is not."""
+        if plan.problem not in (_NEUTRAL.problem, "stalled"):
+            return ""
+        if self.sola_guard.is_aside:
+            return "aside"
+        if self.sola_support.own_order:
+            return "not_steered"
+        if self.sola_guard.is_lost:
+            return "failed"
+        if self._stalled or plan.problem == "stalled":
+            return "stalled"
+        if self._is_paused():
+            return "paused"
+        return "no_targets" if self.sola_monitor.cost.is_ready else "learning"
 
     def _guarded_plan(self) -> StepPlan:
         """The plan of this step; vLLM's own order where it cannot be made."""
@@ -326,7 +349,8 @@ class SolaSchedulerMixin(SwapMixin):
         except Exception as error:
             guard.failed("planning a step", error)
             return _NEUTRAL
-        seconds, limit_s = self.sola_cpu_clock() - started_s, self.sola_config.plan_limit_s
+        self._plan_s = seconds = self.sola_cpu_clock() - started_s
+        limit_s = self.sola_config.plan_limit_s
         if limit_s is not None and seconds > limit_s:
             guard.took_too_long("planning a step", seconds, limit_s)
         return plan
@@ -516,6 +540,9 @@ class SolaSchedulerMixin(SwapMixin):
     def _reject(self, rows: IntArray) -> None:
         for request in list(self._requests(rows)):
             if request in self.waiting:
+                row = self.sola_monitor.table.row_of[request.request_id]
+                refusal = Refusal.of_row(self.sola_monitor.table, row)
+                request.stop_reason = refusal.to_stop_reason()
                 self._rejected.append(request)  # before anything can fail: it must be answered
                 self._is_rejecting = True
                 try:
@@ -567,6 +594,13 @@ class SolaSchedulerMixin(SwapMixin):
             self._answer_rejected(outputs)
         if self.sola_config.log_interval_s:
             self._book("logging", self._log)
+        self._telemetry.send(
+            outputs,
+            self.sola_monitor,
+            is_idle=not self.requests,
+            is_followed=not self.sola_guard.is_lost,
+            swapped_bytes=self._swapped_bytes,
+        )
         return outputs
 
     def _learn(self, outputs: Any) -> None:
@@ -601,6 +635,7 @@ class SolaSchedulerMixin(SwapMixin):
                 request_id=request.request_id,
                 new_token_ids=[],
                 finish_reason=request.get_finished_reason(),
+                stop_reason=request.stop_reason,
                 events=request.take_events(),
                 trace_headers=request.trace_headers,
             )

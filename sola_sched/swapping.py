@@ -319,6 +319,12 @@ class SwapMixin(_Host):
 
     # Figures --------------------------------------------------------------------------------
 
+    def _swapped_bytes(self) -> tuple[int, int]:
+        """Bytes copied to the host and back since start."""
+        if self.sola_swap is None:
+            return 0, 0
+        return self.sola_copies.counts.saved_bytes, self.sola_copies.counts.loaded_bytes
+
     def _swap_stats(self) -> dict[str, Any]:
         if self.sola_swap is None:
             return {}

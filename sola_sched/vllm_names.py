@@ -106,8 +106,8 @@ PARTS = (
             """
             request_id status arrival_time priority client_index max_tokens prompt_token_ids
             num_prompt_tokens num_output_tokens num_computed_tokens num_tokens num_preemptions
-            num_output_placeholders block_hashes lora_request sampling_params trace_headers
-            is_finished take_events get_finished_reason
+            num_output_placeholders block_hashes lora_request sampling_params stop_reason
+            trace_headers is_finished take_events get_finished_reason
             """
         ),
         _names(

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.vllm
 PACKAGES = Path(vllm.__file__).parents[1]
 TOOLS = ("sola_sched.bench", "sola_sched.simulator", "sola_sched.profile")
 #: Programs, and the front end's half.
-OUTSIDE_A_STEP = (*TOOLS, "sola_sched.plugin")
+OUTSIDE_A_STEP = (*TOOLS, "sola_sched.plugin", "sola_sched.stat_logger")
 SWAPPING = ("sola_sched.swapping", "sola_sched.kv_swap")
 
 

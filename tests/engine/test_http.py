@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from tiny_llama import write_byte_tokenizer, write_tiny_llama
+from http_server import Server, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
-START_LIMIT_S = 240.0
 OPTIONS = {
-    "sola_sched": {
-        "ttft_s": 0.5,
-        "tpot_s": 0.05,
-        "classes": {"batch": {"ttft_s": 30.0, "tpot_s": None}},
-    }
+    "ttft_s": 0.5,
+    "tpot_s": 0.05,
+    "classes": {"batch": {"ttft_s": 30.0, "tpot_s": None}},
 }
 #: `vllm bench serve` without the `vllm` command, which the CPU wheel cannot start.
 BENCH = """
@@ -41,87 +30,10 @@ main(parser.parse_args())
 """
 
 
-@dataclass(frozen=True)
-class Server:
-    """A running server: its address, the folder of its model, and its log."""
-
-    url: str
-    model_dir: Path
-    log: Path
-
-    def post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        request = urllib.request.Request(
-            self.url + path,
-            data=json.dumps({"model": "tiny", **body}).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                return response.status, first_json(response.read().decode())
-        except urllib.error.HTTPError as error:
-            return error.code, first_json(error.read().decode())
-
-    def complete(self, xargs: dict[str, Any] | None, **options: Any) -> tuple[int, dict[str, Any]]:
-        body = {"prompt": "to be or not", "max_tokens": 5, "ignore_eos": True, **options}
-        return self.post("/v1/completions", body | ({"vllm_xargs": xargs} if xargs else {}))
-
-
-def first_json(body: str) -> dict[str, Any]:
-    """The body, or the first event of a stream."""
-    decoded: dict[str, Any] = json.loads(body.removeprefix("data: ").partition("\n\n")[0])
-    return decoded
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_until_ready(process: subprocess.Popen[bytes], server: Server) -> None:
-    limit = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < limit and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{server.url}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.5)
-    pytest.fail(f"the server did not start:\n{server.log.read_text()[-4000:]}")
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("server")
-    model_dir = write_tiny_llama(folder / "tiny")
-    write_byte_tokenizer(model_dir)
-    port = free_port()
-    server = Server(f"http://127.0.0.1:{port}", model_dir, folder / "server.log")
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(model_dir), "--served-model-name", "tiny"),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
-        *("--block-size", "32", "--max-num-seqs", "32", "--max-num-batched-tokens", "512"),
-        *("--num-gpu-blocks-override", "60", "--enforce-eager"),
-        *("--scheduler-cls", "sola_sched.Scheduler", "--additional-config", json.dumps(OPTIONS)),
-    ]
-    environment = os.environ | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_LOGGING_LEVEL": "INFO",
-    }
-    with server.log.open("wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder
-        )
-        try:
-            wait_until_ready(process, server)
-            yield server
-        finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    with serving(tmp_path_factory.mktemp("server"), OPTIONS) as server:
+        yield server
 
 
 @pytest.mark.parametrize(
