@@ -33,10 +33,13 @@ _DESCRIPTION = """\
 Replay one workload against stock vLLM and against sola_sched.Scheduler, on the same arrivals
 and seed, and compare the share of requests that meet both their latency targets (SLOs).
 
-With no arguments: a random 62 M parameter Llama, vLLM in this process, chat-shaped lengths fitted
-to ShareGPT, Poisson arrivals at three rates around the saturation of this machine (one on a slow
-one), targets of 10 x the single-request latency. No GPU and no network needed; about five minutes
-on two cores.
+With no arguments: a first run of about five minutes, with a verdict in plain words. First in
+virtual time, where every machine gives the same numbers; then vLLM in this process with a random
+62 M parameter Llama and chat-shaped lengths, at a rate past what stock vLLM was measured to sustain
+here and at one well below, in alternating blocks. No GPU and no network needed.
+
+With arguments, on an engine: Poisson arrivals at three rates around the saturation of this machine
+(one on a slow one), targets of 10 x the single-request latency, unless they say otherwise.
 
 With --backend sim: the same comparison in virtual time. The schedulers are the real ones; how long
 a step takes comes from a profile of a model on a GPU. Exactly repeatable; under two minutes.

@@ -135,6 +135,8 @@ class RunOutcome:
             of a simulation.
         cpu_share: Of a run on CPUs: CPU time over wall time while the engine worked, 1.0 for an
             undisturbed single-threaded engine; None where it says nothing.
+        reference_s: What an equal small batch took right before and right after, without the
+            scheduler's own time; empty where it was not asked for.
     """
 
     records: list[RequestRecord]
@@ -144,6 +146,7 @@ class RunOutcome:
     interrupted: bool = False
     clock: str = "wall"
     cpu_share: float | None = None
+    reference_s: tuple[float, ...] = ()
 
 
 #: Called when a request ends, with its record.

@@ -156,7 +156,9 @@ def choose_num_prompts(
 
 
 def _undisturbed_share(outcome: RunOutcome) -> float:
-    return 1.0 if outcome.cpu_share is None else min(1.0, outcome.cpu_share)
+    if outcome.clock != "wall" or outcome.cpu_share is None:
+        return 1.0
+    return min(1.0, outcome.cpu_share)
 
 
 def _two_digits(value: float) -> float:

@@ -28,6 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from sola_sched.bench import fidelity
 
             return fidelity.main(arguments[1:])
+        if not arguments:
+            environment.prepare(None, is_random=True)
+            from sola_sched.bench import first_run
+
+            return first_run.run()
         args = build_parser().parse_args(arguments)
         if args.make_model is not None:
             require_writable_folder(args.make_model.parent, "--make-model")

@@ -29,6 +29,8 @@ from sola_sched.slo import SloTarget
 #: Below this share of a core the machine was busy with other work and times mean little.
 MIN_CPU_SHARE = 0.9
 _WARMUP_OUTPUT_TOKENS = 16
+#: The reference batch: requests one at a time, so that every scheduler computes the same steps.
+_NUM_REFERENCE, _REFERENCE_PROMPT, _REFERENCE_OUTPUT = 2, 192, 40
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class EngineOptions:
         stall_timeout_s: A run ends when no token has come for this long while requests wait.
         seed: Of the warm-up prompts.
         clock: ``wall``, or ``cpu`` to leave out what other work on the machine takes.
+        times_reference: Time an equal batch before and after each run, see ``RunOutcome``.
     """
 
     model: str
@@ -56,6 +59,7 @@ class EngineOptions:
     stall_timeout_s: float = 120.0
     seed: int = 0
     clock: str = "wall"
+    times_reference: bool = False
 
 
 class EngineBackend:
@@ -121,17 +125,21 @@ class EngineBackend:
             replay.run(self._warmup(workload), max_concurrency)
             gc.collect()
             gc.freeze()
+            before_s = self._reference_s(replay, probe, 0)
             probe.reset()
             self._warmed_up()
             outcome = replay.run(workload.requests, max_concurrency, on_done)
             outcome.scheduler = probe.stats()
-            if clock.name == "wall" and not has_accelerator():
+            if not has_accelerator():
                 outcome.cpu_share = replay.cpu_share
-                if outcome.cpu_share < MIN_CPU_SHARE:
+                if clock.name == "wall" and outcome.cpu_share < MIN_CPU_SHARE:
                     outcome.notes.append(
                         f"The machine was busy: the engine got {outcome.cpu_share:.0%} of a core "
                         "(--clock cpu leaves other work out)."
                     )
+            if before_s is not None and not outcome.interrupted:
+                after_s = self._reference_s(replay, probe, 1)
+                outcome.reference_s = (before_s, before_s if after_s is None else after_s)
             return outcome
         finally:
             gc.unfreeze()
@@ -145,6 +153,24 @@ class EngineBackend:
 
     def _warmed_up(self) -> None:
         """Called before the requests that count, for the same."""
+
+    def _reference_s(self, replay: Any, probe: SchedulerProbe, number: int) -> float | None:
+        """Seconds of the reference batch; None if it was not asked for or the run was ended."""
+        if not self.options.times_reference:
+            return None
+        length = min(_REFERENCE_PROMPT, self.limits.max_model_len - _REFERENCE_OUTPUT)
+        rng = np.random.default_rng([self.options.seed, 9, number])
+        requests = [
+            RequestSpec(
+                req_id=f"reference-{number}-{index}",
+                prompt_token_ids=random_token_ids(rng, length, self.limits.vocab_size),
+                output_tokens=_REFERENCE_OUTPUT,
+            )
+            for index in range(_NUM_REFERENCE)
+        ]
+        probe.reset()
+        outcome = replay.run(requests, max_concurrency=1)
+        return None if outcome.interrupted else float(outcome.duration_s - probe.stats().cpu_s)
 
     def _engine_args(self, scheduler: SchedulerSpec, slo: SloTarget) -> Any:
         from vllm.engine.arg_utils import EngineArgs

@@ -118,6 +118,7 @@ def make_result(
         "seed": info.seed,
         "clock": outcome.clock,
         "cpu_share": outcome.cpu_share,
+        "reference_s": list(outcome.reference_s),
         "notes": [*workload.notes, *outcome.notes],
         "interrupted": outcome.interrupted,
         "environment": environment(),

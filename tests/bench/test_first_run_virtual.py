@@ -1,0 +1,41 @@
+"""The part of a first run in virtual time, with the real schedulers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from sola_sched.bench import calibrate, first_run_virtual
+from sola_sched.bench.backend import parse_scheduler
+
+
+def test_targets_are_ten_times_the_latency_of_a_request_alone() -> None:
+    from sola_sched.bench import sweep
+    from sola_sched.bench.points import SYNTHETIC, Point, make_workload
+
+    backend = sweep.make_backend(first_run_virtual.PROFILE)
+    point = Point(first_run_virtual.PROFILE, SYNTHETIC, 3.0, 1.0, 0.1, "stock", num_requests=400)
+    workload = make_workload(point, backend.limits)
+
+    slo = calibrate.measure_slo(backend, workload, parse_scheduler("stock:8192")).target
+
+    assert slo.ttft_s == pytest.approx(first_run_virtual.TTFT_S, rel=1e-3)
+    assert slo.tpot_s == pytest.approx(first_run_virtual.TPOT_S, rel=1e-3)
+
+
+def test_every_share_has_an_interval_and_the_picture_is_where_it_says(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    found = first_run_virtual.run(
+        tmp_path, said.append, rates=(2.5, 4.5), num_requests=12, is_hidden=True
+    )
+
+    assert len(found) == 2 * len(first_run_virtual.SCHEDULERS)
+    rows = [line for line in said if line.split()[0] in ("2.5", "4.5")]
+    assert [row.count(" to ") for row in rows] == [2, 2]
+    picture = Path(said[-1].split()[-1])
+    assert picture == tmp_path / first_run_virtual.FIGURE
+    assert picture.read_bytes().startswith(b"\x89PNG")
