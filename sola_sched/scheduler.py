@@ -35,7 +35,7 @@ from sola_sched.guard import Guard
 from sola_sched.length_predictor.client import make_client
 from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.monitor import LiveRequest, StateMonitor
-from sola_sched.planner import Planner, in_class_order, make_planner
+from sola_sched.planner import Planner, in_class_order, make_planner, with_room_to_resume
 from sola_sched.queues import PlannedQueue
 from sola_sched.refusals import Refusal
 from sola_sched.reporting import IntervalLog, engine_stats, waits_for_slots_alone
@@ -421,6 +421,8 @@ class SolaSchedulerMixin(SwapMixin):
             self._expect_cached(state.waiting)
         self._expect_loads(state)
         plan = in_class_order(state, self._with_swaps(state, self.sola_planner.plan(state)))
+        if resuming := self._seams.resuming():
+            plan = with_room_to_resume(state, plan, list(map(self._tokens_to_resume, resuming)))
         self._num_plans += 1
         if self._num_plans % _REVIEW_PLANS == 1 and state.cost.is_ready:
             update_waits(state, plan)
@@ -428,6 +430,10 @@ class SolaSchedulerMixin(SwapMixin):
             self._short_of_slots += _REVIEW_WEIGHT * (is_short - self._short_of_slots)
         self._problems[plan.problem] = self._problems.get(plan.problem, 0) + 1
         return plan
+
+    def _tokens_to_resume(self, request: Request) -> int:
+        left = request.num_tokens - request.num_computed_tokens
+        return left if left > 1 else self._tokens_per_decode
 
     def _expect_cached(self, waiting: IntArray) -> None:
         """Look up what the prefix cache holds of a few waiting requests, in turn."""
@@ -450,15 +456,15 @@ class SolaSchedulerMixin(SwapMixin):
         if plan is _NEUTRAL and not (self.lora_config and not self._has_stepped_aside):
             yield
             return
-        budget, slots = self.max_num_scheduled_tokens, self._seams.slots_attribute
-        num_slots, running, policy = getattr(self, slots), self.running, self.policy
+        slots, running = self._seams.slots_attribute, self.running
+        num_slots, limits = getattr(self, slots), self._limits()
         hidden: list[Request] = []
         try:
             hidden = self._show(plan)
         except Exception as error:
             self.sola_guard.failed("applying a plan", error)
             self.running = [r for r in running if r.status == RequestStatus.RUNNING]
-            self.policy, self.max_num_scheduled_tokens = policy, budget
+            self._limits(limits)
             self.waiting.unplan()
         self._num_hidden = len(hidden)
         setattr(self, slots, num_slots - len(hidden))
@@ -466,9 +472,16 @@ class SolaSchedulerMixin(SwapMixin):
             yield
         finally:
             self.running.extend(hidden)
-            self.policy, self.max_num_scheduled_tokens = policy, budget
+            self._limits(limits)
             setattr(self, slots, num_slots)
             self.waiting.unplan()
+
+    def _limits(self, limits: tuple[Any, int, int] | None = None) -> tuple[Any, int, int]:
+        """What a plan changes for one step; put back first if `limits` are given."""
+        config = self.scheduler_config
+        if limits is not None:
+            self.policy, self.max_num_scheduled_tokens, config.long_prefill_token_threshold = limits
+        return self.policy, self.max_num_scheduled_tokens, config.long_prefill_token_threshold
 
     def _show(self, plan: StepPlan) -> list[Request]:
         """Do what the plan says before vLLM's own step; returns the requests that sit it out."""
@@ -490,6 +503,11 @@ class SolaSchedulerMixin(SwapMixin):
         if plan.token_budget is not None:
             most = self.max_num_scheduled_tokens
             self.max_num_scheduled_tokens = min(most, max(self._min_budget, plan.token_budget))
+        if plan.prefill_cap is not None:
+            cap, config = max(self._min_budget, plan.prefill_cap), self.scheduler_config
+            config.long_prefill_token_threshold = min(
+                cap, config.long_prefill_token_threshold or cap
+            )
         return [] if run is None else self._hide(run)
 
     def _is_as_it_runs(self, run: IntArray) -> bool:

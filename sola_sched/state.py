@@ -356,6 +356,7 @@ class StepPlan:
         admit: Rows of waiting requests that may start, in order; None means all of them in the
             engine's own order.
         token_budget: Tokens of the step, >= 1; None means the engine's maximum.
+        prefill_cap: Tokens of one prefill in the step, at most; None means no limit.
         preempt: Rows of running requests that give up slot and KV before the step.
         reject: Rows of waiting requests to end with an error.
         order: All running and waiting rows in the order in which they are to be served, for the
@@ -367,6 +368,7 @@ class StepPlan:
     run: IntArray | None = None
     admit: IntArray | None = None
     token_budget: int | None = None
+    prefill_cap: int | None = None
     preempt: IntArray = field(default_factory=lambda: _NO_ROWS)
     reject: IntArray = field(default_factory=lambda: _NO_ROWS)
     order: IntArray | None = None

@@ -6,7 +6,6 @@ it. It works without the connector, and then does nothing.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -195,11 +194,6 @@ class SwapMixin(_Host):
         """The plan with victims chosen in time; copies ahead are ordered. Call after planning."""
         if self.sola_swap is None:
             return plan
-        num_loaded = len(self.finished_recving_kv_req_ids)
-        if num_loaded and plan.token_budget is not None:
-            # They resume beside those that the plan counts.
-            more = num_loaded * state.tokens_per_decode
-            plan = replace(plan, token_budget=plan.token_budget + more)
         if not self.sola_swap.options.ahead:
             return plan
         from sola_sched.kv_swap.policy import give_way, has_plenty, is_short, make_room

@@ -103,6 +103,23 @@ class Seams:
         others = [r for r in scheduler.requests.values() if r not in seen and not r.is_finished()]
         return [*scheduler.waiting, *others]
 
+    def resuming(self) -> list[Any]:
+        """Waiting requests whose KV is there: vLLM starts them before all that a plan admits."""
+        scheduler = self._scheduler
+        if getattr(scheduler, "connector", None) is None:
+            return []
+        queue = scheduler.skipped_waiting if self._has_skipped else scheduler.kv_holding_waiting
+        loaded, is_blocked = (
+            scheduler.finished_recving_kv_req_ids,
+            scheduler._is_blocked_waiting_status,
+        )
+        return [
+            request
+            for request in queue
+            if request.request_id in loaded
+            or (request.num_computed_tokens and not is_blocked(request.status))
+        ]
+
     def own_queue(self, requests: Iterable[Any]) -> Any:
         """A waiting queue of vLLM's own with these requests, for the policy in force."""
         from vllm.v1.core.sched.request_queue import create_request_queue

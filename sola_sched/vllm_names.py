@@ -44,11 +44,12 @@ SCHEDULER = Part(
         max_num_running_reqs max_num_scheduled_tokens lora_config scheduler_config
         schedule update_from_output add_request finish_requests has_requests shutdown
         _preempt_request _free_request _enqueue_waiting_request _is_blocked_waiting_status
+        finished_recving_kv_req_ids
         """
     ),
     _names(
         """
-        finished_recving_kv_req_ids failed_recving_kv_req_ids kv_holding_waiting deferred_waiting
+        failed_recving_kv_req_ids kv_holding_waiting deferred_waiting
         prefix_replay_tokens reset_prefix_cache _inflight_prefills
         _inflight_prefill_reserved_blocks _get_local_prefix_cache_hit
         _update_waiting_for_remote_kv

@@ -10,6 +10,7 @@ from sola_sched.planner.attain import AttainPlanner
 from sola_sched.planner.base import Planner
 from sola_sched.planner.classes import in_class_order
 from sola_sched.planner.paper import PaperPlanner
+from sola_sched.planner.resuming import with_room_to_resume
 
 __all__ = [
     "AlisePlanner",
@@ -18,6 +19,7 @@ __all__ = [
     "Planner",
     "in_class_order",
     "make_planner",
+    "with_room_to_resume",
 ]
 
 
