@@ -155,7 +155,7 @@ PARTS = (
     Part("vllm.config.CacheConfig", _names("mamba_cache_mode"), at="vllm_config.cache_config"),
     Part(
         "vllm.config.SchedulerConfig",
-        _names("enable_chunked_prefill prefill_schedule_interval"),
+        _names("enable_chunked_prefill long_prefill_token_threshold prefill_schedule_interval"),
         _names("scheduler_cls"),
         at="vllm_config.scheduler_config",
     ),
