@@ -120,7 +120,7 @@ def test_without_slos_the_schedule_is_stock_vllms_by_priority_step_by_step(
     assert ours == stock
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("async_scheduling", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", ["attain", "paper", "alise", "none"])
 def test_no_class_loses_its_kv_to_a_lower_one(policy: str, async_scheduling: bool) -> None:
     workload = make_workload(400, 30.0, 2)

@@ -51,7 +51,7 @@ def assert_nothing_is_lost(result: RunResult, model_dir: Path) -> None:
     assert result.swap_problems == []
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("async_scheduling", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("policy", ["attain", "alise"])
 def test_failures_everywhere_change_no_token(
@@ -69,7 +69,7 @@ def test_failures_everywhere_change_no_token(
     assert_nothing_is_lost(result, model_dir)
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("async_scheduling", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "site", ["attain", "monitor state", "monitor scheduled", "monitor completed", "cost observe"]
 )
@@ -84,7 +84,7 @@ def test_a_part_that_always_fails_leaves_the_engine_to_vllm(
 
 
 @NEEDS_SWAPPING
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("async_scheduling", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("share", [0.01, 0.2], ids=["it goes on", "it steps aside"])
 def test_with_swapping_no_copy_is_left_behind(
     share: float, async_scheduling: bool, model_dir: Path

@@ -131,6 +131,7 @@ print(json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
 """
 
 
+@pytest.mark.slow
 def test_speculative_decoding(model_dir: Path) -> None:
     """In processes of their own: vLLM on CPUs starts one drafting engine per process only."""
     rng = random.Random(1)

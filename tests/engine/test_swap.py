@@ -7,7 +7,6 @@ the negative controls prove.
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,15 @@ def windowed_reference(windowed_dir: Path) -> RunResult:
     return result
 
 
-@pytest.mark.parametrize(("is_async", "caching"), list(product((False, True), (False, True))))
+@pytest.mark.parametrize(
+    ("is_async", "caching"),
+    [
+        (False, True),
+        (True, False),
+        pytest.param(False, False, marks=pytest.mark.slow),
+        pytest.param(True, True, marks=pytest.mark.slow),
+    ],
+)
 def test_preempted_requests_recompute_nothing_and_keep_their_tokens(
     is_async, caching, model_dir, reference
 ):
