@@ -43,6 +43,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         ({"ttft_slo_ms": "abc"}, "ttft_slo_ms", "abc", "must be a finite number"),
         ({"tpot_slo_ms": 0}, "tpot_slo_ms", "0", "> 0"),
         ({"slo_class": "nope"}, "slo_class", "nope", "known: batch"),
+        ({"ttft_slo": 500}, "'ttft_slo'", "must be written", "'ttft_slo_ms'"),
+        ({"TPOT_SLO_MS": 50}, "'TPOT_SLO_MS'", "must be written", "'tpot_slo_ms'"),
+        ({"slo-class": "batch"}, "'slo-class'", "must be written", "'slo_class'"),
     ],
 )
 def test_invalid_slo_is_refused_by_name_and_the_server_keeps_answering(
@@ -56,7 +59,7 @@ def test_invalid_slo_is_refused_by_name_and_the_server_keeps_answering(
     assert server.complete(None)[0] == 200
 
 
-@pytest.mark.parametrize("xargs", [{"ttft_slo_ms": -5}, {"slo_class": "chit"}])
+@pytest.mark.parametrize("xargs", [{"ttft_slo_ms": -5}, {"slo_class": "chit"}, {"tpot_ms": 50}])
 def test_invalid_slo_of_a_stream_is_refused_before_it_starts(server, xargs):
     status, answer = server.complete(xargs, stream=True)
 

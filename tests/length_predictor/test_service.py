@@ -267,6 +267,49 @@ def test_what_cannot_work_is_said_once_and_not_retried(tmp_path: Path, model_dir
         client.close()
 
 
+def is_gone(pid: int) -> bool:
+    """Whether a process is not even there as a defunct one."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_no_defunct_process_stays_of_one_that_could_not_work(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    settings = ServiceSettings("lexical", str(model_dir), path=str(tmp_path / "none.sola"))
+    client = PredictionClient(settings)
+    pid = client.pid
+    assert pid is not None
+    try:
+        until(lambda: client.pid is None, client)
+        until(lambda: is_gone(pid), client)
+    finally:
+        client.close()
+
+
+def test_no_defunct_process_stays_of_one_that_was_given_up() -> None:
+    now = [0.0]
+    client = PredictionClient(
+        ServiceSettings("lexical", "none"), clock=lambda: now[0], command=Silent.command
+    )
+    pid = client.pid
+    assert pid is not None
+    try:
+        client.submit("r", [1])
+        now[0] = client_module._START_TIMEOUT_S + 1.0
+        client.poll()
+        assert client.pid is None
+        give_up_s = time.monotonic() + PATIENCE_S
+        while not is_gone(pid):  # nobody calls the client, as on an idle engine
+            assert time.monotonic() < give_up_s
+            time.sleep(0.01)
+    finally:
+        client.close()
+
+
 def test_learned_state_is_written_and_read_again(tmp_path: Path, model_dir: Path) -> None:
     path = tmp_path / "state.sola"
     settings = ServiceSettings("lexical", str(model_dir), path=str(path), save_s=3600.0)
