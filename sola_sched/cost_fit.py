@@ -6,7 +6,7 @@ that is 1 ms off hurts a 50 ms TPOT objective as much as one of 50 ms that is 10
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +41,7 @@ _HUBER_SIGMAS = 1.5
 _MIN_SIGMA = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
+class StepShape(NamedTuple):
     """What one step computes; the sums of Eq. 3 and 4.
 
     Attributes:

@@ -48,6 +48,7 @@ class _StepRecord:
     predicted_s: float
     sampling: IntArray  # rows that sample, but for those that have ended since
     is_known: bool = True  # whether these are all
+    begun: Sequence[int] = ()  # those of them that end their prefill in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +208,6 @@ class StateMonitor:
                 table.move(row, DECODE if is_decode else PREFILL)
             for rows in in_flight[: request.num_in_flight]:
                 rows.append(row)
-                table.num_ahead[row] += 1
             if request.num_in_flight and not request.num_output:
                 self._to_begin.add(row)
         self.stats.num_unseen += len(old.row_of.keys() - table.row_of.keys())
@@ -294,9 +294,9 @@ class StateMonitor:
                     self._to_begin.add(row)
         shape = StepShape(len(decode_rows), ctx, new, float(squares), float(products))
         sampling = np.concatenate([decode_rows, sampled]) if sampled else decode_rows
-        table.num_ahead[sampling] += 1
         predicted_s = self.cost.step_s(shape) if self.cost.is_ready else 0.0
-        self._in_flight.append(_StepRecord(self.clock(), shape, predicted_s, sampling))
+        record = _StepRecord(self.clock(), shape, predicted_s, sampling, begun=sampled)
+        self._in_flight.append(record)
 
     @property
     def num_expected(self) -> int:
@@ -317,7 +317,6 @@ class StateMonitor:
         """
         now = self.clock()
         table, record = self.table, self._in_flight.popleft()
-        table.num_ahead[record.sampling] -= 1
         start = self._last_update_s if self._was_busy else record.scheduled_s
         elapsed = now - start
         self._last_update_s = now
@@ -340,16 +339,17 @@ class StateMonitor:
             table.first_token_s[fresh] = now
             self._to_begin.difference_update(fresh.tolist())
         elif self._to_begin:
-            self._note_first_tokens(delivered, now)
+            self._note_first_tokens(record, now)
         table.last_token_s[delivered] = now
         table.num_output[delivered] += 1 if num_tokens is None else num_tokens
         if num_tokens is not None and shape.num_decodes:
             mean = int(num_tokens.sum()) / len(delivered)
             self.accepted_per_decode += _AVERAGING * (max(1.0, mean) - self.accepted_per_decode)
 
-    def _note_first_tokens(self, delivered: IntArray, now_s: float) -> None:
+    def _note_first_tokens(self, record: _StepRecord, now_s: float) -> None:
+        """Everybody in this step has received a token."""
         for row in list(self._to_begin):
-            if np.count_nonzero(delivered == row):
+            if row in record.begun or np.count_nonzero(record.sampling == row):
                 self.table.first_token_s[row] = now_s
                 self._to_begin.discard(row)
 
@@ -497,7 +497,7 @@ class StateMonitor:
             now_s=start,
             table=table,
             running=rows,
-            num_ahead=table.num_ahead[rows],
+            num_ahead=self._num_ahead(rows),
             waiting=self._waiting,
             lengths=self.lengths,
             cost=self.cost,
@@ -517,3 +517,12 @@ class StateMonitor:
             has_classes=self._num_ranked > 0,
             trusts_predictions=self.trust.is_trusted,
         )
+
+    def _num_ahead(self, rows: IntArray) -> IntArray:
+        """Output tokens in flight for each of `rows`."""
+        if not self._in_flight:
+            return np.zeros(len(rows), dtype=np.int64)
+        sampling = [record.sampling for record in self._in_flight]
+        every = np.concatenate(sampling) if len(sampling) > 1 else sampling[0]
+        counts: IntArray = np.bincount(every, minlength=self.table.capacity)
+        return counts[rows]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from itertools import compress, count
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -62,8 +61,7 @@ class RunningRows(Generic[R]):
         requests, rows = self._requests, self._rows
         parts, num_same = [], 0
         for _ in range(_MAX_GONE + 1):
-            differ = map(operator.is_not, requests, running[num_same:])
-            place = next(compress(count(), differ), min(len(requests), len(running) - num_same))
+            place = _first_difference(requests, running[num_same:])
             parts.append(rows[:place])
             num_same += place
             if place == len(requests):
@@ -74,3 +72,17 @@ class RunningRows(Generic[R]):
     def _looked_up(self, requests: list[R]) -> IntArray:
         return np.fromiter(map(self._row_of.__getitem__, map(_id_of, requests)), np.int64,
                            len(requests))  # fmt: skip
+
+
+def _first_difference(one: list[R], other: list[R]) -> int:
+    """Place from which two lists differ; found by halves, which are compared without a loop."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while high - low > 1:  # the first `low` are the same, the first `high` are not
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

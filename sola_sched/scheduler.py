@@ -65,8 +65,9 @@ _BY_ITSELF = (
 _FAILED = (RequestStatus.FINISHED_ERROR, RequestStatus.FINISHED_IGNORED)
 #: Waiting requests whose prefix is looked up in the cache at a step; a new one is at once.
 _LOOKUPS_PER_STEP = 4
-#: Plans between two estimates of the waits, and the weight of one in the running means.
-_REVIEW_PLANS = 16
+#: Plans between two estimates of the waits: where swapping goes by them, and where nobody does.
+_REVIEW_PLANS, _REPORT_PLANS = 16, 128
+#: Weight of one plan in so many in the running means.
 _REVIEW_WEIGHT = 1.0 / 32.0
 
 
@@ -425,7 +426,8 @@ class SolaSchedulerMixin(SwapMixin):
             plan = with_room_to_resume(state, plan, list(map(self._tokens_to_resume, resuming)))
         self._num_plans += 1
         if self._num_plans % _REVIEW_PLANS == 1 and state.cost.is_ready:
-            update_waits(state, plan)
+            if self.sola_swap is not None or self._num_plans % _REPORT_PLANS == 1:
+                update_waits(state, plan)
             is_short = waits_for_slots_alone(state)
             self._short_of_slots += _REVIEW_WEIGHT * (is_short - self._short_of_slots)
         self._problems[plan.problem] = self._problems.get(plan.problem, 0) + 1

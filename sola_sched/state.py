@@ -45,7 +45,6 @@ _COLUMNS: dict[str, tuple[type, Any]] = {
     "num_computed": (np.int64, 0),
     "prefill_target": (np.int64, 0),
     "num_output": (np.int64, 0),
-    "num_ahead": (np.int64, 0),
     "first_token_s": (np.float64, np.nan),
     "last_token_s": (np.float64, np.nan),
     "num_preemptions": (np.int64, 0),
@@ -72,7 +71,6 @@ class RequestTable:
             WAITING those that a prefix cache is expected to hold.
         prefill_target: Tokens to compute before the next token can be sampled.
         num_output: Output tokens delivered.
-        num_ahead: Steps in flight in which it samples.
         first_token_s, last_token_s: Delivery times, seconds; NaN before the first token.
         num_preemptions: Times the request lost its KV.
         predicted: Quantiles of the total output tokens, as in `LengthPrediction`; NaN without one.
@@ -102,7 +100,6 @@ class RequestTable:
     num_computed: IntArray
     prefill_target: IntArray
     num_output: IntArray
-    num_ahead: IntArray
     first_token_s: FloatArray
     last_token_s: FloatArray
     num_preemptions: IntArray

@@ -153,9 +153,7 @@ def test_arrays_give_the_scalars_elementwise_without_overflow() -> None:
 def test_predictions_are_finite_and_monotone(
     model: CostModel, shape: StepShape, more: StepShape
 ) -> None:
-    larger = StepShape(
-        *(getattr(shape, name) + getattr(more, name) for name in StepShape.__slots__)
-    )
+    larger = StepShape(*(getattr(shape, name) + getattr(more, name) for name in StepShape._fields))
 
     predicted = model.step_s(shape)
 

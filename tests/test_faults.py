@@ -36,7 +36,7 @@ SHARE_OF = {
     "preempt": 0.5,
     "reject": 0.5,
     "statistics": 0.5,
-    "waits": 0.5,
+    "waits": 1.0,
 }
 
 
@@ -106,7 +106,7 @@ def test_a_failure_at_any_call_loses_no_request_and_no_block(
     share = SHARE_OF.get(site, 0.05)
     if site == "monitor predicted":
         engine.scheduler.sola_predictions = EndlessAnswers(engine.scheduler)
-    first = 0 if site == "monitor rebuild" else 3
+    first = 0 if site in ("monitor rebuild", "waits") else 3
     with Faults(*sites, share=share, first=first).injected() as faults:
         records = engine.run(make_workload())
     assert faults.num_raised[site]

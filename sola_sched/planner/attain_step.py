@@ -204,7 +204,7 @@ class AttainStep:
         state = self.state
         is_needed = candidates >= self.prefills.num_started
         num_free = self.view.num_available_slots
-        if np.isnan(state.end_interval_s) or int(is_needed.sum()) <= num_free:
+        if math.isnan(state.end_interval_s) or np.count_nonzero(is_needed) <= num_free:
             return None
         return Slots(is_needed, num_free, state.end_interval_s)
 
