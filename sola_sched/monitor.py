@@ -111,7 +111,7 @@ class StateMonitor:
         self._next_pos = 1
         self._front_pos = -1
         self._num_limited = self._num_ranked = 0
-        self._num_ended = self._num_running = 0
+        self._num_running = 0
         self._slot_s = math.nan  # time of all slots held, since the latest of them that ended
         self._num_freed = 0  # ends of slots that are not averaged yet
         self.end_interval_s = math.nan
@@ -378,7 +378,6 @@ class StateMonitor:
         if table.phase[row] in _HOLD_SLOT:
             self._num_freed += 1
             self.displaced_share -= _DISPLACED_WEIGHT * self.displaced_share
-        self._num_ended += 1
         self._to_begin.discard(row)
         for record in self._in_flight:
             record.sampling = record.sampling[record.sampling != row]
