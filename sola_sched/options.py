@@ -70,5 +70,5 @@ def known(cls: type[Any], names: Iterable[str], where: str) -> None:
         meant = f" (meant: {', '.join(map(repr, near))}?)" if near else ""
         raise ConfigError(
             f"Unknown option{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))} in "
-            f"'{where}'{meant}; known options: {', '.join(fields)}."
+            f"'{where}'; known options: {', '.join(fields)}{meant}."
         )
