@@ -35,7 +35,13 @@ from sola_sched.guard import Guard
 from sola_sched.length_predictor.client import make_client
 from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.monitor import LiveRequest, StateMonitor
-from sola_sched.planner import Planner, in_class_order, make_planner, with_room_to_resume
+from sola_sched.planner import (
+    Planner,
+    in_class_order,
+    make_planner,
+    with_padding,
+    with_room_to_resume,
+)
 from sola_sched.queues import PlannedQueue
 from sola_sched.refusals import Refusal
 from sola_sched.reporting import IntervalLog, engine_stats, waits_for_slots_alone
@@ -422,6 +428,7 @@ class SolaSchedulerMixin(SwapMixin):
             self._expect_cached(state.waiting)
         self._expect_loads(state)
         plan = in_class_order(state, self._with_swaps(state, self.sola_planner.plan(state)))
+        plan = with_padding(state, plan)
         if resuming := self._seams.resuming():
             plan = with_room_to_resume(state, plan, list(map(self._tokens_to_resume, resuming)))
         self._num_plans += 1

@@ -9,6 +9,7 @@ from sola_sched.planner.alise import AlisePlanner
 from sola_sched.planner.attain import AttainPlanner
 from sola_sched.planner.base import Planner
 from sola_sched.planner.classes import in_class_order
+from sola_sched.planner.padding import with_padding
 from sola_sched.planner.paper import PaperPlanner
 from sola_sched.planner.resuming import with_room_to_resume
 
@@ -19,6 +20,7 @@ __all__ = [
     "Planner",
     "in_class_order",
     "make_planner",
+    "with_padding",
     "with_room_to_resume",
 ]
 

@@ -1,0 +1,60 @@
+"""Speculative decoding around a real vLLM scheduler, in virtual time: budgets with drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from virtual_model import TINY_MODEL
+from virtual_runs import STEP_TIME, make_workload
+
+import sola_sched
+from sola_sched.simulator import StepTrace, VirtualEngine, VirtualRequest
+
+pytestmark = pytest.mark.vllm
+
+NUM_DRAFTS = 3
+
+
+class Drafting(sola_sched.Scheduler):
+    """Every decode has drafts, none of which is accepted."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_spec_tokens = NUM_DRAFTS
+        self._tokens_per_decode = 1 + NUM_DRAFTS
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        for request in self.running:
+            request.spec_token_ids = [] if request.is_prefill_chunk else [1] * NUM_DRAFTS
+        return super().schedule(*args, **kwargs)
+
+
+@pytest.mark.parametrize("policy", ["attain", "paper", "alise"])
+def test_a_request_that_is_cached_whole_starts_beside_a_decode_with_drafts(policy: str) -> None:
+    """Its one token is padded by vLLM to the length of the others, or it does not start."""
+    engine = VirtualEngine(
+        Drafting,
+        model=TINY_MODEL,
+        num_blocks=2000,
+        max_model_len=2048,
+        max_num_batched_tokens=1024,
+        enable_prefix_caching=True,
+        step_time=STEP_TIME,
+        additional_config={"sola_sched": {"policy": policy, "ttft_s": 1.0, "tpot_s": 0.05}},
+    )
+    engine.run(make_workload(30, 10.0))  # step times are known
+    start_s, prompt = engine.clock.now, [3 + i % 400 for i in range(161)]
+    first = VirtualRequest("first", start_s, 100, prompt_token_ids=prompt)
+    second = VirtualRequest("second", start_s + 0.3, 20, prompt_token_ids=prompt)
+    tokens: list[int] = []
+
+    def note(trace: StepTrace) -> None:
+        if trace.scheduled_s >= second.arrival_s:
+            tokens.append(trace.output.num_scheduled_tokens.get("second", 0))
+
+    engine.run([first, second], on_step=note)
+    assert tokens[0] == 1 + NUM_DRAFTS, tokens[:12]
