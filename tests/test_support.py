@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,3 +161,44 @@ def test_each_row_names_tests_that_exist() -> None:
             tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
             functions = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
             assert test in functions, f"{row[0]}: {file} has no {test}"
+
+
+class Pipelined:
+    """A scheduler as in an engine with two pipeline stages."""
+
+    def __init__(self, *, vllm_config: Any, **kwargs: Any) -> None:
+        vllm_config.parallel_config = copy.copy(vllm_config.parallel_config)
+        vllm_config.parallel_config.pipeline_parallel_size = 2
+        super().__init__(vllm_config=vllm_config, **kwargs)
+
+
+@pytest.mark.vllm
+def test_with_pipeline_parallelism_the_schedule_is_stock_vllms_step_by_step() -> None:
+    pytest.importorskip("vllm")
+    from virtual_model import TINY_MODEL
+    from virtual_runs import STEP_TIME, make_workload
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    import sola_sched
+    from sola_sched.simulator import StepTrace, VirtualEngine
+
+    def schedules(base: type[Any]) -> list[Any]:
+        steps: list[Any] = []
+
+        def note(trace: StepTrace) -> None:
+            steps.append((trace.start_s, dict(trace.output.num_scheduled_tokens)))
+
+        engine = VirtualEngine(
+            type("Scheduler", (Pipelined, base), {}),
+            model=TINY_MODEL,
+            num_blocks=300,
+            max_model_len=2048,
+            max_num_batched_tokens=256,
+            async_scheduling=True,
+            step_time=STEP_TIME,
+            additional_config={"sola_sched": {"ttft_s": 0.3, "tpot_s": 0.02}},
+        )
+        engine.run(make_workload(40, 20.0), on_step=note)
+        return steps
+
+    assert schedules(sola_sched.Scheduler) == schedules(AsyncScheduler)
