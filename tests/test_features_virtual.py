@@ -251,7 +251,7 @@ def test_chunks_of_hybrid_models_end_where_state_is_kept(policy: str, is_async: 
         )
         layers.kv_cache_groups = [*layers.kv_cache_groups, KVCacheGroupSpec(["state"], state)]
 
-    sola = {"sola_sched": {"policy": policy, "tile": 16, **SOLA["sola_sched"]}}
+    sola = {"sola_sched": {"policy": policy, **SOLA["sola_sched"]}}
     engine = make_engine(
         changed(sola_sched.Scheduler, change),
         sola=sola,

@@ -25,7 +25,6 @@ import sola_sched
 from sola_sched import swapping
 from sola_sched.errors import IncompatibleVllmError
 from sola_sched.simulator import StepTimeModel, VirtualEngine, VirtualRequest
-from sola_sched.simulator.swap_link import LinkSpeed
 from sola_sched.vllm_names import EITHER, PARTS, SCHEDULER, Part, lacking
 
 pytestmark = pytest.mark.vllm
@@ -160,6 +159,13 @@ def without(part: Part, name: str, monkeypatch: pytest.MonkeyPatch) -> type[Any]
     return type("Mine", (sola_sched.SolaSchedulerMixin, Renamed), {})
 
 
+def link() -> Any:
+    """Imported here: older vLLMs lack what the connector imports."""
+    from sola_sched.simulator.swap_link import LinkSpeed
+
+    return LinkSpeed(1 << 16, 1e10)
+
+
 def start(scheduler_cls: type[Any], **options: Any) -> VirtualEngine:
     return VirtualEngine(
         scheduler_cls,
@@ -195,7 +201,7 @@ def test_a_vllm_without_a_name_of_swapping_does_not_swap(name, monkeypatch) -> N
     said: list[str] = []
     monkeypatch.setattr(swapping.logger, "warning", lambda text, *args: said.append(text % args))
 
-    engine = start(without(SCHEDULER, name, monkeypatch), swap_link=LinkSpeed(1 << 16, 1e10))
+    engine = start(without(SCHEDULER, name, monkeypatch), swap_link=link())
 
     assert said == [
         "sola_sched: KV is not swapped, preempted requests are computed again: this vLLM has no "
@@ -216,7 +222,7 @@ def test_without_swapping_the_same_requests_are_served(is_there, monkeypatch) ->
         VirtualRequest(f"r{i}", arrival_s=0.0, prompt_len=200, output_len=100) for i in range(30)
     ]
 
-    engine = start(sola_sched.Scheduler, swap_link=LinkSpeed(1 << 16, 1e10))
+    engine = start(sola_sched.Scheduler, swap_link=link())
     records = engine.run(requests)
 
     assert [r.num_output_tokens for r in records] == [100] * 30
