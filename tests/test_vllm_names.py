@@ -57,6 +57,7 @@ def test_the_installed_vllm_has_everything_that_our_source_touches(world, scan) 
     assert interface.problems(world, version, found) == []
 
 
+@NEEDS_SWAPPING  # types are followed through a vLLM that has all of it
 def test_it_is_known_whose_attributes_a_step_reads(world, scan) -> None:
     """Or a name of vLLM could be touched unseen; `vllm_use.BY_NAME` tells types by names."""
     unclear = vllm_use.unclear(*scan, world)
@@ -64,6 +65,7 @@ def test_it_is_known_whose_attributes_a_step_reads(world, scan) -> None:
     assert [place for place in unclear if not place.startswith(TOOLS)] == []
 
 
+@NEEDS_SWAPPING  # types are followed through a vLLM that has all of it
 def test_the_list_has_the_names_that_a_step_touches_and_no_others(world, scan) -> None:
     steps = {use for use in scan[0] if not use.where.startswith(OUTSIDE_A_STEP)}
     steering = {use for use in steps if not use.where.startswith(SWAPPING)}
@@ -98,6 +100,7 @@ def is_enum(world: World, use: vllm_use.Use) -> bool:
     return use.owner.endswith(("KVConnectorRole", "KVConnectorWorkerMetadata"))
 
 
+@NEEDS_SWAPPING  # types are followed through a vLLM that has all of it
 def test_a_new_use_and_a_rename_are_found_by_themselves() -> None:
     def read(path: str) -> str | None:
         text = vllm_use.installed(PACKAGES)(path)
