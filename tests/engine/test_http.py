@@ -118,4 +118,4 @@ def test_overload_loses_no_request(server, tmp_path):
 def test_server_log_names_policy_and_targets(server):
     log = server.log.read_text()
 
-    assert "sola_sched: policy attain, default SLO TTFT 0.5 s, TPOT 0.05 s" in log
+    assert "sola_sched: policy attain, targets by default: TTFT 0.5 s, TPOT 0.05 s" in log
