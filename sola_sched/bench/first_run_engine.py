@@ -271,8 +271,8 @@ class FirstRun:
                     load,
                     runs.rates[load],
                     best,
-                    _joined(runs.flags[load, OURS]),
-                    _joined(runs.flags[load, best]),
+                    runs.flags[load, OURS],
+                    runs.flags[load, best],
                     min(runs.waits_s[load, best]),
                     self._slo.target.ttft_s,
                     self._is_saturated(load),
@@ -293,8 +293,4 @@ class FirstRun:
 
 
 def _mean(groups: list[list[bool]]) -> float:
-    return float(np.mean(_joined(groups)))
-
-
-def _joined(groups: list[list[bool]]) -> list[bool]:
-    return [flag for group in groups for flag in group]
+    return float(np.mean(np.concatenate(groups)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from sola_sched.bench.first_run_checks import MAX_RANGE, MAX_UNEVEN, Evenness
 from sola_sched.bench.intervals import Estimate, paired_difference, share
@@ -14,13 +15,13 @@ _A_POINT = 0.01
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ours beside a stock setting on the same requests, in order of arrival.
+    """Ours beside a stock setting on the same requests.
 
     Attributes:
         load: Share of the capacity.
         rate_per_s: Requests per second.
         label: Of the stock setting.
-        ours, others: Which requests met both targets.
+        ours, others: For each block, which requests met both targets, in order of arrival.
         backlog_s: How long those who came last waited with this stock setting, at least.
         ttft_s: Target, seconds.
         is_saturated: Whether no stock setting sustained the rate.
@@ -29,8 +30,8 @@ class Comparison:
     load: float
     rate_per_s: float
     label: str
-    ours: Sequence[bool]
-    others: Sequence[bool]
+    ours: Sequence[Sequence[bool]]
+    others: Sequence[Sequence[bool]]
     backlog_s: float
     ttft_s: float
     is_saturated: bool
@@ -57,11 +58,11 @@ def can_be_trusted(comparisons: Sequence[Comparison], evenness: Evenness) -> boo
 
 def _of_load(comparison: Comparison) -> str:
     c = comparison
-    ours, others = share(c.ours), share(c.others)
-    gain = paired_difference(c.ours, c.others)
+    ours, others = (share(list(chain(*runs))) for runs in (c.ours, c.others))
+    gain, num_requests = paired_difference(c.ours, c.others), sum(map(len, c.ours))
     return (
         f"At {c.rate_per_s:.3g} requests/s, {c.load:.2g} x what stock vLLM serves, sola_sched kept "
-        f"both targets of {ours.percent()} of {len(c.ours)} requests, {c.label}, the best stock "
+        f"both targets of {ours.percent()} of {num_requests} requests, {c.label}, the best stock "
         f"setting, of {others.percent()}: {_of_gain(gain)}."
     )
 

@@ -12,6 +12,9 @@ import numpy as np
 _Z = 1.959964
 #: Requests that arrive so close share a queue: correlation is looked for up to this distance.
 _MAX_LAG = 20
+#: Shorter series tell of no correlation.
+_MIN_SERIES = 4
+_TINY = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +37,21 @@ def share(flags: Sequence[bool]) -> Estimate:
     return Estimate(value, low, high)
 
 
-def paired_difference(ours: Sequence[bool], others: Sequence[bool]) -> Estimate:
-    """Share of `ours` minus share of `others`, of the same requests in order of arrival.
+def paired_difference(ours: Sequence[Sequence[bool]], others: Sequence[Sequence[bool]]) -> Estimate:
+    """Share of `ours` minus share of `others`, of the same requests.
 
     Source: Newcombe, *Improved confidence intervals for the difference between binomial proportions
     based on paired data*, Statistics in Medicine 17 (1998), method 10. Departure: requests that
-    wait in one queue are alike, so that as many count as are worth independent ones, estimated from
-    the correlation of neighbours.
+    wait in one queue are alike, so that as many count as are worth independent ones.
+
+    Args:
+        ours, others: For each run, its requests in order of arrival.
     """
-    first, second = np.asarray(ours, dtype=float), np.asarray(others, dtype=float)
-    assert len(first) == len(second) > 0, (len(first), len(second))
+    assert [len(run) for run in ours] == [len(run) for run in others] != []
+    pairs = [np.array(pair, dtype=float) for pair in zip(ours, others, strict=True)]
+    size = sum(effective_size(mine - theirs) for mine, theirs in pairs)
+    first, second = np.concatenate(pairs, axis=1)
     p, q = float(first.mean()), float(second.mean())
-    size = effective_size(first - second)
     (p_low, p_high), (q_low, q_high) = _wilson(p, size), _wilson(q, size)
     spread = math.sqrt(p * (1 - p) * q * (1 - q))
     phi = (float((first * second).mean()) - p * q) / spread if spread > 0 else 0.0
@@ -61,12 +67,17 @@ def paired_difference(ours: Sequence[bool], others: Sequence[bool]) -> Estimate:
 def effective_size(values: Sequence[float] | np.ndarray) -> float:
     """Independent values that a series is worth for its mean, in [1, its length].
 
-    Correlations count up to the first one that is not positive.
+    What is left of a straight line is looked at: the queue that grows in a run past the capacity
+    is no chance. Correlations of neighbours count up to the first one that is not positive.
     """
     series = np.asarray(values, dtype=float)
+    if len(series) < _MIN_SERIES:
+        return float(len(series))
+    place = np.linspace(-1.0, 1.0, len(series))
     series = series - series.mean()
+    series = series - place * float(place @ series) / float(place @ place)
     power = float(series @ series)
-    if power <= 0:
+    if power <= _TINY * len(series):
         return float(len(series))
     total = 0.0
     for lag in range(1, min(_MAX_LAG, len(series) - 1) + 1):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +100,22 @@ def test_every_request_gets_its_exact_length_and_ordered_times(tiny_model: Path)
     assert outcome.scheduler.num_steps >= 9  # the prompts alone need 480 / 64 steps
     assert backend.limits.max_model_len == TINY_SHAPE.max_model_len
     assert backend.limits.vocab_size == TINY_SHAPE.vocab_size
+
+
+@pytest.mark.vllm
+def test_an_equal_batch_is_timed_before_and_after_a_run_and_counts_into_nothing(
+    tiny_model: Path,
+) -> None:
+    backend = make_backend(tiny_model)
+    backend.options = replace(backend.options, times_reference=True)
+
+    outcome = backend.run(make_burst(3, 20, output_tokens=4), parse_scheduler("sola"), SLO)
+
+    assert len(outcome.reference_s) == 2
+    assert min(outcome.reference_s) > 0
+    assert outcome.scheduler is not None
+    assert outcome.scheduler.num_steps < 40  # the batch alone has more
+    assert [r.num_output_tokens for r in outcome.records] == [4] * 3
 
 
 @pytest.mark.vllm

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from bench_runs import make_records, make_workload
 
@@ -137,7 +138,7 @@ def test_a_paired_interval_of_a_published_example() -> None:
     # Newcombe 1998, table II: 36 both, 12 and 2 discordant, 0 neither. Shuffled: independent.
     pairs = [(1, 1)] * 36 + [(1, 0)] * 12 + [(0, 1)] * 2
     pairs = [pairs[(i * 17) % 50] for i in range(50)]
-    gain = paired_difference([p for p, _ in pairs], [q for _, q in pairs])
+    gain = paired_difference([[p for p, _ in pairs]], [[q for _, q in pairs]])
 
     assert gain.value == pytest.approx(0.2)
     assert gain.low == pytest.approx(0.0569, abs=0.01)
@@ -153,6 +154,13 @@ def test_requests_of_one_queue_count_for_fewer_than_they_are() -> None:
     assert effective_size([1.0] * 50) == 50.0
 
 
+def test_a_queue_that_grows_throughout_a_run_is_no_chance() -> None:
+    chances = np.random.default_rng(0).random(200)
+    growing = [float(chance < i / 200) for i, chance in enumerate(chances)]
+
+    assert effective_size(growing) > 100.0
+
+
 # The verdict --------------------------------------------------------------------------------
 
 EVEN, UNEVEN = Evenness(0.012, 1.05), Evenness(0.09, 1.2)
@@ -166,7 +174,7 @@ def spread(num_true: int, size: int = 100) -> list[bool]:
 def compared(
     ours: int, others: int, load: float = 1.3, *, is_saturated: bool = True, backlog_s: float = 2.0
 ) -> Comparison:
-    flags = spread(ours), spread(others)
+    flags = [spread(ours)], [spread(others)]
     return Comparison(load, 8.0 * load, "stock:512", *flags, backlog_s, 0.5, is_saturated)
 
 
