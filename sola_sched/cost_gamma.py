@@ -84,8 +84,9 @@ class Correction:
                 off.clear()
         elif off:
             off.clear()
-        for each in _NEIGHBOURS:
-            if each == kind or self._lean[each] > _ALONE:
+        self.gamma[kind] = min(max(self._average(kind), _MIN_GAMMA), _MAX_GAMMA)
+        for each in range(3):
+            if self._lean[each] > _ALONE and each != kind:
                 self.gamma[each] = min(max(self._average(each), _MIN_GAMMA), _MAX_GAMMA)
 
     def _average(self, kind: int) -> float:

@@ -34,6 +34,7 @@ class ProfileReview:
     def __init__(self) -> None:
         self.error = self.fitted_error = float("nan")
         self._sum = 0.0
+        self._num_steps = 0
         self._num = [0] * _NUM_KINDS
         self._num_lost = 0
         self._rest = self._next_rest = 0
@@ -42,7 +43,8 @@ class ProfileReview:
         """Note the error of one step; returns whether it is time for a comparison."""
         self._sum += min(error, 1.0)
         self._num[kind] += 1
-        if sum(self._num) < _WINDOW:
+        self._num_steps += 1
+        if self._num_steps < _WINDOW:
             return False
         if self._rest or self._sum <= _GOOD_ERROR * _WINDOW:
             self._rest -= self._rest > 0
@@ -76,4 +78,5 @@ class ProfileReview:
 
     def _restart(self) -> None:
         self._sum = 0.0
+        self._num_steps = 0
         self._num = [0] * _NUM_KINDS

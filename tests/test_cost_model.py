@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -535,7 +534,7 @@ def test_what_live_steps_never_show_stays_as_the_profile_has_it() -> None:
     rng = np.random.default_rng(12)
 
     for shape, _ in random_steps(rng, 600):  # without any context before a chunk
-        shape = dataclasses.replace(shape, prefill_ctx_tokens=0.0)
+        shape = shape._replace(prefill_ctx_tokens=0.0)
         model.observe(shape, truth.step_s(shape) * rng.lognormal(0.0, NOISE))
 
     assert model.is_relearned
