@@ -341,7 +341,7 @@ class StateMonitor:
         elif self._to_begin:
             self._note_first_tokens(record, now)
         table.last_token_s[delivered] = now
-        table.num_output[delivered] += 1 if num_tokens is None else num_tokens
+        table.deliver(delivered, num_tokens)
         if num_tokens is not None and shape.num_decodes:
             mean = int(num_tokens.sum()) / len(delivered)
             self.accepted_per_decode += _AVERAGING * (max(1.0, mean) - self.accepted_per_decode)

@@ -125,6 +125,7 @@ class SolaSchedulerMixin(SwapMixin):
             self.block_size if getattr(self, "need_mamba_block_aligned_split", False) else 1
         )
         self._rows: RunningRows[Request] = RunningRows(self.sola_monitor.table.row_of)
+        self._planned_rows = _NO_ROWS  # of those that ran when the step was planned
         self._num_hidden = 0  # of those that hold a slot: they sit this step out
         self._next_lookup = 0
         self._is_updating = False
@@ -414,8 +415,9 @@ class SolaSchedulerMixin(SwapMixin):
         row_of = self.sola_monitor.table.row_of
         self.sola_monitor.parked([row_of[r.request_id] for r in self._seams.parked()])
         pool = self.kv_cache_manager.block_pool
+        self._planned_rows = self._rows.of(self.running)
         state = self.sola_monitor.state(
-            self._rows.of(self.running),
+            self._planned_rows,
             max_num_tokens=self.max_num_scheduled_tokens,
             max_num_running=self._seams.num_slots,
             num_free_blocks=pool.get_num_free_blocks(),
@@ -590,6 +592,9 @@ class SolaSchedulerMixin(SwapMixin):
             rows = rows[:num_shown] if self._num_hidden else rows
         else:
             rows = np.fromiter(map(row_of.__getitem__, scheduled), np.int64, len(scheduled))
+        if rows is self._planned_rows and table.num_in_phase[DECODE] == len(rows):
+            monitor.scheduled(rows, _NO_ROWS, _NO_ROWS)
+            return
         others = table.phase[rows] != DECODE
         (places,) = others.nonzero()
         if not len(places):

@@ -53,6 +53,16 @@ _COLUMNS: dict[str, tuple[type, Any]] = {
 }
 
 
+@dataclass(slots=True)
+class _Batch:
+    """What is known of rows that decode on and on, by the array that names them."""
+
+    rows: IntArray
+    epoch: int
+    num_tokens: int
+    tpot_s: float
+
+
 class RequestTable:
     """One row per live request, one numpy column per quantity; rows are reused.
 
@@ -70,7 +80,7 @@ class RequestTable:
         num_computed: Tokens whose KV exists or is being computed; exact while in PREFILL. While
             WAITING those that a prefix cache is expected to hold.
         prefill_target: Tokens to compute before the next token can be sampled.
-        num_output: Output tokens delivered.
+        num_output: Output tokens delivered; counted by `deliver`.
         first_token_s, last_token_s: Delivery times, seconds; NaN before the first token.
         num_preemptions: Times the request lost its KV.
         predicted: Quantiles of the total output tokens, as in `LengthPrediction`; NaN without one.
@@ -112,6 +122,7 @@ class RequestTable:
         self.req_id: list[str | None] = [None] * capacity
         self.num_predicted = self.num_added = self.epoch = 0
         self.num_in_phase = [0] * _NUM_PHASES
+        self._batch = _Batch(np.empty(0, dtype=np.int64), -1, 0, math.inf)
         self._free = list(range(capacity - 1, -1, -1))
         for name in _COLUMNS:
             setattr(self, name, _column(name, capacity))
@@ -162,8 +173,29 @@ class RequestTable:
         self.epoch += 1
 
     def num_tokens(self, rows: IntArray) -> int:
-        """Prompt and delivered output tokens of these rows, in sum."""
-        return int(np.add.reduce(self.num_prompt[rows] + self.num_output[rows]))
+        """Prompt and delivered output tokens of these rows, in sum; the array must not change."""
+        return self._batch_of(rows).num_tokens
+
+    def shortest_tpot_s(self, rows: IntArray) -> float:
+        """The shortest TPOT target of these rows, inf for none; the array must not change."""
+        return self._batch_of(rows).tpot_s
+
+    def deliver(self, rows: IntArray, num_tokens: IntArray | None = None) -> None:
+        """These rows, each once, have received so many output tokens: one if none are given."""
+        self.num_output[rows] += 1 if num_tokens is None else num_tokens
+        batch = self._batch
+        if num_tokens is None and batch.rows is rows and batch.epoch == self.epoch:
+            batch.num_tokens += len(rows)
+        else:
+            batch.epoch = -1
+
+    def _batch_of(self, rows: IntArray) -> _Batch:
+        """While the epoch stands, asking about the same array again and again costs nothing."""
+        if self._batch.rows is not rows or self._batch.epoch != self.epoch:
+            num_tokens = int(np.add.reduce(self.num_prompt[rows] + self.num_output[rows]))
+            tpot_s = float(self.tpot_s[rows].min(initial=math.inf))
+            self._batch = _Batch(rows, self.epoch, num_tokens, tpot_s)
+        return self._batch
 
     def check_integrity(self) -> None:
         """Assert that rows, names and free list agree (for tests and debug runs)."""

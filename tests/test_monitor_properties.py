@@ -178,3 +178,17 @@ def test_while_the_same_requests_compute_and_deliver_the_epoch_stands() -> None:
         engine.deliver(0)
         engine.check()
     assert engine.table.epoch == epoch
+
+
+@given(events=st.lists(st.tuples(st.sampled_from(_EVENTS), st.integers(0, 5)), max_size=60))
+def test_sums_over_a_batch_are_right_at_any_time(events: list[tuple[str, int]]) -> None:
+    """Also when the same array is asked about again and again."""
+    engine = Engine()
+    table, rows, names = engine.table, np.empty(0, dtype=np.int64), [""]
+    for name, number in events:
+        getattr(engine, name)(number)
+        if names != engine.running:
+            rows, names = engine.rows(engine.running), list(engine.running)
+        for _ in range(2):
+            assert table.num_tokens(rows) == int((table.num_prompt + table.num_output)[rows].sum())
+            assert table.shortest_tpot_s(rows) == table.tpot_s[rows].min(initial=np.inf)

@@ -138,5 +138,5 @@ class AttainPlanner:
                 self._num_settled += 1
                 if self._num_settled % _SLOT_REVIEW_STEPS == 1:
                     return False
-        tpot_s = float(table.tpot_s[rows].min())
+        tpot_s = table.shortest_tpot_s(rows)
         return state.decode_step_s(rows) <= self.keep * tpot_s * state.accepted_per_decode
