@@ -49,16 +49,28 @@ class Guard:
             error: What was raised.
         """
         self.is_lost = True
+        self._tell(
+            doing,
+            error,
+            "requests go on in vLLM's own order until the state has been built anew",
+        )
+        self._count(doing, repr(error))
+
+    def failed_to_report(self, doing: str, error: BaseException) -> None:
+        """As `failed`, where nothing depends on it: planning goes on, however often it fails."""
+        self._tell(doing, error, "scheduling goes on as before")
+        self.num_failures[doing] += 1
+
+    def _tell(self, doing: str, error: BaseException, what_follows: str) -> None:
         kind = doing, type(error)
         if kind not in self._known:
             self._known.add(kind)
             self._logger.error(
-                "sola_sched: %s failed; requests go on in vLLM's own order until the state has "
-                "been built anew. Further failures of this kind are only counted.",
+                "sola_sched: %s failed; %s. Further failures of this kind are only counted.",
                 doing,
+                what_follows,
                 exc_info=error,
             )
-        self._count(doing, repr(error))
 
     def took_too_long(self, doing: str, seconds: float, limit_s: float) -> None:
         """Something took longer than its limit; what came of it may still be used."""

@@ -625,7 +625,10 @@ class SolaSchedulerMixin(SwapMixin):
         if self._rejected:
             self._answer_rejected(outputs)
         if self.sola_config.log_interval_s:
-            self._book("logging", self._log)
+            try:
+                self._log()
+            except Exception as error:
+                self.sola_guard.failed_to_report("logging", error)
         self._telemetry.send(
             outputs,
             self.sola_monitor,

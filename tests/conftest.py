@@ -9,10 +9,13 @@ import importlib.util
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
+
+from sola_sched.guard import Guard
 
 # How long an example takes depends on what else the machine does; times are for `-m timing`.
 settings.register_profile("no_deadline", deadline=None)
@@ -54,6 +57,26 @@ _NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "ray": (lambda: importlib.util.find_spec("ray") is not None, "needs Ray"),
     "vllm": (lambda: importlib.util.find_spec("vllm") is not None, "needs vLLM"),
 }
+
+
+@pytest.fixture(autouse=True)
+def _nothing_fails_unseen(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """The engine goes on when the scheduler fails; a test must not, unless it injects failures."""
+    if request.node.get_closest_marker("injects_failures"):
+        yield
+        return
+    failures: list[str] = []
+
+    def fail(_: Guard, doing: str, error: BaseException) -> None:
+        failures.append("".join(traceback.format_exception(error)))
+        raise error
+
+    monkeypatch.setattr(Guard, "failed", fail)
+    monkeypatch.setattr(Guard, "failed_to_report", fail)
+    yield
+    assert not failures, failures[0]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

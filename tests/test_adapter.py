@@ -461,6 +461,7 @@ def test_a_prompt_longer_than_its_target_is_not_lost_if_it_is_cached(monkeypatch
     assert known > share_attained() + 0.2
 
 
+@pytest.mark.injects_failures
 def test_a_log_line_that_fails_is_tried_again_an_interval_later_and_no_sooner() -> None:
     engine = make_engine(sola={"ttft_s": 1.0, "tpot_s": 0.05, "log_interval_s": 2.0})
     asked: list[float] = []

@@ -8,6 +8,8 @@ import pytest
 
 from sola_sched.guard import FORGIVEN_AFTER_STEPS, PATIENCE, Guard
 
+pytestmark = pytest.mark.injects_failures
+
 
 @pytest.fixture
 def guard() -> Guard:
@@ -67,6 +69,17 @@ def test_repeated_failures_end_it_for_good(guard: Guard, caplog: pytest.LogCaptu
 def test_failures_far_apart_are_forgiven(guard: Guard) -> None:
     fail(guard, 20 * PATIENCE, quiet_steps=FORGIVEN_AFTER_STEPS)
     assert not guard.is_aside
+
+
+def test_a_report_that_fails_is_logged_once_and_disturbs_nothing(
+    guard: Guard, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(10 * PATIENCE):
+        guard.failed_to_report("logging", ValueError("no"))
+    assert not guard.is_lost
+    assert not guard.is_aside
+    assert len(caplog.records) == 1
+    assert guard.num_failures == {"logging": 10 * PATIENCE}
 
 
 def test_a_slow_plan_leaves_the_state_as_it_is_and_counts_as_a_failure(

@@ -130,6 +130,8 @@ class EngineBackend:
             self._warmed_up()
             outcome = replay.run(workload.requests, max_concurrency, on_done)
             outcome.scheduler = probe.stats()
+            if probe.problem:
+                outcome.notes.append(f"{probe.problem}.")
             if not has_accelerator():
                 outcome.cpu_share = replay.cpu_share
                 if clock.name == "wall" and outcome.cpu_share < MIN_CPU_SHARE:

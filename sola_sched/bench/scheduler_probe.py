@@ -24,6 +24,7 @@ class SchedulerProbe:
         schedule, update = scheduler.schedule, scheduler.update_from_output
         preempt = scheduler._preempt_request
         monitor = getattr(scheduler, "sola_monitor", None)
+        self._guard = getattr(scheduler, "sola_guard", None)
         self.reset()
 
         def timed_schedule(*args: Any, **kwargs: Any) -> Any:
@@ -63,6 +64,12 @@ class SchedulerProbe:
         self._total_cpu_s = 0.0
         self._num_preemptions = 0
         self._cost_errors: list[float] = []
+
+    @property
+    def problem(self) -> str:
+        """What makes a comparison worthless: parts of our scheduler that failed; else empty."""
+        failures = {} if self._guard is None else dict(self._guard.num_failures)
+        return f"sola_sched failed in this run, see the log (times: {failures})" if failures else ""
 
     def stats(self) -> SchedulerStats:
         """Totals since the last ``reset``."""

@@ -159,6 +159,8 @@ class SimBackend:
         except SchedulerStallError as error:
             replay.give_up(str(error), outcome)
         outcome.duration_s = replay.now_s
+        if probe.problem:
+            raise RuntimeError(f"{scheduler.label}: {probe.problem}.")
         outcome.scheduler = probe.stats()
         return outcome
 

@@ -18,7 +18,7 @@ from engine_harness import STOCK, TIGHT_BLOCKS, RunResult, make_workload, num_di
 from faults import SITES, SWAP_SITES, Faults
 from needs import NEEDS_SWAPPING
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.injects_failures]
 
 #: Targets that the workload misses in part, so that every kind of decision is made.
 SOLA = {"ttft_s": 0.2, "tpot_s": 0.012, "log_interval_s": 0.1, "swap": {"mode": "off"}}
