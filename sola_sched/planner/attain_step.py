@@ -89,7 +89,7 @@ class AttainStep:
             run = run[~np.isin(run, displaced)]
         victims = np.concatenate([victims, displaced])
         if not len(run) and not len(starting) and not len(offered):
-            return StepPlan(problem="stalled")
+            return StepPlan(reject=self._rejected(), problem="stalled")
         runs_all = len(run) == len(state.running) and not len(run_prefills)
         plan = StepPlan(
             run=None if runs_all and not len(victims) else run,

@@ -246,6 +246,12 @@ def test_reject_ends_the_hopeless_and_only_them() -> None:
     assert plan.reject.tolist() == [lost]
 
 
+def test_reject_ends_the_hopeless_on_an_idle_engine_too() -> None:
+    b = StateBuilder()
+    lost = b.waiting("lost", waited_s=3.0)
+    assert make_attain(overload="reject").plan(b.build()).reject.tolist() == [lost]
+
+
 def test_admission_stops_where_decode_steps_would_outgrow_tpot() -> None:
     b = StateBuilder()
     slo = SloTarget(10.0, 0.02)  # 20 ms: at most 10 decodes in a bare step of 10 ms + 1 ms each
