@@ -147,7 +147,7 @@ def test_what_stands_beside_our_key_is_refused(additional: Any, message: str) ->
         {"sola_sched": {}, "profile": "another plug-in's"},
         object(),
     ],
-    ids=str,
+    ids=["none", "empty", "ours", "theirs", "ours and theirs", "no mapping"],
 )
 def test_the_keys_of_other_plugins_stay_theirs(additional: Any) -> None:
     ours = (additional or {}).get("sola_sched") if type(additional) is not object else None
