@@ -242,6 +242,8 @@ class FirstRun:
             f"     {name:11} {intervals.share(flags).percent():24} within both targets; "
             f"the last waited {wait_s:.2g} s{batch}"
         )
+        for note in outcome.notes:
+            self._say(f"       {note}")
         info = results.RunInfo(
             backend=self._backend.name,
             model_id=self._backend.model_id,

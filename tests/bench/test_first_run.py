@@ -237,6 +237,7 @@ class QueueBackend:
         self.later_per_s = later_per_s or capacity_per_s
         self.calls: list[tuple[str, Workload]] = []
         self.interrupts_at = -1
+        self.notes: list[str] = []
 
     def run(
         self,
@@ -264,6 +265,7 @@ class QueueBackend:
         speed = self.speeds[len(self.calls) % len(self.speeds)]
         self.calls.append((scheduler.label, workload))
         outcome = RunOutcome(records, duration_s=free_s, clock="cpu", cpu_share=1.0)
+        outcome.notes = list(self.notes)
         outcome.reference_s = (0.5 * speed, 0.5 * speed)
         outcome.interrupted = len(self.calls) == self.interrupts_at
         return outcome
@@ -349,3 +351,12 @@ def test_without_arguments_virtual_time_comes_first_then_the_engine(
     assert code == 0
     assert out.index("VIRTUAL TIME") < out.index("Block 1") < out.index("Verdict")
     assert "can be trusted" in out
+
+
+def test_what_a_reader_must_know_of_a_run_is_said_beside_its_numbers(tmp_path: Path) -> None:
+    backend = QueueBackend()
+    backend.notes = ["sola_sched stepped aside."]
+
+    _, said = first_run_on(backend, tmp_path)
+
+    assert sum("stepped aside" in line for line in said) == 12
