@@ -252,6 +252,31 @@ def print_table(rows: Sequence[dict[str, Any]], *, clock: str = "cpu") -> None:
         )
 
 
+def print_comparison(rows: Sequence[dict[str, Any]], labels: Sequence[str], *, clock: str) -> None:
+    """A line per load with what is added under each label: median and, behind the stroke, p99."""
+    keys = ("policy", "kind", "is_async", "num_running", "num_waiting")
+    by_load: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        by_load.setdefault(tuple(row[key] for key in keys), {})[row["label"]] = row
+    columns = [f"{name}, {label}" for label in labels for name in ("vLLM us", "added us", "added")]
+    print("| policy | traffic | mode | slots | waiting | " + " | ".join(columns) + " |")
+    print("| " + " | ".join(["---"] * 3 + ["---:"] * (2 + len(columns))) + " |")
+    for (policy, kind, is_async, slots, waiting), found in by_load.items():
+        cells = []
+        for label in labels:
+            if label not in found:
+                cells += ["", "", ""]
+                continue
+            stock, added = (found[label][f"{clock}_{name}_us"] for name in ("stock", "added"))
+            cells += [
+                f"{stock['median']:.0f}",
+                f"{added['median']:.0f} / {added['p99']:.0f}",
+                f"{added['median'] / stock['median']:+.0%}",
+            ]
+        mode = "async" if is_async else "sync"
+        print(f"| {policy} | {kind} | {mode} | {slots} | {waiting} | {' | '.join(cells)} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=["attain"])
@@ -265,9 +290,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON lines to append the rows to")
     parser.add_argument("--label", default="", help="kept in the rows, e.g. before")
     parser.add_argument("--table", type=Path, help="print these rows, run nothing")
+    parser.add_argument(
+        "--compare", nargs="+", default=[], help="with --table: labels side by side"
+    )
     args = parser.parse_args()
     if args.table is not None:
         rows = [json.loads(line) for line in args.table.read_text().splitlines()]
+        if args.compare:
+            print_comparison(rows, args.compare, clock=args.clock)
+            return
         rows = [row for row in rows if row["label"] == args.label]
         print_table(rows, clock=args.clock)
         return

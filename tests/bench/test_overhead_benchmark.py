@@ -101,3 +101,8 @@ def test_rows_are_stored_with_their_circumstances_and_printed_again(
     bench.main()
     assert capsys.readouterr().out == printed
     assert printed.splitlines()[2].startswith("| attain | chat | async | 2 | 0 | 2 |")
+    monkeypatch.setattr(sys, "argv", ["bench", "--table", str(out), "--compare", "now", "then"])
+    bench.main()
+    line = capsys.readouterr().out.splitlines()[2]
+    assert line.startswith("| attain | chat | async | 2 | 0 |")
+    assert line.endswith("% |  |  |  |")
