@@ -13,8 +13,8 @@ pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timing]
 
 #: What the median of a step may cost on top, as a share of vLLM's own time: the same on machines
-#: of any speed. Medians repeat within a quarter of their value on a shared machine.
-MAX_RATIO = 0.25
+#: of any speed. Shares of 0.16 to 0.24 were measured on a busy machine (benchmarks/scheduler).
+MAX_RATIO = 0.5
 #: A fixed cost of one plan is not growth: added times are never taken as smaller than this.
 LEAST_US = 100.0
 
