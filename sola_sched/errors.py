@@ -33,3 +33,7 @@ class EncoderError(RuntimeError):
 
 class PredictorFileError(ValueError):
     """A stored length predictor is damaged, of another format or made by another encoder."""
+
+
+class ReportError(ValueError):
+    """An instance's report of its load cannot be true; the message names field, value and rule."""

@@ -1,0 +1,110 @@
+"""The last report of every instance, and what was sent to it since."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+
+from sola_sched.cluster.view import InstanceView, RoutedRequest, Views
+from sola_sched.errors import ReportError
+
+_log = logging.getLogger(__name__)
+
+
+class Reports:
+    """Keeps the views that a router decides on.
+
+    An update costs what one instance's requests do, whatever the number of instances.
+
+    Args:
+        delivery_s: What a request may take from the router to an engine's queue: one that was sent
+            less than this before a report was made counts as not in it.
+        silent_s: An instance whose last report is older gets nothing until it reports again.
+
+    Attributes:
+        num_ignored: Reports that could not be true, or were older than the one before.
+    """
+
+    def __init__(self, *, delivery_s: float = 0.0, silent_s: float = math.inf) -> None:
+        self.num_ignored = 0
+        self._delivery_s = delivery_s
+        self._silent_s = silent_s
+        self._views: list[InstanceView] = []
+        self._reported: list[InstanceView] = []
+        self._sent: list[dict[str, tuple[float, RoutedRequest]]] = []
+        self._is_gone: list[bool] = []
+
+    @property
+    def views(self) -> Views:
+        """One view for each instance that ever joined, in that order; not to be changed."""
+        return self._views
+
+    def join(self, view: InstanceView, now_s: float) -> int:
+        """Add an instance; its position is returned.
+
+        Raises:
+            ReportError: The view cannot be true.
+        """
+        view.check(now_s)
+        self._views.append(view)
+        self._reported.append(view)
+        self._sent.append({})
+        self._is_gone.append(False)
+        return len(self._views) - 1
+
+    def report(self, instance: int, view: InstanceView, now_s: float) -> bool:
+        """Take in a report; one that cannot be true is ignored, counted and logged.
+
+        Returns:
+            False if it was ignored.
+        """
+        try:
+            view.check(now_s)
+            last_s = self._reported[instance].reported_s
+            if view.reported_s < last_s:
+                raise ReportError(
+                    f"'reported_s' must not be older than in the last report, {last_s:g} "
+                    f"(got {view.reported_s:g})."
+                )
+        except ReportError as error:
+            self.num_ignored += 1
+            _log.warning("A report of instance %d is ignored: %s", instance, error)
+            return False
+        self._reported[instance] = view
+        self._sent[instance] = {
+            req_id: (sent_s, request)
+            for req_id, (sent_s, request) in self._sent[instance].items()
+            if sent_s + self._delivery_s > view.reported_s
+        }
+        self._rebuild(instance)
+        return True
+
+    def sent(self, instance: int, request: RoutedRequest, now_s: float) -> None:
+        """The request was sent to the instance: until a report has it, it counts as waiting."""
+        self._sent[instance][request.req_id] = (now_s, request)
+        self._views[instance] = self._views[instance].with_requests([request])
+
+    def ended(self, instance: int, req_id: str) -> None:
+        """The request is no longer on the instance."""
+        if self._sent[instance].pop(req_id, None) is not None:
+            self._rebuild(instance)
+
+    def died(self, instance: int) -> None:
+        """The instance is gone, with all that it had; it does not come back."""
+        self._is_gone[instance] = True
+        self._sent[instance].clear()
+        self._rebuild(instance)
+
+    def expire(self, now_s: float) -> None:
+        """Offer none that has been silent for too long; to be called now and then."""
+        for instance, view in enumerate(self._views):
+            if view.is_alive and now_s - view.reported_s > self._silent_s:
+                self._views[instance] = replace(view, is_alive=False)
+
+    def _rebuild(self, instance: int) -> None:
+        view = self._reported[instance]
+        if self._is_gone[instance]:
+            view = replace(view, is_alive=False)
+        requests = [request for _, request in self._sent[instance].values()]
+        self._views[instance] = view.with_requests(requests) if requests else view

@@ -1,0 +1,204 @@
+"""Simple routers, each a rule of one sentence."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from sola_sched.cluster.ttft import predicted_ttft_s
+from sola_sched.cluster.view import (
+    InstanceView,
+    Refusal,
+    RoutedRequest,
+    Views,
+    candidates,
+    refusal,
+)
+
+
+class CandidateRouter(ABC):
+    """A router that picks among the instances that can serve the request at all."""
+
+    def choose(self, request: RoutedRequest, views: Views, now_s: float) -> int | Refusal:
+        """See `Router.choose`."""
+        able = candidates(request, views)
+        return self.pick(request, views, able, now_s) if able else refusal(request, views)
+
+    @abstractmethod
+    def pick(
+        self, request: RoutedRequest, views: Views, able: Sequence[int], now_s: float
+    ) -> int | Refusal:
+        """One of the positions `able` (ascending, not empty), or why none."""
+
+    def ended(self, req_id: str, instance: int) -> None:  # noqa: B027 - most rules keep no record
+        """See `Router.ended`."""
+
+
+class RoundRobin(CandidateRouter):
+    """Each instance in turn."""
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def pick(self, request: RoutedRequest, views: Views, able: Sequence[int], now_s: float) -> int:
+        """See `CandidateRouter.pick`."""
+        self._last = next((i for i in able if i > self._last), able[0])
+        return self._last
+
+
+class WeightedRoundRobin(CandidateRouter):
+    """Each instance in turn, in proportion to its weight and as evenly spread as can be.
+
+    Every choice gives each instance its weight as credit; the one with the most is chosen and pays
+    the sum of all.
+
+    Args:
+        weights: One for each instance, > 0; None for its number of GPUs.
+    """
+
+    def __init__(self, weights: Sequence[float] | None = None) -> None:
+        if weights is not None and not all(0.0 < weight < math.inf for weight in weights):
+            raise ValueError(f"'weights' must be finite and > 0 (got {list(weights)}).")
+        self._weights = weights
+        self._credit: dict[int, float] = {}
+
+    def pick(self, request: RoutedRequest, views: Views, able: Sequence[int], now_s: float) -> int:
+        """See `CandidateRouter.pick`."""
+        weights = {i: self._weight(i, views[i]) for i in able}
+        for i, weight in weights.items():
+            self._credit[i] = self._credit.get(i, 0.0) + weight
+        best = max(able, key=self._credit.__getitem__)
+        self._credit[best] -= sum(weights.values())
+        return best
+
+    def _weight(self, instance: int, view: InstanceView) -> float:
+        # One that joined after the weights were given.
+        if self._weights is None or instance >= len(self._weights):
+            return float(view.num_gpus)
+        return self._weights[instance]
+
+
+class SingleInstance(CandidateRouter):
+    """All to one instance, the next one when it cannot serve."""
+
+    def __init__(self, instance: int = 0) -> None:
+        self._instance = instance
+
+    def pick(self, request: RoutedRequest, views: Views, able: Sequence[int], now_s: float) -> int:
+        """See `CandidateRouter.pick`."""
+        return next((i for i in able if i >= self._instance), able[0])
+
+
+class JoinShortestQueue(CandidateRouter):
+    """The instance with the fewest requests; of several, one at random.
+
+    Args:
+        seed: Of the choice among equals.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._rng = np.random.default_rng([seed, 17])
+
+    def pick(self, request: RoutedRequest, views: Views, able: Sequence[int], now_s: float) -> int:
+        """See `CandidateRouter.pick`."""
+        lengths = np.array([views[i].num_requests for i in able])
+        return able[int(self._rng.choice(np.flatnonzero(lengths == lengths.min())))]
+
+
+class PowerOfTwo(CandidateRouter):
+    """Of two instances drawn at random, the one with fewer requests.
+
+    Args:
+        seed: Of the draws.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._rng = np.random.default_rng([seed, 18])
+
+    def pick(self, request: RoutedRequest, views: Views, able: Sequence[int], now_s: float) -> int:
+        """See `CandidateRouter.pick`."""
+        if len(able) == 1:
+            return able[0]
+        first, second = (able[int(i)] for i in self._rng.choice(len(able), 2, replace=False))
+        return min(first, second, key=lambda i: views[i].num_requests)
+
+
+class LeastPredictedTtft(CandidateRouter):
+    """The instance that is predicted to deliver the request's first token first."""
+
+    def pick(self, request: RoutedRequest, views: Views, able: Sequence[int], now_s: float) -> int:
+        """See `CandidateRouter.pick`."""
+        return min(able, key=lambda i: predicted_ttft_s(views[i], request.prompt_tokens, now_s))
+
+
+class MemoryBased(CandidateRouter):
+    """The heterogeneous paper's Algorithm 2 with all requests taken for equal work.
+
+    Source: Xiong et al., *High-Throughput LLM Inference on Heterogeneous Clusters*, section 4.1,
+    Eq. 7 and 8 and Algorithm 2; "memory based" is its baseline with T = 1 (section 5.2). A request
+    r on instance s is a load of
+
+        w = T exp(theta kvusage(s))
+
+    where kvusage is the KV that the unfinished requests sent there will take, prompt and predicted
+    output, over what there is (it may exceed 1). The request goes where the largest load of all
+    instances becomes smallest; its load is taken back when it ends. Departure: of instances that
+    leave the largest load equal, the paper takes the first; here it is the one whose own load
+    becomes smallest.
+
+    Args:
+        theta: Weight of the memory, > 0; the paper's experiments use 2.
+    """
+
+    def __init__(self, theta: float = 2.0) -> None:
+        if not 0.0 < theta < math.inf:
+            raise ValueError(f"'theta' must be finite and > 0 (got {theta!r}).")
+        self._theta = theta
+        self._loads: dict[int, float] = {}
+        self._kv_tokens: dict[int, float] = {}
+        self._placed: dict[tuple[str, int], tuple[float, float]] = {}
+
+    def work_s(self, request: RoutedRequest, view: InstanceView) -> float:
+        """T of the request on the instance, in any unit that all instances share."""
+        return 1.0
+
+    def pick(self, request: RoutedRequest, views: Views, able: Sequence[int], now_s: float) -> int:
+        """See `CandidateRouter.pick`."""
+        loads = [self._load(request, i, views[i]) for i in able]
+        after = [self._loads.get(i, 0.0) + load for i, load in zip(able, loads, strict=True)]
+        largest = max((self._loads.get(i, 0.0) for i in range(len(views))), default=0.0)
+        best = min(range(len(able)), key=lambda k: (max(largest, after[k]), after[k]))
+        self._place(request, able[best], loads[best], request.peak_tokens)
+        return able[best]
+
+    def ended(self, req_id: str, instance: int) -> None:
+        """See `Router.ended`."""
+        load, tokens = self._placed.pop((req_id, instance), (0.0, 0.0))
+        if load:
+            self._loads[instance] -= load
+            self._kv_tokens[instance] -= tokens
+
+    def _load(self, request: RoutedRequest, instance: int, view: InstanceView) -> float:
+        usage = self._kv_tokens.get(instance, 0.0) / view.kv_capacity_tokens
+        # Limited only so that no queue, however long, overflows.
+        return self.work_s(request, view) * math.exp(min(self._theta * usage, 500.0))
+
+    def _place(self, request: RoutedRequest, instance: int, load: float, tokens: float) -> None:
+        self._placed[request.req_id, instance] = (load, tokens)
+        self._loads[instance] = self._loads.get(instance, 0.0) + load
+        self._kv_tokens[instance] = self._kv_tokens.get(instance, 0.0) + tokens
+
+
+#: Name on the command line to a router made with a seed.
+ROUTERS: dict[str, Callable[[int], CandidateRouter]] = {
+    "round-robin": lambda seed: RoundRobin(),
+    "weighted-round-robin": lambda seed: WeightedRoundRobin(),
+    "single": lambda seed: SingleInstance(),
+    "memory": lambda seed: MemoryBased(),
+    "shortest-queue": JoinShortestQueue,
+    "power-of-two": PowerOfTwo,
+    "least-ttft": lambda seed: LeastPredictedTtft(),
+}
