@@ -16,8 +16,8 @@ from pathlib import Path
 import vllm_use
 from sources import World
 
-from sola_sched.vllm_compat import check_version
-from sola_sched.vllm_names import EITHER, SCHEDULER
+from sola_sched.vllm_adapter.names import EITHER, SCHEDULER
+from sola_sched.vllm_adapter.versions import check_version
 
 #: Class and method of vLLM's parameter checks that the plug-in extends.
 CHECKS = [
@@ -38,7 +38,11 @@ PARAMETERS = {
     "has_requests": [],
 }
 #: Modules that only engines with KV swapping need.
-SWAPPING = ("sola_sched.kv_swap", "sola_sched.swapping", "sola_sched.simulator.swap_link")
+SWAPPING = (
+    "sola_sched.kv_swap",
+    "sola_sched.vllm_adapter.swapping",
+    "sola_sched.simulator.swap_link",
+)
 FIRST_SWAPPING = (0, 32)
 
 

@@ -42,34 +42,34 @@ BY_NAME = {
 }
 #: The same in one module, where a name means something else.
 BY_NAME_IN: dict[str, dict[str, str | None]] = {
-    "sola_sched.scheduler": {"group": "vllm.v1.engine.EngineCoreOutputs"},
-    "sola_sched.simulator.baselines": {"group": "vllm.v1.engine.EngineCoreOutputs"},
+    "sola_sched.vllm_adapter.scheduler": {"group": "vllm.v1.engine.EngineCoreOutputs"},
+    "sola_sched.simulator.baselines.rules": {"group": "vllm.v1.engine.EngineCoreOutputs"},
     "sola_sched.simulator.engine": {
         "batch": "vllm.v1.engine.EngineCoreOutputs",
         "output": "vllm.v1.engine.EngineCoreOutput",
     },
-    "sola_sched.plugin_swap": {
+    "sola_sched.vllm_adapter.plugin_swap": {
         "args": "vllm.engine.arg_utils.EngineArgs",
         "self": "vllm.engine.arg_utils.EngineArgs",
     },
-    "sola_sched.plugin_refusals": {
+    "sola_sched.vllm_adapter.plugin_refusals": {
         "engine_args": "vllm.engine.arg_utils.EngineArgs",
         "config": "vllm.config.VllmConfig",
         "output": "vllm.outputs.RequestOutput",
         "answer": "vllm.outputs.CompletionOutput",
         "self": "vllm.v1.engine.async_llm.AsyncLLM",
     },
-    "sola_sched.bench.engine_backend_replay": {
+    "sola_sched.bench.backends.engine_replay": {
         "output": "vllm.outputs.RequestOutput",
         "completion": "vllm.outputs.CompletionOutput",
         "request": None,
     },
-    "sola_sched.bench.engine_backend": {"scheduler": None, "request": None},
-    "sola_sched.bench.engine_backend_recording": {
+    "sola_sched.bench.backends.engine": {"scheduler": None, "request": None},
+    "sola_sched.bench.backends.engine_recording": {
         "config": "vllm.config.VllmConfig",
         "request": None,
     },
-    "sola_sched.profile": {"config": "vllm.config.VllmConfig"},
+    "sola_sched.profile.measure": {"config": "vllm.config.VllmConfig"},
 }
 #: Attributes of ours that are declared as Any.
 ATTRIBUTES = {
@@ -579,7 +579,7 @@ def uses(world: World) -> tuple[set[Use], set[tuple[str, str]]]:
         for cls in module.classes.values():
             _note(_Scope(reader, module, None, None), cls.node)
             _overrides(reader, cls)
-        if module.name == "sola_sched.vllm_compat":
+        if module.name == "sola_sched.vllm_adapter.versions":
             _named(reader, module)
     return reader.found, reader.unknown
 

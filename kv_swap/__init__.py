@@ -1,1 +1,5 @@
-"""Swapping of preempted requests' KV blocks to host memory."""
+"""Swapping of preempted requests' KV blocks to host memory.
+
+May import: errors, config, cost, core, kernels.
+Third party: numpy, torch, vllm (connector).
+"""

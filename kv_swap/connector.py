@@ -23,7 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from sola_sched.config import SolaConfig
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.config.swap import SwapConfig
 from sola_sched.kv_swap.geometry import Geometry
 from sola_sched.kv_swap.jobs import Job, Report
 from sola_sched.kv_swap.manager import SwapManager
@@ -31,7 +32,6 @@ from sola_sched.kv_swap.packing import Packer
 from sola_sched.kv_swap.support import is_latent, reason_against, without_int8
 from sola_sched.kv_swap.tiles import TokenOrder
 from sola_sched.kv_swap.worker import SwapWorker
-from sola_sched.swap_config import SwapConfig
 
 logger = init_logger("vllm.sola_sched")
 

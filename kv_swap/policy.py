@@ -17,9 +17,9 @@ import dataclasses
 
 import numpy as np
 
-from sola_sched.cost_model import CostModel
+from sola_sched.core.state import DECODE, FloatArray, IntArray, StepPlan, StepState
+from sola_sched.cost.model import CostModel
 from sola_sched.kv_swap.jobs import Report
-from sola_sched.state import DECODE, FloatArray, IntArray, StepPlan, StepState
 
 #: Steps for whose growth there must be room: a victim's blocks come two steps later, three under
 #: asynchronous scheduling.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sola_sched.swap_config import SwapConfig
+from sola_sched.config.swap import SwapConfig
 
 _LATENT = "MLAAttentionSpec"
 #: Kinds of KV cache, by the name of vLLM's class: blocks that hold consecutive tokens.

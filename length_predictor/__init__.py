@@ -1,1 +1,5 @@
-"""Output-length prediction; each predictor is a module of its own, loaded when it is imported."""
+"""Output-length prediction; each predictor is a module of its own, loaded when it is imported.
+
+May import: errors, config, prediction.
+Third party: faiss (index), huggingface_hub, numpy, scipy, tokenizers, torch, tqdm, transformers.
+"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from sola_sched.prediction import LEVELS
+from sola_sched.prediction.length import LEVELS
 
 FloatArray = NDArray[np.float64]
 

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from sola_sched.config.output_file import require_writable, require_writable_folder
 from sola_sched.errors import ConfigError, DatasetError, EncoderError, PredictorFileError
 from sola_sched.length_predictor import corpus as corpora
 from sola_sched.length_predictor import tables
@@ -40,7 +41,6 @@ from sola_sched.length_predictor.storage import (
     read_file,
     save_predictor,
 )
-from sola_sched.output_file import require_writable, require_writable_folder
 
 _MIN_PROMPTS = 5
 #: Seconds between two updates of a progress bar that goes to a file, one line each.

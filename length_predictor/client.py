@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sola_sched.config import SolaConfig
+from sola_sched.config.sola_config import SolaConfig
 from sola_sched.length_predictor import protocol
 from sola_sched.length_predictor.protocol import ServiceSettings
-from sola_sched.prediction import LengthPrediction
+from sola_sched.prediction.length import LengthPrediction
 
 logger = logging.getLogger("vllm.sola_sched")
 

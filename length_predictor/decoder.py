@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sola_sched.prediction import LEVELS, NUM_LEVELS
+from sola_sched.prediction.length import LEVELS, NUM_LEVELS
 
 FloatArray = NDArray[np.float64]
 

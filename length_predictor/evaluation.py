@@ -35,7 +35,7 @@ from sola_sched.length_predictor.predictor import (
     Vectors,
 )
 from sola_sched.length_predictor.scoring import score
-from sola_sched.prediction import LEVELS, NUM_LEVELS
+from sola_sched.prediction.length import LEVELS, NUM_LEVELS
 
 FloatArray = NDArray[np.float64]
 

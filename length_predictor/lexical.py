@@ -28,7 +28,7 @@ from sola_sched.length_predictor.features import (
     count_matrix,
     word_matrix,
 )
-from sola_sched.prediction import LEVELS, NUM_LEVELS
+from sola_sched.prediction.length import LEVELS, NUM_LEVELS
 
 FloatArray = NDArray[np.float64]
 

@@ -34,7 +34,7 @@ from sola_sched.length_predictor.lexical_predictor import (
     Pending,
     predictions,
 )
-from sola_sched.prediction import LEVELS, NUM_LEVELS, LengthPrediction
+from sola_sched.prediction.length import LEVELS, NUM_LEVELS, LengthPrediction
 
 FloatArray = NDArray[np.float64]
 Vectors = NDArray[np.float32]

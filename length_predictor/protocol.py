@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sola_sched.prediction import NUM_LEVELS, SOURCES, LengthPrediction
+from sola_sched.prediction.length import NUM_LEVELS, SOURCES, LengthPrediction
 
 #: Scheduler to process: a request arrives, has ended by itself, or is gone without a length.
 ARRIVED, FINISHED, GONE = b"A", b"F", b"X"

@@ -27,7 +27,7 @@ from sola_sched.length_predictor.embed import (
     quantized,
     recorded,
 )
-from sola_sched.prediction import LEVELS, NUM_LEVELS
+from sola_sched.prediction.length import LEVELS, NUM_LEVELS
 
 FloatArray = NDArray[np.float64]
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import kendalltau
 
-from sola_sched.prediction import LEVELS
+from sola_sched.prediction.length import LEVELS
 
 FloatArray = NDArray[np.float64]
 

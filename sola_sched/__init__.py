@@ -11,28 +11,28 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "CostModel": "sola_sched.cost_model",
-    "LengthPrediction": "sola_sched.prediction",
-    "Scheduler": "sola_sched.scheduler",
-    "SolaConfig": "sola_sched.config",
-    "SolaSchedulerMixin": "sola_sched.scheduler",
-    "SloTarget": "sola_sched.slo",
-    "StateMonitor": "sola_sched.monitor",
-    "StepPlan": "sola_sched.state",
-    "StepState": "sola_sched.state",
+    "CostModel": "sola_sched.cost.model",
+    "LengthPrediction": "sola_sched.prediction.length",
+    "Scheduler": "sola_sched.vllm_adapter.scheduler",
+    "SolaConfig": "sola_sched.config.sola_config",
+    "SolaSchedulerMixin": "sola_sched.vllm_adapter.scheduler",
+    "SloTarget": "sola_sched.config.slo",
+    "StateMonitor": "sola_sched.core.monitor",
+    "StepPlan": "sola_sched.core.state",
+    "StepState": "sola_sched.core.state",
     "make_planner": "sola_sched.planner",
 }
 __all__ = ["__version__", *sorted(_EXPORTS)]
 
 if TYPE_CHECKING:
-    from sola_sched.config import SolaConfig
-    from sola_sched.cost_model import CostModel
-    from sola_sched.monitor import StateMonitor
+    from sola_sched.config.slo import SloTarget
+    from sola_sched.config.sola_config import SolaConfig
+    from sola_sched.core.monitor import StateMonitor
+    from sola_sched.core.state import StepPlan, StepState
+    from sola_sched.cost.model import CostModel
     from sola_sched.planner import make_planner
-    from sola_sched.prediction import LengthPrediction
-    from sola_sched.scheduler import Scheduler, SolaSchedulerMixin
-    from sola_sched.slo import SloTarget
-    from sola_sched.state import StepPlan, StepState
+    from sola_sched.prediction.length import LengthPrediction
+    from sola_sched.vllm_adapter.scheduler import Scheduler, SolaSchedulerMixin
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import settings
 
-from sola_sched.guard import Guard
+from sola_sched.vllm_adapter.guard import Guard
 
 # How long an example takes depends on what else the machine does; times are for `-m timing`.
 settings.register_profile("no_deadline", deadline=None)

@@ -1,4 +1,4 @@
-"""Import rules: the core knows nobody, leaves know the core, heavy packages have fixed doors.
+"""Import rules: each package says in its docstring what it may import, and nothing imports upward.
 
 The rules read the source with ``ast``, so an import inside a function or under ``TYPE_CHECKING``
 counts like one at the top.
@@ -7,70 +7,25 @@ counts like one at the top.
 from __future__ import annotations
 
 import ast
+import functools
+import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+#: Packages at the top of the repository that are installed inside `sola_sched`.
 LEAVES = ("kernels", "kv_swap", "length_predictor")
-
-#: Modules above the core that may know vLLM or Ray.
-EDGES = (
-    "sola_sched.engine_facts",
-    "sola_sched.kv_swap.connector",
-    "sola_sched.plugin",
-    "sola_sched.plugin_metrics",
-    "sola_sched.plugin_options",
-    "sola_sched.plugin_refusals",
-    "sola_sched.plugin_swap",
-    "sola_sched.profile",
-    "sola_sched.router",
-    "sola_sched.scheduler",
-    "sola_sched.stat_logger",
-    "sola_sched.swapping",
-    "sola_sched.telemetry_sender",
-    "sola_sched.vllm_compat",
-    "sola_sched.vllm_names",
-)
-#: Programs built from everything below them; nothing below may import them.
-ENTRIES = (
-    "sola_sched.bench",
-    "sola_sched.bench.*",
-    "sola_sched.simulator",
-    "sola_sched.simulator.*",
-)
-#: Loads its names on first use, so it may point at any layer; heavy packages stay out.
+#: Loads its names on first use, so it may point at any package; heavy ones stay out.
 FACADE = "sola_sched"
-
-CORE_THIRD_PARTY = {"numpy", "scipy"}
-DOORS = {
-    "vllm": (
-        "sola_sched.bench.engine_backend*",
-        "sola_sched.engine_facts",
-        "sola_sched.kv_swap.connector",
-        "sola_sched.plugin",
-        "sola_sched.plugin_metrics",
-        "sola_sched.plugin_refusals",
-        "sola_sched.plugin_swap",
-        "sola_sched.profile",
-        "sola_sched.scheduler",
-        "sola_sched.simulator",
-        "sola_sched.simulator.*",
-        "sola_sched.stat_logger",
-        "sola_sched.swapping",
-        "sola_sched.telemetry_sender",
-        "sola_sched.vllm_compat",
-    ),
-    "ray": ("sola_sched.router",),
-    "faiss": ("sola_sched.length_predictor.index",),
-    "triton": ("sola_sched.kernels", "sola_sched.kernels.*"),
-}
-#: A leaf's package to the other leaves it may import.
-LEAF_EXCEPTIONS = {"kv_swap": {"kernels"}}
+#: A line of a package's docstring, up to the full stop.
+_RULE = r"^{}: ([^.]*(?:\.\*[^.]*)*)\.$"
 
 
 def source_files() -> Iterator[tuple[str, bool, Path]]:
@@ -113,51 +68,62 @@ def imported_names(source: str, module: str, is_package: bool) -> set[str]:
     return names
 
 
-def matches(module: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch(module, pattern) for pattern in patterns)
+@dataclass(frozen=True)
+class Rules:
+    """What a package may import.
+
+    Attributes:
+        own: Packages of `sola_sched`, by their first name.
+        doors: Other packages than Python's own, each with the modules that may import it.
+    """
+
+    own: frozenset[str]
+    doors: dict[str, tuple[str, ...]]
 
 
-def layer(module: str) -> str:
-    if module == FACADE:
-        return "facade"
-    if matches(module, EDGES):
-        return "edge"
-    if matches(module, ENTRIES):
-        return "entry"
-    if module.split(".")[1] in LEAVES:
-        return "leaf"
-    return "core"
+def parse_rules(docstring: str) -> Rules:
+    """Read ``May import: a, b.`` and ``Third party: numpy, vllm (module, folder.*).``."""
+    found = [
+        re.search(_RULE.format(name), docstring, re.M) for name in ("May import", "Third party")
+    ]
+    own, third_party = ("" if match is None else match[1] for match in found)
+    if not own or not third_party:
+        raise ValueError(f"A package's docstring must say what it may import (got {docstring!r}).")
+    doors = {}
+    for name, modules in re.findall(r"(\w+)(?:\s+\(([^)]*)\))?", third_party):
+        doors[name] = tuple(x.strip() for x in modules.split(",")) if modules else ("*",)
+    return Rules(
+        frozenset(re.findall(r"\w+", own)) - {"none"},
+        {k: v for k, v in doors.items() if k != "none"},
+    )
+
+
+@functools.cache
+def rules_of(package: str) -> Rules:
+    folder = ROOT / package if package in LEAVES else ROOT / "sola_sched" / package
+    source = (folder / "__init__.py").read_text(encoding="utf-8")
+    return parse_rules(ast.get_docstring(ast.parse(source)) or "")
 
 
 def violations(module: str, names: set[str]) -> list[str]:
     """Return what the module imports against the rules, each as ``name: rule``."""
-    own = layer(module)
+    package, _, within = module.partition(".")[2].partition(".")
+    if module in {FACADE, "sola_sched.errors"}:
+        own, doors = (None if module == FACADE else frozenset[str]()), {}
+    else:
+        own, doors = rules_of(package).own | {package}, rules_of(package).doors
     found = []
     for name in sorted(names):
-        top = name.split(".")[0]
-        if top in DOORS and not matches(module, DOORS[top]):
-            found.append(f"{name}: {top} only in {', '.join(DOORS[top])}")
-        elif top == "torch" and own in {"core", "facade"}:
-            found.append(f"{name}: no torch in the core")
-        elif top == "sola_sched" and name != FACADE:
-            target = layer(name)
-            if own == "core" and target != "core":
-                found.append(f"{name}: the core imports the core only")
-            elif own == "leaf" and target == "leaf":
-                mine, other = module.split(".")[1], name.split(".")[1]
-                if other != mine and other not in LEAF_EXCEPTIONS.get(mine, set()):
-                    found.append(f"{name}: leaf {mine} may not import leaf {other}")
-            elif own == "leaf" and target in {"edge", "entry"}:
-                found.append(f"{name}: a leaf may not import what is above it")
-            elif own == "edge" and target == "entry":
-                found.append(f"{name}: a host edge may not import a program")
-        elif (
-            own in {"core", "facade"}
-            and top != "sola_sched"
-            and top not in sys.stdlib_module_names
-            and top not in CORE_THIRD_PARTY
-        ):
-            found.append(f"{name}: the core uses the standard library, numpy and scipy only")
+        top, _, rest = name.partition(".")
+        target = rest.partition(".")[0]
+        if top == "sola_sched":
+            is_open = own is None or not target or target == "__version__" or target in own
+            if not is_open:
+                found.append(f"{name}: {package or module} may import {sorted(own or ())} only")
+        elif top in sys.stdlib_module_names:
+            continue
+        elif not any(fnmatch(within or "__init__", door) for door in doors.get(top, ())):
+            found.append(f"{name}: {package or module} may import {doors} only")
     return found
 
 
@@ -176,26 +142,27 @@ def test_module_imports_point_down_only(module: str, is_package: bool, path: Pat
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("sola_sched.slo", "import vllm"),
-        ("sola_sched.slo", "import torch"),
-        ("sola_sched.slo", "import pandas"),
-        ("sola_sched.slo", "def f():\n    from vllm.v1 import request"),
-        ("sola_sched.slo", "importlib.import_module('faiss')"),
-        ("sola_sched.slo", "from sola_sched import scheduler"),
-        ("sola_sched.slo", "from . import scheduler"),
-        ("sola_sched.planner.attain", "from ..scheduler import Scheduler"),
+        ("sola_sched.config.slo", "import vllm"),
+        ("sola_sched.config.slo", "import torch"),
+        ("sola_sched.config.slo", "import pandas"),
+        ("sola_sched.config.slo", "def f():\n    from vllm.v1 import request"),
+        ("sola_sched.config.slo", "importlib.import_module('faiss')"),
+        ("sola_sched.config.slo", "from sola_sched import Scheduler"),
+        ("sola_sched.config.slo", "from .. import planner"),
+        ("sola_sched.errors", "import numpy"),
+        ("sola_sched.errors", "import sola_sched.config.slo"),
+        ("sola_sched.planner.attain", "from ..vllm_adapter.scheduler import Scheduler"),
         ("sola_sched.planner.attain", "from sola_sched.kernels import reference"),
         ("sola_sched.planner.attain", "import sola_sched.bench.run"),
         ("sola_sched", "if TYPE_CHECKING:\n    import vllm"),
         ("sola_sched.kernels.reference", "import sola_sched.kv_swap"),
-        ("sola_sched.kernels.reference", "import sola_sched.scheduler"),
+        ("sola_sched.kernels.reference", "import sola_sched.vllm_adapter.scheduler"),
         ("sola_sched.kv_swap.host_pool", "import triton"),
         ("sola_sched.kv_swap.host_pool", "import vllm"),
         ("sola_sched.length_predictor.embed", "import faiss"),
-        ("sola_sched.router", "import vllm"),
-        ("sola_sched.scheduler", "import ray"),
-        ("sola_sched.scheduler", "import sola_sched.simulator.engine"),
-        ("sola_sched.bench.report", "import vllm"),
+        ("sola_sched.vllm_adapter.scheduler", "import ray"),
+        ("sola_sched.vllm_adapter.scheduler", "import sola_sched.simulator.engine"),
+        ("sola_sched.bench.report.table", "import vllm"),
     ],
 )
 def test_rule_rejects_an_upward_or_heavy_import(module: str, source: str) -> None:
@@ -206,18 +173,36 @@ def test_rule_rejects_an_upward_or_heavy_import(module: str, source: str) -> Non
     ("module", "source"),
     [
         ("sola_sched.planner.attain", "import numpy, scipy.optimize, heapq"),
-        ("sola_sched.planner.attain", "from ..state import StepState"),
+        ("sola_sched.planner.attain", "from ..core.state import StepState"),
         ("sola_sched.kernels.int8_kv", "import torch, triton"),
         ("sola_sched.kv_swap.transfer", "from sola_sched.kernels import int8_kv"),
         ("sola_sched.kv_swap.connector", "import vllm"),
         ("sola_sched.length_predictor.index", "import faiss"),
-        ("sola_sched.scheduler", "import vllm\nimport sola_sched.planner"),
-        ("sola_sched.bench.engine_backend_cpu", "import vllm"),
-        ("sola_sched.simulator.engine", "import vllm\nfrom sola_sched.scheduler import Scheduler"),
+        ("sola_sched.vllm_adapter.scheduler", "import vllm\nimport sola_sched.planner"),
+        ("sola_sched.bench.backends.engine", "import vllm"),
+        (
+            "sola_sched.simulator.engine",
+            "import vllm\nfrom sola_sched.vllm_adapter.scheduler import Scheduler",
+        ),
     ],
 )
 def test_rule_accepts_a_downward_import(module: str, source: str) -> None:
     assert violations(module, imported_names(source, module, is_package=False)) == []
+
+
+def test_the_rules_allow_no_circle() -> None:
+    packages = {module.split(".")[1] for module, _, _ in SOURCES if module.count(".") > 1}
+    order = graphlib.TopologicalSorter({name: rules_of(name).own for name in packages})
+
+    assert set(order.static_order()) == packages | {"errors"}
+
+
+@pytest.mark.parametrize(
+    "docstring", ["Nothing of the kind.", "May import: errors.", "Third party: numpy."]
+)
+def test_a_package_without_rules_is_an_error(docstring: str) -> None:
+    with pytest.raises(ValueError, match="must say what it may import"):
+        parse_rules(docstring)
 
 
 def test_importing_the_package_loads_neither_vllm_nor_torch() -> None:

@@ -127,7 +127,7 @@ def test_version_is_the_installed_one() -> None:
 def test_plugin_entry_point_is_declared() -> None:
     (entry,) = entry_points(group="vllm.general_plugins", name="sola_sched")
 
-    assert entry.value == "sola_sched.plugin:register"
+    assert entry.value == "sola_sched.vllm_adapter.plugin:register"
 
 
 @pytest.mark.vllm

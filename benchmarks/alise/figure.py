@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments import lines_of
 
-from sola_sched.bench.plots import pyplot, save
+from sola_sched.bench.report.plots import pyplot, save
 
 _STYLE: dict[str, dict[str, Any]] = {
     "FCFS": {"color": "#6c757d", "marker": "s"},

@@ -14,10 +14,11 @@ Row = dict[str, Any]
 
 def run_one(run: Run, data: Path | None) -> Row:
     """One run, in this process."""
-    from sola_sched import metrics
-    from sola_sched.bench import environment, sweep
-    from sola_sched.bench.backend import parse_scheduler
+    from sola_sched.bench.backends import environment
+    from sola_sched.bench.backends.base import parse_scheduler
     from sola_sched.bench.calibrate import measure_slo
+    from sola_sched.bench.research import sweep
+    from sola_sched.core import metrics
 
     environment.prepare(None, is_random=True)
     backend = sweep.make_backend(run.profile)

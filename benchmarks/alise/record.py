@@ -20,7 +20,7 @@ import numpy as np
 from sola_sched.length_predictor.building import build_lexical, build_retrieval, encode_all
 from sola_sched.length_predictor.corpus import Corpus, data_folder, load
 from sola_sched.length_predictor.embed import SentenceEncoder
-from sola_sched.prediction import LengthPrediction
+from sola_sched.prediction.length import LengthPrediction
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "alise"
 NUM_TRAIN, NUM_TEST = 12_000, 2_000

@@ -22,7 +22,7 @@ _SCRIPT = Path(__file__).with_name("measure.py")
 
 def key_of(run: Run) -> str:
     """Changes with all that decides the row."""
-    from sola_sched.bench import sweep
+    from sola_sched.bench.research import sweep
 
     return sweep.make_key(
         asdict(run), scheduler_of(run), run.profile, scripts=[_SCRIPT], files=data_files(run)
@@ -31,7 +31,7 @@ def key_of(run: Run) -> str:
 
 def rows_of(runs: Iterable[Run], path: Path, data: Path | None, workers: int) -> list[Row]:
     """A row per run, run where it is missing."""
-    from sola_sched.bench import resumable
+    from sola_sched.bench.research import resumable
 
     make = functools.partial(run_one, data=data)
     return resumable.run(runs, path, key_of, make, num_workers=workers, title=path.stem)

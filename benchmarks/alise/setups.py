@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sola_sched.bench import lengths
-from sola_sched.bench.datasets import ModelLimits
-from sola_sched.bench.rows import read_rows
-from sola_sched.bench.workload import RequestSpec, Workload, arrival_times, random_token_ids
-from sola_sched.prediction import LengthPrediction
+from sola_sched.bench.data import lengths
+from sola_sched.bench.data.datasets import ModelLimits
+from sola_sched.bench.data.rows import read_rows
+from sola_sched.bench.data.workload import RequestSpec, Workload, arrival_times, random_token_ids
+from sola_sched.prediction.length import LengthPrediction
 
 _ROOT = Path(__file__).resolve().parents[2]
 RESULTS = _ROOT / "benchmarks" / "results" / "alise"
@@ -28,7 +28,7 @@ class Run:
     """Everything that decides a run.
 
     Attributes:
-        profile: Of `sola_sched.simulator.step_profile`.
+        profile: Of `sola_sched.simulator.steps.profile`.
         dataset: ``sharegpt``, ``alpaca`` or ``sharegpt-like`` (made up).
         rate_per_s: Poisson arrivals; the realised rate is exactly this.
         trace_s: Seconds of arrivals.

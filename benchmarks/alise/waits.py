@@ -16,7 +16,7 @@ import numpy as np
 from experiments import markdown
 from setups import RESULTS, Run, folder, make_workload, scheduler_of
 
-from sola_sched.slo import SloTarget
+from sola_sched.config.slo import SloTarget
 
 _ALISE = "sola:policy=alise,sim.predictor="
 _RUNS = (
@@ -67,8 +67,10 @@ class Watch:
 
 def watch(run: Run, data: Path | None) -> list[str]:
     """One line of the table."""
-    from sola_sched.bench import environment, sim_backend, sweep
-    from sola_sched.bench.backend import parse_scheduler
+    from sola_sched.bench.backends import environment
+    from sola_sched.bench.backends import simulation as sim_backend
+    from sola_sched.bench.backends.base import parse_scheduler
+    from sola_sched.bench.research import sweep
 
     environment.prepare(None, is_random=True)
     backend = sweep.make_backend(run.profile)

@@ -25,7 +25,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
-from sola_sched.bench.model import cached_model
+from sola_sched.bench.backends.model import cached_model
 from sola_sched.length_predictor.client import PredictionClient, make_client
 
 _WARM_UP_STEPS = 200
@@ -123,7 +123,7 @@ class Engine:
 
 def measure(kind: str, args: argparse.Namespace) -> dict[str, Any]:
     """Blocks with and without one predictor; rates, their ratio and the client's own time."""
-    from sola_sched.config import SolaConfig
+    from sola_sched.config.sola_config import SolaConfig
 
     engine = Engine(args.num_running, args.seed)
     model_config = engine.scheduler.vllm_config.model_config

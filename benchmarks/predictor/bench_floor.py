@@ -17,7 +17,7 @@ import numpy as np
 
 from sola_sched.length_predictor.corpus import data_folder
 from sola_sched.length_predictor.scoring import score
-from sola_sched.prediction import NUM_LEVELS
+from sola_sched.prediction.length import NUM_LEVELS
 
 _TEMPERATURES = (0.0, 0.3, 0.5, 0.7)
 

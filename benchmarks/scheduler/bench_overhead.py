@@ -34,7 +34,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 import sola_sched
 from sola_sched.simulator import VirtualEngine, VirtualRequest
-from sola_sched.simulator.step_profile import load_step_profile
+from sola_sched.simulator.steps.profile import load_step_profile
 
 #: Steps of this model are the shortest that are realistic: what they take at least, microseconds.
 PROFILE, SHORTEST_STEP_US = "llama-3-8b-h100", 6500.0

@@ -7,12 +7,12 @@ from unittest import mock
 
 import numpy as np
 
-from sola_sched.config import CONFIG_KEY
+from sola_sched.config.sola_config import CONFIG_KEY
 from sola_sched.planner import attain_step, paper
 from sola_sched.planner.base import peak_tokens
-from sola_sched.scheduler import Scheduler
-from sola_sched.simulator.baseline import STOCK, Rule
-from sola_sched.simulator.baselines import ShortestJobFirst
+from sola_sched.simulator.baselines.base import STOCK, Rule
+from sola_sched.simulator.baselines.rules import ShortestJobFirst
+from sola_sched.vllm_adapter.scheduler import Scheduler
 
 
 class WithoutPeakMemory(Scheduler):

@@ -45,10 +45,10 @@ from tables import (
     side_by_side_lines,
 )
 
-from sola_sched.bench.backend import BASELINES
+from sola_sched.bench.backends.base import BASELINES
 from sola_sched.bench.calibrate import SLO_FACTOR
-from sola_sched.bench.points import BOUND, HINDSIGHT, SYNTHETIC, Point
-from sola_sched.bench.sweep import Row
+from sola_sched.bench.research.points import BOUND, HINDSIGHT, SYNTHETIC, Point
+from sola_sched.bench.research.sweep import Row
 
 PROFILE = "llama-3-8b-a100"
 LENGTHS = ("sharegpt", "azure-conv", "azure-code", "arxiv", "mooncake")

@@ -10,10 +10,10 @@ import numpy as np
 from setups import NAMES, PAPER, REJECT, SPF
 from tables import best_stock_rows, of_scheduler
 
-from sola_sched.bench import sweep
-from sola_sched.bench.plots import pyplot, save
-from sola_sched.bench.points import BOUND, Point
-from sola_sched.bench.sweep import Row
+from sola_sched.bench.report.plots import pyplot, save
+from sola_sched.bench.research import sweep
+from sola_sched.bench.research.points import BOUND, Point
+from sola_sched.bench.research.sweep import Row
 
 _STYLE: dict[str, dict[str, Any]] = {
     "stock": {"color": "#1f5f8b", "marker": "s", "label": "vLLM, best chunk size"},

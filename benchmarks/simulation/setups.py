@@ -12,13 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from sola_sched import metrics
-from sola_sched.bench import environment, sweep
-from sola_sched.bench.backend import parse_scheduler
+from sola_sched.bench.backends import environment
+from sola_sched.bench.backends.base import parse_scheduler
 from sola_sched.bench.calibrate import SLO_FACTOR, measure_slo
-from sola_sched.bench.points import BOUND, SYNTHETIC, Point, make_workload
-from sola_sched.bench.sweep import Row
-from sola_sched.slo import SloTarget
+from sola_sched.bench.research import sweep
+from sola_sched.bench.research.points import BOUND, SYNTHETIC, Point, make_workload
+from sola_sched.bench.research.sweep import Row
+from sola_sched.config.slo import SloTarget
+from sola_sched.core import metrics
 
 DATASETS = {
     "sharegpt": "sharegpt_lengths_llama2.csv.gz",

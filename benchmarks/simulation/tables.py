@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from setups import ORACLE, PAPER, REJECT, SPF, crossing, mean
 
-from sola_sched.bench.points import BOUND, HINDSIGHT
-from sola_sched.bench.sweep import Row
+from sola_sched.bench.research.points import BOUND, HINDSIGHT
+from sola_sched.bench.research.sweep import Row
 
 
 def head(first: str, others: Sequence[str]) -> list[str]:

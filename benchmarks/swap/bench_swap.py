@@ -21,9 +21,9 @@ import numpy as np
 from cases import Case, run
 from engine_cases import EngineCase
 
-from sola_sched.bench import resumable, sweep
-from sola_sched.bench.points import SYNTHETIC, Point
-from sola_sched.bench.sim_backend import SimBackend
+from sola_sched.bench.backends.simulation import SimBackend
+from sola_sched.bench.research import resumable, sweep
+from sola_sched.bench.research.points import SYNTHETIC, Point
 
 _FOLDER = Path(__file__).resolve().parent
 _RESULTS = _FOLDER.parent / "results" / "swap"

@@ -11,13 +11,14 @@ from unittest import mock
 
 import numpy as np
 
-from sola_sched.bench import environment, sweep
-from sola_sched.bench.backend import parse_scheduler
-from sola_sched.bench.points import Point, make_workload
-from sola_sched.bench.sim_backend import SimBackend
+from sola_sched.bench.backends import environment
+from sola_sched.bench.backends.base import parse_scheduler
+from sola_sched.bench.backends.simulation import SimBackend
+from sola_sched.bench.research import sweep
+from sola_sched.bench.research.points import Point, make_workload
+from sola_sched.core.state import DECODE, StepPlan
 from sola_sched.planner import alise_step
 from sola_sched.planner.alise_step import AliseStep
-from sola_sched.state import DECODE, StepPlan
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from sola_sched.bench.backend import BASELINES
-from sola_sched.bench.clock import CLOCKS
-from sola_sched.bench.datasets import DATASET_NAMES
-from sola_sched.bench.results import METRIC_NAMES
+from sola_sched.bench.backends.base import BASELINES
+from sola_sched.bench.backends.clock import CLOCKS
+from sola_sched.bench.data.datasets import DATASET_NAMES
+from sola_sched.bench.report.results import METRIC_NAMES
 from sola_sched.bench.values import (
     json_object,
     natural_int,

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from sola_sched import metrics
-from sola_sched.bench.backend import Backend, OnDone, RunOutcome, SchedulerSpec
-from sola_sched.bench.results import SloSource
-from sola_sched.bench.workload import Workload
+from sola_sched.bench.backends.base import Backend, OnDone, RunOutcome, SchedulerSpec
+from sola_sched.bench.data.workload import Workload
+from sola_sched.bench.report.results import SloSource
+from sola_sched.config.slo import SloTarget
+from sola_sched.core import metrics
 from sola_sched.errors import ConfigError
-from sola_sched.slo import SloTarget
 
 #: Targets are this many times the latency of a request that has the machine to itself.
 SLO_FACTOR = 10.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from sola_sched.bench import environment
 from sola_sched.bench.args import build_parser
-from sola_sched.bench.model import write_model
+from sola_sched.bench.backends import environment
+from sola_sched.bench.backends.model import write_model
+from sola_sched.config.output_file import require_writable_folder
 from sola_sched.errors import ConfigError, DatasetError, ProfileError, SloError
-from sola_sched.output_file import require_writable_folder
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -25,12 +25,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments[:1] == ["fidelity"]:
-            from sola_sched.bench import fidelity
+            from sola_sched.bench.research import fidelity
 
             return fidelity.main(arguments[1:])
         if not arguments:
             environment.prepare(None, is_random=True)
-            from sola_sched.bench import first_run
+            from sola_sched.bench.first_run import run as first_run
 
             return first_run.run()
         args = build_parser().parse_args(arguments)

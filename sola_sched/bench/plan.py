@@ -10,14 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sola_sched.bench import args as cli_args
-from sola_sched.bench import calibrate, results, values
-from sola_sched.bench.backend import BASELINES, Backend, SchedulerSpec, parse_scheduler
-from sola_sched.bench.datasets import DatasetOptions, ModelLimits, build
-from sola_sched.bench.environment import has_accelerator
-from sola_sched.bench.model import BENCH_SHAPE, cached_model
-from sola_sched.bench.progress import Progress
-from sola_sched.bench.workload import Workload, assign_classes
-from sola_sched.config import SolaConfig
+from sola_sched.bench import calibrate, values
+from sola_sched.bench.backends.base import BASELINES, Backend, SchedulerSpec, parse_scheduler
+from sola_sched.bench.backends.environment import has_accelerator
+from sola_sched.bench.backends.model import BENCH_SHAPE, cached_model
+from sola_sched.bench.data.datasets import DatasetOptions, ModelLimits, build
+from sola_sched.bench.data.workload import Workload, assign_classes
+from sola_sched.bench.report import results
+from sola_sched.bench.report.progress import Progress
+from sola_sched.config.sola_config import SolaConfig
 from sola_sched.errors import ConfigError
 
 #: KV cache of the random model: 32k tokens, at its scale of 1/4 what an 8B model has on 40 GB.
@@ -144,10 +145,10 @@ def _schedulers(args: argparse.Namespace) -> list[SchedulerSpec]:
         if spec.kind != "sola":
             continue
         SolaConfig.from_mapping(spec.options)
-        if importlib.util.find_spec("sola_sched.scheduler") is None:
+        if importlib.util.find_spec("sola_sched.vllm_adapter.scheduler") is None:
             raise ConfigError(
-                "'sola' needs the module sola_sched.scheduler, which this installation lacks; "
-                "reinstall sola-sched, or leave sola out of --schedulers."
+                "'sola' needs the module sola_sched.vllm_adapter.scheduler, which this "
+                "installation lacks; reinstall sola-sched, or leave sola out of --schedulers."
             )
     return specs
 
@@ -183,7 +184,7 @@ def _backend(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[Back
         return _server(args)
     if args.backend == "sim":
         return _simulator(args)
-    from sola_sched.bench.engine_backend import EngineBackend, EngineOptions
+    from sola_sched.bench.backends.engine import EngineBackend, EngineOptions
 
     is_random = args.model is None
     model = str(cached_model()) if is_random else args.model
@@ -217,7 +218,7 @@ def _backend(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[Back
 
 
 def _server(args: argparse.Namespace) -> tuple[Backend, ModelLimits]:
-    from sola_sched.bench.openai_backend import OpenAIBackend, ServerOptions
+    from sola_sched.bench.backends.openai import OpenAIBackend, ServerOptions
 
     backend = OpenAIBackend(
         ServerOptions(
@@ -251,8 +252,8 @@ def _simulator(args: argparse.Namespace) -> tuple[Backend, ModelLimits]:
             "'--backend sim' runs vLLM's own scheduler, so it needs vLLM (got none); no GPU and no "
             "model are needed: pip install 'sola-sched[cpu]'."
         )
-    from sola_sched.bench.sim_backend import SimBackend, SimOptions
-    from sola_sched.simulator.step_profile import DEFAULT_PROFILE, load_step_profile
+    from sola_sched.bench.backends.simulation import SimBackend, SimOptions
+    from sola_sched.simulator.steps.profile import DEFAULT_PROFILE, load_step_profile
 
     names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
     engine_args = {n: getattr(args, n) for n in names if getattr(args, n) is not None}

@@ -7,14 +7,15 @@ import math
 import time
 from collections.abc import Callable
 
-from sola_sched.bench import report, results
-from sola_sched.bench.backend import SchedulerSpec
+from sola_sched.bench.backends.base import SchedulerSpec
+from sola_sched.bench.data.workload import Workload
 from sola_sched.bench.plan import Plan, make_plan, per_s, slo_text
-from sola_sched.bench.progress import Progress
-from sola_sched.bench.result_files import ResultFiles
-from sola_sched.bench.results import Result
-from sola_sched.bench.workload import Workload
-from sola_sched.metrics import RequestRecord
+from sola_sched.bench.report import results
+from sola_sched.bench.report import table as report
+from sola_sched.bench.report.progress import Progress
+from sola_sched.bench.report.result_files import ResultFiles
+from sola_sched.bench.report.results import Result
+from sola_sched.core.metrics import RequestRecord
 
 EXIT_NOT_SAVED = 1
 EXIT_INTERRUPTED = 130
@@ -120,11 +121,11 @@ def _run_one(
 
 def _bound(plan: Plan, workload: Workload) -> Result:
     """What no scheduler exceeds, where the backend is one whose step times are known."""
-    from sola_sched.bench.sim_backend import SimBackend
+    from sola_sched.bench.backends.simulation import SimBackend
 
     if not isinstance(plan.backend, SimBackend):
         return {}
-    from sola_sched.bench.sim_bound import workload_bound
+    from sola_sched.bench.backends.bound import workload_bound
 
     bound = workload_bound(plan.backend, workload, plan.slo.target, plan.schedulers)
     return {results.BOUND_KEY: bound.attainable_ratio}
@@ -140,7 +141,7 @@ def _conclude(
     is_saved = files.finish()
     if not files.is_on:
         return is_saved
-    from sola_sched.bench import plots
+    from sola_sched.bench.report import plots
 
     stem = str(finished[0]["date"]) if args.label is None else f"{args.label}-{finished[0]['date']}"
     try:

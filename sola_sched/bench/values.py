@@ -7,11 +7,11 @@ import json
 import math
 from typing import Any
 
-from sola_sched.bench.results import METRIC_NAMES
-from sola_sched.bench.row_values import shown
-from sola_sched.bench.workload import SloClass
+from sola_sched.bench.data.row_values import shown
+from sola_sched.bench.data.workload import SloClass
+from sola_sched.bench.report.results import METRIC_NAMES
+from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError
-from sola_sched.slo import SloTarget
 
 _MAX_DIGITS = 18
 _MAX_PORT = 65535

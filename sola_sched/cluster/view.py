@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ReportError
-from sola_sched.prediction import LengthPrediction
-from sola_sched.slo import SloTarget
+from sola_sched.prediction.length import LengthPrediction
 
 FloatArray = NDArray[np.float64]
 

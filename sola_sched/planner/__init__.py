@@ -1,10 +1,14 @@
-"""The per-step optimization: `make_planner(config).plan(StepState) -> StepPlan`."""
+"""The per-step optimization: `make_planner(config).plan(StepState) -> StepPlan`.
+
+May import: errors, config, cost, core.
+Third party: numpy, scipy.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from sola_sched.config import SolaConfig
+from sola_sched.config.sola_config import SolaConfig
 from sola_sched.planner.alise import AlisePlanner
 from sola_sched.planner.attain import AttainPlanner
 from sola_sched.planner.base import Planner

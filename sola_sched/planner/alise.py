@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from sola_sched.config import SolaConfig
-from sola_sched.ewt import estimate_waits
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.core.ewt import estimate_waits
+from sola_sched.core.state import DECODE, BoolArray, StepPlan, StepState
 from sola_sched.planner.alise_step import AliseStep, Recompute
 from sola_sched.planner.base import learning
 from sola_sched.planner.kept import PlanCache
 from sola_sched.planner.levels import PriorityLevels
 from sola_sched.planner.whole import with_whole_prompts
-from sola_sched.state import DECODE, BoolArray, StepPlan, StepState
 
 #: Waits are estimated once in so many plans where they decide who is refused.
 _REJECT_PLANS = 4

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sola_sched.execution import ExecutionTime
+from sola_sched.core.state import DECODE, BoolArray, FloatArray, IntArray, StepPlan, StepState
+from sola_sched.cost.execution import ExecutionTime
 from sola_sched.planner.levels import PriorityLevels
-from sola_sched.state import DECODE, BoolArray, FloatArray, IntArray, StepPlan, StepState
 
 #: Output tokens of the quantum of level 0.
 _QUANTUM_TOKENS = 16.0

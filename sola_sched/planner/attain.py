@@ -12,14 +12,14 @@ import dataclasses
 
 import numpy as np
 
-from sola_sched.config import SolaConfig
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.core.state import DECODE, IntArray, StepPlan, StepState
 from sola_sched.planner.attain_kept import MAX_STEPS, Chunks
 from sola_sched.planner.attain_state import BestEffort, Decodes, Prefills, StepView
 from sola_sched.planner.attain_step import AttainStep
 from sola_sched.planner.base import learning, priority_victims, with_useful_victims
 from sola_sched.planner.kept import PlanCache
 from sola_sched.planner.whole import with_whole_prompts
-from sola_sched.state import DECODE, IntArray, StepPlan, StepState
 
 #: While slots are all that is short, the swap of a late decode for a waiting request is weighed
 #: once in so many steps.

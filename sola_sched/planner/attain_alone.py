@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from sola_sched.core.state import BoolArray, IntArray
 from sola_sched.planner.attain_state import StepView
 from sola_sched.planner.deadlines import Jobs
-from sola_sched.state import BoolArray, IntArray
 
 #: A prompt goes alone where a step with all decodes would take this share of its TTFT target:
 #: those who arrive during a step wait for its end.

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sola_sched.core.state import IntArray, StepPlan, StepState
 from sola_sched.planner.attain_lost import LostStep
 from sola_sched.planner.attain_state import BestEffort, StepView
-from sola_sched.state import IntArray, StepPlan, StepState
 
 #: A plan is kept for so many steps, at most.
 MAX_STEPS = 8

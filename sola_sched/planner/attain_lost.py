@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
+from sola_sched.core.state import FloatArray, IntArray
 from sola_sched.planner.attain_state import BestEffort, StepView
-from sola_sched.state import FloatArray, IntArray
 
 #: Shares of the slots and of the KV blocks that stay free when several lost requests start at once.
 _SPARE_SLOTS, _SPARE_BLOCKS = 0.125, 0.5

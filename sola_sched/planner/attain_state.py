@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sola_sched.state import BoolArray, FloatArray, IntArray, StepState
+from sola_sched.core.state import BoolArray, FloatArray, IntArray, StepState
 
 #: A decode counts as lost only if it misses its target by more than this share of the step time:
 #: predictions of the step time are a few per cent off.

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from sola_sched.core.state import BoolArray, FloatArray, IntArray, StepPlan, StepState
 from sola_sched.planner.attain_alone import prompts_alone
 from sola_sched.planner.attain_kept import Chunks, chunks_going_on
 from sola_sched.planner.attain_lost import LostStep
 from sola_sched.planner.attain_state import ROUNDING, BestEffort, StepView, usual_token_s
 from sola_sched.planner.base import PLANNABLE, num_that_fit
 from sola_sched.planner.deadlines import Jobs, Slots
-from sola_sched.state import BoolArray, FloatArray, IntArray, StepPlan, StepState
 
 #: Share of the step time that new decodes may not fill: prefills come in between.
 _ADMISSION_MARGIN = 0.1

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from sola_sched.state import FloatArray, IntArray, StepPlan, StepState
+from sola_sched.core.state import FloatArray, IntArray, StepPlan, StepState
 
 #: Share of the KV cache that may be planned for; the rest absorbs partly filled blocks.
 PLANNABLE = 0.97

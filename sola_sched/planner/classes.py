@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from sola_sched.state import DECODE, IntArray, StepPlan, StepState
+from sola_sched.core.state import DECODE, IntArray, StepPlan, StepState
 
 #: Above every class.
 _NOBODY = np.iinfo(np.int64).min

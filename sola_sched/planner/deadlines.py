@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sola_sched.state import BoolArray, FloatArray, IntArray
+from sola_sched.core.state import BoolArray, FloatArray, IntArray
 
 #: Jobs looked at one by one when not all deadlines can be met; the later ones follow by cost.
 _MAX_EXAMINED = 64

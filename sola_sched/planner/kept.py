@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sola_sched.core.state import StepPlan, StepState, are_equal
 from sola_sched.planner.base import most_blocks
-from sola_sched.state import StepPlan, StepState, are_equal
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from sola_sched.state import BoolArray, FloatArray, IntArray, RequestTable
+from sola_sched.core.state import BoolArray, FloatArray, IntArray, RequestTable
 
 
 class PriorityLevels:
@@ -21,8 +21,8 @@ class PriorityLevels:
 
     - Level 0 is served first. Level l holds requests with up to 2^l quanta of remaining time, the
       last level all others, so a request climbs as it is served.
-    - A request whose estimate is overrun gets a doubled one (`sola_sched.prediction`) and so sinks
-      by itself; nothing else demotes.
+    - A request whose estimate is overrun gets a doubled one (`sola_sched.prediction.length`) and
+      so sinks by itself; nothing else demotes.
     - K seconds without service lift a request by one level. Lifted requests go before the others
       of their level, the oldest first, so at level 0 nobody who comes later passes one. That is
       the bound on starvation: after K times its level a request is behind older ones only.

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from sola_sched.state import StepPlan, StepState
+from sola_sched.core.state import StepPlan, StepState
 
 
 def with_padding(state: StepState, plan: StepPlan) -> StepPlan:

@@ -9,7 +9,8 @@ from collections import deque
 
 import numpy as np
 
-from sola_sched.config import SolaConfig
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.core.state import DECODE, FloatArray, IntArray, StepPlan, StepState
 from sola_sched.planner.base import (
     learning,
     num_that_fit,
@@ -17,7 +18,6 @@ from sola_sched.planner.base import (
     with_useful_victims,
 )
 from sola_sched.planner.whole import with_whole_prompts
-from sola_sched.state import DECODE, FloatArray, IntArray, StepPlan, StepState
 
 #: KV use below which the peak-memory prediction is skipped (section 6.4).
 _MEMORY_THRESHOLD = 0.5

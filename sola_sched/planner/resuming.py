@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sola_sched.state import DECODE, StepPlan, StepState
+from sola_sched.core.state import DECODE, StepPlan, StepState
 
 
 def with_room_to_resume(state: StepState, plan: StepPlan, needs: Sequence[int]) -> StepPlan:

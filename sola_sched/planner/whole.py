@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from sola_sched.state import DECODE, StepPlan, StepState
+from sola_sched.core.state import DECODE, StepPlan, StepState
 
 
 def with_whole_prompts(state: StepState, plan: StepPlan) -> StepPlan:

@@ -104,7 +104,7 @@ def name_connector(vllm_config: Any, scheduler_cls: type[Any]) -> None:
     """Give an engine's configuration the connector, as the plug-in does for a real engine."""
     from vllm.config import KVTransferConfig
 
-    from sola_sched.swap_config import CONNECTOR
+    from sola_sched.config.swap import CONNECTOR
 
     vllm_config.scheduler_config.scheduler_cls = scheduler_cls
     vllm_config.kv_transfer_config = KVTransferConfig(

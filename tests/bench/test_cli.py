@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 from bench_runs import FixedBackend, make_workload
 
-from sola_sched.bench import calibrate, environment, plan, runner
+from sola_sched.bench import calibrate, plan, runner
 from sola_sched.bench.args import build_parser
-from sola_sched.bench.backend import RunOutcome, SchedulerSpec
+from sola_sched.bench.backends import environment
+from sola_sched.bench.backends.base import RunOutcome, SchedulerSpec
+from sola_sched.bench.backends.model import TINY_SHAPE, ModelShape, cached_model, write_model
 from sola_sched.bench.cli import main
-from sola_sched.bench.datasets import ModelLimits
-from sola_sched.bench.model import TINY_SHAPE, ModelShape, cached_model, write_model
-from sola_sched.bench.results import SloSource
+from sola_sched.bench.data.datasets import ModelLimits
+from sola_sched.bench.report.results import SloSource
+from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError
-from sola_sched.slo import SloTarget
 
 
 def parse(*argv: str) -> argparse.Namespace:

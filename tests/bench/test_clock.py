@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from sola_sched.bench.clock import CLOCKS, CpuClock, make_clock
+from sola_sched.bench.backends.clock import CLOCKS, CpuClock, make_clock
 
 
 @pytest.mark.parametrize("name", CLOCKS)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from bench_runs import SLO
 
-from sola_sched.bench.backend import SchedulerSpec, parse_scheduler
+from sola_sched.bench.backends.base import SchedulerSpec, parse_scheduler
+from sola_sched.bench.backends.engine import EngineBackend, EngineOptions
+from sola_sched.bench.backends.model import TINY_SHAPE, write_model
+from sola_sched.bench.backends.probe import SchedulerProbe
 from sola_sched.bench.cli import main
-from sola_sched.bench.engine_backend import EngineBackend, EngineOptions
-from sola_sched.bench.model import TINY_SHAPE, write_model
-from sola_sched.bench.scheduler_probe import SchedulerProbe
-from sola_sched.bench.workload import RequestSpec, Workload
-from sola_sched.slo import SloTarget
+from sola_sched.bench.data.workload import RequestSpec, Workload
+from sola_sched.config.slo import SloTarget
 
 #: Enough for one request of the tiny model's full length (512 tokens), little more than that.
 BLOCK_SIZE, NUM_BLOCKS = 32, 18

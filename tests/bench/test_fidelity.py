@@ -12,21 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sola_sched.bench import fidelity_requests as recorded
-from sola_sched.bench import fidelity_steps as steps
-from sola_sched.bench.backend import parse_scheduler
+from sola_sched.bench.backends.base import parse_scheduler
+from sola_sched.bench.backends.engine_recording import Cycle, CycleRecorder, EngineFacts
 from sola_sched.bench.cli import main
-from sola_sched.bench.engine_backend_recording import Cycle, CycleRecorder, EngineFacts
-from sola_sched.bench.fidelity_report import engine_tables, request_table
-from sola_sched.bench.workload import RequestSpec, Workload, random_token_ids
-from sola_sched.cost_fit import StepShape
-from sola_sched.cost_model import CostModel
+from sola_sched.bench.data.workload import RequestSpec, Workload, random_token_ids
+from sola_sched.bench.research import fidelity_requests as recorded
+from sola_sched.bench.research import fidelity_steps as steps
+from sola_sched.bench.research.fidelity_report import engine_tables, request_table
+from sola_sched.config.slo import SloTarget
+from sola_sched.cost.fit import StepShape
+from sola_sched.cost.model import CostModel
 from sola_sched.errors import ProfileError
-from sola_sched.simulator.bound_floors import floors_of
-from sola_sched.simulator.step_curves import CURVES, LINEAR, META_KEY, Batch, StepCurves
-from sola_sched.simulator.step_profile import load_step_profile
-from sola_sched.simulator.step_time import MeasuredStepTime
-from sola_sched.slo import SloTarget
+from sola_sched.simulator.bound.floors import floors_of
+from sola_sched.simulator.steps.curves import CURVES, LINEAR, META_KEY, Batch, StepCurves
+from sola_sched.simulator.steps.profile import load_step_profile
+from sola_sched.simulator.steps.time import MeasuredStepTime
 
 #: Noise of 2 % a step leaves far less than that in a fit to some hundred of them.
 FIT_TOLERANCE = 0.02

@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 from bench_runs import make_records, make_workload
 
-from sola_sched.bench import cli, first_run, first_run_plan
-from sola_sched.bench.backend import OnDone, RunOutcome, SchedulerSpec
-from sola_sched.bench.first_run_checks import Evenness, end_wait_s, evenness, is_saturated
-from sola_sched.bench.first_run_engine import FirstRun, Interrupted
-from sola_sched.bench.first_run_plan import (
+from sola_sched.bench import cli
+from sola_sched.bench.backends.base import OnDone, RunOutcome, SchedulerSpec
+from sola_sched.bench.data.workload import Workload
+from sola_sched.bench.first_run import plan as first_run_plan
+from sola_sched.bench.first_run import run as first_run
+from sola_sched.bench.first_run.checks import Evenness, end_wait_s, evenness, is_saturated
+from sola_sched.bench.first_run.engine import FirstRun, Interrupted
+from sola_sched.bench.first_run.plan import (
     FEWER_SETTINGS,
     HIGH_SHARE,
     LOW_SHARE,
@@ -27,11 +30,10 @@ from sola_sched.bench.first_run_plan import (
     num_high_requests,
     plan_runs,
 )
-from sola_sched.bench.first_run_verdict import Comparison, can_be_trusted, sentences
-from sola_sched.bench.intervals import effective_size, paired_difference, share
-from sola_sched.bench.workload import Workload
-from sola_sched.metrics import RequestRecord
-from sola_sched.slo import SloTarget
+from sola_sched.bench.first_run.verdict import Comparison, can_be_trusted, sentences
+from sola_sched.bench.report.intervals import effective_size, paired_difference, share
+from sola_sched.config.slo import SloTarget
+from sola_sched.core.metrics import RequestRecord
 
 #: An undisturbed core: 7.7 requests/s, targets as measured there.
 QUIET = Machine(7.7, 0.55, start_s=3.0, share=1.0, skips_idle=True)

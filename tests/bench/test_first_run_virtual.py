@@ -8,13 +8,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from sola_sched.bench import calibrate, first_run_virtual
-from sola_sched.bench.backend import parse_scheduler
+from sola_sched.bench import calibrate
+from sola_sched.bench.backends.base import parse_scheduler
+from sola_sched.bench.first_run import virtual as first_run_virtual
 
 
 def test_targets_are_ten_times_the_latency_of_a_request_alone() -> None:
-    from sola_sched.bench import sweep
-    from sola_sched.bench.points import SYNTHETIC, Point, make_workload
+    from sola_sched.bench.research import sweep
+    from sola_sched.bench.research.points import SYNTHETIC, Point, make_workload
 
     backend = sweep.make_backend(first_run_virtual.PROFILE)
     point = Point(first_run_virtual.PROFILE, SYNTHETIC, 3.0, 1.0, 0.1, "stock", num_requests=400)

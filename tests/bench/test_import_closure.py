@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import sola_sched
-from sola_sched.bench.import_closure import digest, import_closure
+from sola_sched.bench.research.import_closure import digest, import_closure
 
 PACKAGE = Path(sola_sched.__file__).resolve().parent
 
@@ -17,9 +17,9 @@ def names(files: tuple[Path, ...]) -> set[str]:
 
 
 def test_imports_are_followed_through_modules_functions_and_packages() -> None:
-    found = names(import_closure(["sola_sched.swapping"]))
+    found = names(import_closure(["sola_sched.vllm_adapter.swapping"]))
 
-    assert {"sola_sched/swapping.py", "sola_sched/__init__.py"} <= found
+    assert {"sola_sched/vllm_adapter/swapping.py", "sola_sched/__init__.py"} <= found
     assert {"kv_swap/policy.py", "kv_swap/__init__.py"} <= found, "a package that lies elsewhere"
     assert "bench/report.py" not in found
 
@@ -32,27 +32,27 @@ def test_a_name_of_a_lazy_package_leads_to_the_module_that_has_it(tmp_path: Path
     script = tmp_path / "one.py"
     script.write_text("from sola_sched import SloTarget\n")
 
-    assert names(import_closure([script])) >= {"sola_sched/slo.py", "sola_sched/__init__.py"}
+    assert names(import_closure([script])) >= {"sola_sched/config/slo.py", "sola_sched/__init__.py"}
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "import sola_sched.slo",
-        "from sola_sched import slo",
-        "from sola_sched.slo import SloTarget",
-        "def f():\n    import sola_sched.slo as other",
-        "import importlib\nimportlib.import_module('sola_sched.slo')",
-        "NAME = 'sola_sched.slo:SloTarget'",
-        "if True:\n    try:\n        from sola_sched.slo import TTFT_KEY\n    except OSError:\n"
-        "        pass",
+        "import sola_sched.config.slo",
+        "from sola_sched.config import slo",
+        "from sola_sched.config.slo import SloTarget",
+        "def f():\n    import sola_sched.config.slo as other",
+        "import importlib\nimportlib.import_module('sola_sched.config.slo')",
+        "NAME = 'sola_sched.config.slo:SloTarget'",
+        "if True:\n    try:\n        from sola_sched.config.slo import TTFT_KEY\n"
+        "    except OSError:\n        pass",
     ],
 )
 def test_every_way_to_name_a_module_counts(line: str, tmp_path: Path) -> None:
     script = tmp_path / "one.py"
     script.write_text(line + "\n")
 
-    assert PACKAGE / "slo.py" in import_closure([script])
+    assert PACKAGE / "config" / "slo.py" in import_closure([script])
 
 
 def test_scripts_lead_to_those_beside_them(tmp_path: Path) -> None:
@@ -69,11 +69,13 @@ def test_scripts_lead_to_those_beside_them(tmp_path: Path) -> None:
 
 
 def test_nothing_is_followed_through_what_is_left_out() -> None:
-    roots = ["sola_sched.bench.sim_backend"]
-    whole, part = (names(import_closure(roots, out)) for out in ((), ["sola_sched.scheduler"]))
+    roots = ["sola_sched.bench.backends.simulation"]
+    whole, part = (
+        names(import_closure(roots, out)) for out in ((), ["sola_sched.vllm_adapter.scheduler"])
+    )
 
-    assert {"sola_sched/scheduler.py", "sola_sched/ewt.py"} <= whole
-    assert "sola_sched/scheduler.py" not in part
+    assert {"sola_sched/vllm_adapter/scheduler.py", "sola_sched/core/ewt.py"} <= whole
+    assert "sola_sched/vllm_adapter/scheduler.py" not in part
     assert "simulator/engine.py" in part
 
 

@@ -11,13 +11,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from sola_sched import metrics
-from sola_sched.bench.backend import RunOutcome, parse_scheduler
-from sola_sched.bench.first_run_virtual import PROFILE, TPOT_S, TTFT_S
-from sola_sched.bench.points import SYNTHETIC, Point, make_workload
-from sola_sched.bench.sim_backend import SimBackend, SimOptions
-from sola_sched.simulator.step_profile import load_step_profile
-from sola_sched.slo import SloTarget
+from sola_sched.bench.backends.base import RunOutcome, parse_scheduler
+from sola_sched.bench.backends.simulation import SimBackend, SimOptions
+from sola_sched.bench.first_run.virtual import PROFILE, TPOT_S, TTFT_S
+from sola_sched.bench.research.points import SYNTHETIC, Point, make_workload
+from sola_sched.config.slo import SloTarget
+from sola_sched.core import metrics
+from sola_sched.simulator.steps.profile import load_step_profile
 
 SLO = SloTarget(TTFT_S, TPOT_S)
 #: Spread of step times; a slow spell begins after one step in 100, lasts 5 and doubles them.

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from bench_runs import INFO, make_records, make_workload, run_result, with_percentiles
 
-from sola_sched.bench import plots, report, results
-from sola_sched.bench.backend import RunOutcome, SchedulerSpec, parse_scheduler
+from sola_sched.bench.backends.base import RunOutcome, SchedulerSpec, parse_scheduler
+from sola_sched.bench.report import plots, results
+from sola_sched.bench.report import table as report
+from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError
-from sola_sched.slo import SloTarget
 
 VLLM_KEYS = {
     "date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts",

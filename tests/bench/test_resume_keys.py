@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("vllm")
 
 import sola_sched
-from sola_sched.bench import import_closure, provenance, resumable, sweep
-from sola_sched.bench.points import BOUND, HINDSIGHT, SYNTHETIC, Point
-from sola_sched.simulator import step_profile
+from sola_sched.bench.research import import_closure, provenance, resumable, sweep
+from sola_sched.bench.research.points import BOUND, HINDSIGHT, SYNTHETIC, Point
+from sola_sched.simulator.steps import profile as step_profile
 
 pytestmark = pytest.mark.vllm
 
@@ -95,7 +95,7 @@ def test_all_that_a_run_imports_is_in_its_key() -> None:
         "from pathlib import Path\n"
         "from dataclasses import replace\n"
         "from sola_sched.bench import sweep\n"
-        "from sola_sched.bench.points import Point\n"
+        "from sola_sched.bench.research.points import Point\n"
         f"base = Point(**json.loads({json.dumps(asdict(BASE))!r}))\n"
         f"for name in ('stock', {BOUND!r}, 'sola', 'sjf', {HINDSIGHT!r}):\n"
         "    before = set(sys.modules) if name != 'stock' else set()\n"

@@ -18,17 +18,17 @@ pytest.importorskip("vllm")
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import Request
 
-from sola_sched.bench.backend import BASELINES, RunOutcome, parse_scheduler
+from sola_sched.bench.backends.base import BASELINES, RunOutcome, parse_scheduler
+from sola_sched.bench.backends.simulation import SimBackend, SimOptions
 from sola_sched.bench.cli import main
-from sola_sched.bench.datasets import DatasetOptions, build
-from sola_sched.bench.sim_backend import SimBackend, SimOptions
-from sola_sched.bench.workload import RequestSpec, Workload
-from sola_sched.cost_file import Coefficients, write_profile
+from sola_sched.bench.data.datasets import DatasetOptions, build
+from sola_sched.bench.data.workload import RequestSpec, Workload
+from sola_sched.config.slo import SloTarget
+from sola_sched.core.metrics import RequestRecord
+from sola_sched.cost.file import Coefficients, write_profile
 from sola_sched.errors import ConfigError
-from sola_sched.metrics import RequestRecord
-from sola_sched.simulator.step_profile import StepProfile
-from sola_sched.simulator.step_time import StepTimeModel
-from sola_sched.slo import SloTarget
+from sola_sched.simulator.steps.profile import StepProfile
+from sola_sched.simulator.steps.time import StepTimeModel
 
 pytestmark = pytest.mark.vllm
 
@@ -253,7 +253,7 @@ def test_own_targets_and_rejection_reach_the_scheduler() -> None:
 
 @pytest.mark.parametrize("name", BASELINES)
 def test_baselines_of_the_simulator_run_by_name(name: str) -> None:
-    baselines = pytest.importorskip("sola_sched.simulator.baselines")
+    baselines = pytest.importorskip("sola_sched.simulator.baselines.rules")
 
     outcome = make_backend().run(busy_workload(20), parse_scheduler(name), SLO)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sola_sched.bench.backend import parse_scheduler
-from sola_sched.bench.sim_predictors import RecordedErrors, make_predictor
-from sola_sched.bench.workload import RequestSpec
+from sola_sched.bench.backends.base import parse_scheduler
+from sola_sched.bench.backends.predictors import RecordedErrors, make_predictor
+from sola_sched.bench.data.workload import RequestSpec
 from sola_sched.errors import ConfigError
-from sola_sched.prediction import LEVELS, LengthPrediction
+from sola_sched.prediction.length import LEVELS, LengthPrediction
 
 
 def request(index: int, output_tokens: int = 100) -> RequestSpec:

@@ -18,15 +18,17 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from sola_sched import metrics
-from sola_sched.bench import points, report, sim_hindsight, sweep
-from sola_sched.bench.backend import parse_scheduler
+from sola_sched.bench.backends import hindsight as sim_hindsight
+from sola_sched.bench.backends.base import parse_scheduler
+from sola_sched.bench.backends.bound import workload_bound
 from sola_sched.bench.cli import main
-from sola_sched.bench.points import BOUND, HINDSIGHT, SYNTHETIC, Point, make_workload
-from sola_sched.bench.sim_bound import workload_bound
-from sola_sched.bench.workload import RequestSpec, Workload
+from sola_sched.bench.data.workload import RequestSpec, Workload
+from sola_sched.bench.report import table as report
+from sola_sched.bench.research import points, sweep
+from sola_sched.bench.research.points import BOUND, HINDSIGHT, SYNTHETIC, Point, make_workload
+from sola_sched.config.slo import SloTarget
+from sola_sched.core import metrics
 from sola_sched.errors import ConfigError, DatasetError
-from sola_sched.slo import SloTarget
 
 pytestmark = pytest.mark.vllm
 

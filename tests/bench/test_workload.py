@@ -7,9 +7,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sola_sched.bench import lengths
-from sola_sched.bench.lengths import TruncatedLognormal
-from sola_sched.bench.workload import (
+from sola_sched.bench.data import lengths
+from sola_sched.bench.data.lengths import TruncatedLognormal
+from sola_sched.bench.data.workload import (
     FIRST_PLAIN_TOKEN,
     RequestSpec,
     SloClass,
@@ -18,8 +18,8 @@ from sola_sched.bench.workload import (
     assign_classes,
     random_token_ids,
 )
+from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError
-from sola_sched.slo import SloTarget
 
 #: Kolmogorov-Smirnov bound at n = 4000: 1.95 / sqrt(n) is passed by chance once in 1,000 runs.
 KS_BOUND = 1.95 / math.sqrt(4000)

@@ -13,9 +13,9 @@ pytest.importorskip("vllm")
 from engine_harness import STOCK, make_workload, run
 from needs import NEEDS_SWAPPING
 
+from sola_sched.config.swap import CONNECTOR, SwapConfig
 from sola_sched.kv_swap.support import reason_against, without_int8
-from sola_sched.plugin_swap import _reason_against
-from sola_sched.swap_config import CONNECTOR, SwapConfig
+from sola_sched.vllm_adapter.plugin_swap import _reason_against
 
 pytestmark = [pytest.mark.vllm, NEEDS_SWAPPING]
 

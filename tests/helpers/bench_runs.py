@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sola_sched.bench.backend import (
+from sola_sched.bench.backends.base import (
     OnDone,
     RunOutcome,
     SchedulerSpec,
     SchedulerStats,
     parse_scheduler,
 )
-from sola_sched.bench.results import Result, RunInfo, SloSource, make_result
-from sola_sched.bench.workload import RequestSpec, Workload
-from sola_sched.metrics import RequestRecord
-from sola_sched.slo import SloTarget
+from sola_sched.bench.data.workload import RequestSpec, Workload
+from sola_sched.bench.report.results import Result, RunInfo, SloSource, make_result
+from sola_sched.config.slo import SloTarget
+from sola_sched.core.metrics import RequestRecord
 
 SLO = SloTarget(ttft_s=0.5, tpot_s=0.1)
 INFO = RunInfo(

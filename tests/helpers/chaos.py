@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 import sola_sched
-from sola_sched.state import IntArray, StepPlan, StepState
+from sola_sched.core.state import IntArray, StepPlan, StepState
 
 
 class ChaosPlanner:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from sola_sched.cluster.view import InstanceView, RoutedRequest
-from sola_sched.prediction import LengthPrediction
-from sola_sched.slo import SloTarget
+from sola_sched.config.slo import SloTarget
+from sola_sched.prediction.length import LengthPrediction
 
 
 @dataclass(frozen=True)

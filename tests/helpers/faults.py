@@ -9,18 +9,18 @@ from functools import wraps
 from typing import Any
 from unittest import mock
 
-from sola_sched import scheduler as scheduler_module
-from sola_sched.cost_model import CostModel
+from sola_sched.core.monitor import StateMonitor
+from sola_sched.core.queues import PlannedQueue
+from sola_sched.cost.model import CostModel
 from sola_sched.kv_swap.manager import SwapManager
 from sola_sched.kv_swap.policy import Link
 from sola_sched.length_predictor.histogram import LengthHistogram
-from sola_sched.monitor import StateMonitor
 from sola_sched.planner.alise import AlisePlanner
 from sola_sched.planner.attain import AttainPlanner
 from sola_sched.planner.paper import PaperPlanner
-from sola_sched.queues import PlannedQueue
-from sola_sched.scheduler import SolaSchedulerMixin
-from sola_sched.swapping import SwapMixin
+from sola_sched.vllm_adapter import scheduler as scheduler_module
+from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
+from sola_sched.vllm_adapter.swapping import SwapMixin
 
 #: Where it may fail: owner and attribute. Each is called from `schedule`, `update_from_output`,
 #: `add_request` or vLLM's hooks in them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sola_sched.plugin_swap import missing_hooks
+from sola_sched.vllm_adapter.plugin_swap import missing_hooks
 
 NEEDS_SWAPPING = pytest.mark.skipif(
     bool(missing_hooks()), reason="KV swapping takes vLLM 0.32 or later"

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from states import StateBuilder
 
-from sola_sched.slo import SloTarget
+from sola_sched.config.slo import SloTarget
 
 #: None, loose and tight ones, and one without TPOT.
 TARGETS = [SloTarget(), SloTarget(10.0, 0.1), SloTarget(0.5, 0.02), SloTarget(1.0, math.inf)]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from sola_sched.config import SolaConfig
-from sola_sched.cost_model import CostModel, StepShape
+from sola_sched.config.slo import SloTarget
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.core.state import DECODE, PREFILL, WAITING, RequestTable, StepPlan, StepState
+from sola_sched.cost.model import CostModel, StepShape
 from sola_sched.planner import make_planner
 from sola_sched.planner.attain import AttainPlanner
-from sola_sched.slo import SloTarget
-from sola_sched.state import DECODE, PREFILL, WAITING, RequestTable, StepPlan, StepState
 
 NOW = 100.0
 #: Targets unless a test says otherwise.

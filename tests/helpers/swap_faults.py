@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sola_sched.state import StepPlan, StepState
+from sola_sched.core.state import StepPlan, StepState
 
 
 def install(

@@ -25,7 +25,7 @@ def script() -> ModuleType:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     """Tokens by request of every step of the runs that follow."""
-    from sola_sched.scheduler import Scheduler
+    from sola_sched.vllm_adapter.scheduler import Scheduler
 
     seen: list[dict[str, int]] = []
     record = Scheduler._record

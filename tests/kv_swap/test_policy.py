@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from states import STEP_S, TOKEN_S, StateBuilder, make_cost
 
+from sola_sched.core.state import StepPlan, StepState
 from sola_sched.kv_swap.jobs import Report
 from sola_sched.kv_swap.policy import Link, give_way, leaving_order, make_room, outward
-from sola_sched.state import StepPlan, StepState
 
 
 def rows(*values: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from sola_sched.length_predictor.features import MAX_CHARS, NUM_BUCKETS, describ
 from sola_sched.length_predictor.lexical import LexicalModel, prior_quantiles
 from sola_sched.length_predictor.lexical_predictor import LexicalPredictor
 from sola_sched.length_predictor.scoring import score
-from sola_sched.prediction import LEVELS
+from sola_sched.prediction.length import LEVELS
 
 #: The made-up lengths spread by a factor of e^0.2 around what the words say.
 NOISE = 0.2

@@ -20,7 +20,7 @@ from sola_sched.length_predictor.predictor import (
     weighted_quantiles,
 )
 from sola_sched.length_predictor.scoring import score
-from sola_sched.prediction import LEVELS
+from sola_sched.prediction.length import LEVELS
 
 
 @given(

@@ -17,7 +17,7 @@ from prompts import WordEncoder
 
 pytest.importorskip("faiss", reason="needs faiss-cpu")
 
-from sola_sched.bench.model import TINY_SHAPE, write_model
+from sola_sched.bench.backends.model import TINY_SHAPE, write_model
 from sola_sched.length_predictor import client as client_module
 from sola_sched.length_predictor import protocol, service
 from sola_sched.length_predictor.client import MAX_BACKLOG, PredictionClient
@@ -26,7 +26,7 @@ from sola_sched.length_predictor.predictor import RetrievalPredictor
 from sola_sched.length_predictor.protocol import ServiceSettings
 from sola_sched.length_predictor.service import Service
 from sola_sched.length_predictor.text import SharedStart, load_tokenizer, readable
-from sola_sched.prediction import LengthPrediction
+from sola_sched.prediction.length import LengthPrediction
 
 #: A process starts in about a second; a busy machine may take its time.
 PATIENCE_S = 60.0

@@ -12,13 +12,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from states import StateBuilder
 
-from sola_sched.config import SolaConfig
-from sola_sched.cost_model import CostModel
+from sola_sched.config.slo import SloTarget
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.core.state import PREFILL
+from sola_sched.cost.model import CostModel
 from sola_sched.planner import make_planner
 from sola_sched.planner.alise import AlisePlanner
-from sola_sched.prediction import LengthPrediction
-from sola_sched.slo import SloTarget
-from sola_sched.state import PREFILL
+from sola_sched.prediction.length import LengthPrediction
 
 
 def make_alise(**options: object) -> AlisePlanner:

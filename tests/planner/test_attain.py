@@ -13,12 +13,12 @@ import pytest
 from random_states import random_builder
 from states import StateBuilder, make_attain
 
-from sola_sched.config import SolaConfig
-from sola_sched.cost_model import CostModel, StepShape
+from sola_sched.config.slo import SloTarget
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.core.state import StepPlan
+from sola_sched.cost.model import CostModel, StepShape
 from sola_sched.planner import make_planner
-from sola_sched.prediction import LengthPrediction
-from sola_sched.slo import SloTarget
-from sola_sched.state import StepPlan
+from sola_sched.prediction.length import LengthPrediction
 
 LOOSE = SloTarget(10.0, 0.1)
 

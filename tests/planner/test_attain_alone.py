@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from states import StateBuilder, make_attain
 
-from sola_sched.config import SolaConfig
+from sola_sched.config.slo import SloTarget
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.core.state import StepPlan
 from sola_sched.planner import make_planner
-from sola_sched.slo import SloTarget
-from sola_sched.state import StepPlan
 
 #: A step of 30 decodes and 100 tokens takes 50 ms, one of 100 tokens alone 20 ms.
 NUM_DECODES = 30

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from states import DECODE_S, NOW, STEP_S, TOKEN_S, StateBuilder, as_lists, make_attain
 
-from sola_sched.prediction import LengthPrediction
-from sola_sched.slo import SloTarget
-from sola_sched.state import PARKED, PREFILL, WAITING, StepPlan
+from sola_sched.config.slo import SloTarget
+from sola_sched.core.state import PARKED, PREFILL, WAITING, StepPlan
+from sola_sched.prediction.length import LengthPrediction
 
 NUM_DECODES, ROOM = 10, 100
 LOOSE = SloTarget(10.0, 0.1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from states import StateBuilder, make_attain
 
-from sola_sched.slo import SloTarget
+from sola_sched.config.slo import SloTarget
 
 LOOSE = SloTarget(10.0, 0.1)
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from states import SLO, StateBuilder
 
+from sola_sched.config.slo import SloTarget
 from sola_sched.planner.attain_state import Decodes
-from sola_sched.slo import SloTarget
 
 #: TPOT, seconds; tokens since the first; steps ahead of its schedule; wait for the first, seconds.
 DECODES = st.lists(

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from random_states import random_builder
 
-from sola_sched.config import SolaConfig
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.core.state import DECODE, IntArray, StepPlan, StepState
 from sola_sched.planner import in_class_order, make_planner
-from sola_sched.state import DECODE, IntArray, StepPlan, StepState
 
 
 def tokens_of(state: StepState, rows: IntArray) -> IntArray:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sola_sched.core.state import RequestTable
 from sola_sched.planner.levels import PriorityLevels
-from sola_sched.state import RequestTable
 
 QUANTUM_S = 1.0
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from states import StateBuilder
 
-from sola_sched.config import SolaConfig
+from sola_sched.config.slo import SloTarget
+from sola_sched.config.sola_config import SolaConfig
 from sola_sched.planner.base import num_that_fit, peak_tokens
 from sola_sched.planner.paper import PaperPlanner
-from sola_sched.slo import SloTarget
 
 SLO = SloTarget(1.0, 0.1)
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from states import StateBuilder
 
-from sola_sched.config import SolaConfig
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.core.state import DECODE, StepPlan
 from sola_sched.planner import make_planner, with_room_to_resume
-from sola_sched.state import DECODE, StepPlan
 
 
 @pytest.mark.parametrize("policy", ["attain", "paper", "alise"])

@@ -9,10 +9,10 @@ import pytest
 from random_states import random_builder
 from states import StateBuilder, make_attain
 
-from sola_sched.config import SolaConfig
+from sola_sched.config.slo import SloTarget
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.core.state import DECODE, StepPlan, StepState
 from sola_sched.planner import make_planner
-from sola_sched.slo import SloTarget
-from sola_sched.state import DECODE, StepPlan, StepState
 
 POLICIES = ["attain", "paper", "alise"]
 

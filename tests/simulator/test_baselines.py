@@ -12,7 +12,7 @@ from virtual_model import TINY_MODEL
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from sola_sched.simulator import StepTimeModel, VirtualEngine, VirtualRequest
-from sola_sched.simulator.baselines import BASELINES, ORACLE_KEY
+from sola_sched.simulator.baselines.rules import BASELINES, ORACLE_KEY
 
 pytestmark = pytest.mark.vllm
 

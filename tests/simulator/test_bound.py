@@ -13,20 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_model import TINY_MODEL
 
-from sola_sched.cost_file import Coefficients
-from sola_sched.cost_model import CostModel
-from sola_sched.metrics import meets_slo, tpot_s, ttft_s
+from sola_sched.config.slo import SloTarget
+from sola_sched.core.metrics import meets_slo, tpot_s, ttft_s
+from sola_sched.cost.file import Coefficients
+from sola_sched.cost.model import CostModel
 from sola_sched.simulator import (
     LLAMA_3_8B_A100,
     MeasuredStepTime,
     StepTimeModel,
-    bound_program,
     load_step_profile,
     profile_names,
 )
-from sola_sched.simulator.bound import BoundRequest, upper_bound
-from sola_sched.simulator.bound_floors import StepFloor, floors_of
-from sola_sched.slo import SloTarget
+from sola_sched.simulator.bound import program as bound_program
+from sola_sched.simulator.bound.floors import StepFloor, floors_of
+from sola_sched.simulator.bound.upper import BoundRequest, upper_bound
 
 SECONDS = StepTimeModel(
     base_s=1.0,
@@ -228,7 +228,7 @@ def num_attained(name, model, trace, slo, limits, *, is_async):
 
     import sola_sched
     from sola_sched.simulator import VirtualEngine, VirtualRequest
-    from sola_sched.simulator.baselines import BASELINES, ORACLE_KEY
+    from sola_sched.simulator.baselines.rules import BASELINES, ORACLE_KEY
 
     classes = {"stock": AsyncScheduler, "sola": sola_sched.Scheduler, **BASELINES}
     engine = VirtualEngine(

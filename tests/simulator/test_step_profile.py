@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from sola_sched.cost_file import Coefficients, write_profile
+from sola_sched.cost.file import Coefficients, write_profile
 from sola_sched.errors import ProfileError
-from sola_sched.simulator import roofline
-from sola_sched.simulator.roofline import GPUS, MODELS, Assumptions
-from sola_sched.simulator.step_profile import (
+from sola_sched.simulator.steps import roofline
+from sola_sched.simulator.steps.profile import (
     DEFAULT_PROFILE,
     FOLDER,
     load_step_profile,
     profile_names,
 )
-from sola_sched.simulator.step_time import MeasuredStepTime, StepTimeModel
+from sola_sched.simulator.steps.roofline import GPUS, MODELS, Assumptions
+from sola_sched.simulator.steps.time import MeasuredStepTime, StepTimeModel
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Files hold four significant digits.

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from sola_sched.cost_file import Coefficients
-from sola_sched.cost_model import CostModel
-from sola_sched.simulator.step_time import LLAMA_3_8B_A100, MeasuredStepTime, StepTimeModel
+from sola_sched.cost.file import Coefficients
+from sola_sched.cost.model import CostModel
+from sola_sched.simulator.steps.time import LLAMA_3_8B_A100, MeasuredStepTime, StepTimeModel
 
 ROOFLINE = StepTimeModel(
     base_s=1.0,

@@ -10,13 +10,13 @@ pytest.importorskip("vllm")
 
 from virtual_model import TINY_MODEL
 
+from sola_sched.core.state import StepPlan, StepState
 from sola_sched.errors import ConfigError
 from sola_sched.kv_swap.geometry import Geometry
 from sola_sched.kv_swap.jobs import Job, Piece
-from sola_sched.scheduler import Scheduler
 from sola_sched.simulator import StepTimeModel, VirtualEngine, VirtualRequest
 from sola_sched.simulator.swap_link import LinkSpeed, SwapLink
-from sola_sched.state import StepPlan, StepState
+from sola_sched.vllm_adapter.scheduler import Scheduler
 
 pytestmark = pytest.mark.vllm
 
@@ -126,8 +126,8 @@ def test_where_copies_take_longer_they_are_not_made() -> None:
 
 
 def test_a_profile_without_a_link_is_refused(tmp_path) -> None:
-    from sola_sched.bench.backend import parse_scheduler
-    from sola_sched.bench.sim_backend import _swap_link
+    from sola_sched.bench.backends.base import parse_scheduler
+    from sola_sched.bench.backends.simulation import _swap_link
 
     profile = SimpleNamespace(name="mine", kv_bytes_per_token=None, pcie_bytes_per_s=None)
 

@@ -1,0 +1,246 @@
+"""Runs a workload on a vLLM engine inside this process, request by request in real time."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sola_sched.bench.backends.base import (
+    SOLA_SCHEDULER,
+    OnDone,
+    RunOutcome,
+    SchedulerSpec,
+)
+from sola_sched.bench.backends.clock import make_clock
+from sola_sched.bench.backends.environment import has_accelerator
+from sola_sched.bench.backends.probe import SchedulerProbe
+from sola_sched.bench.data.datasets import Encode, ModelLimits
+from sola_sched.bench.data.workload import RequestSpec, Workload, random_token_ids
+from sola_sched.config.slo import SloTarget
+from sola_sched.config.sola_config import CONFIG_KEY
+from sola_sched.errors import ConfigError
+
+#: Below this share of a core the machine was busy with other work and times mean little.
+MIN_CPU_SHARE = 0.9
+_WARMUP_OUTPUT_TOKENS = 16
+#: The reference batch: requests one at a time, so that every scheduler computes the same steps.
+_NUM_REFERENCE, _REFERENCE_PROMPT, _REFERENCE_OUTPUT = 2, 192, 40
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to start vLLM.
+
+    Attributes:
+        model: Local folder or model name.
+        model_id: Name in the results if it is not ``model``.
+        tokenizer: Folder or name if it is not the model's own.
+        is_random_model: The model came from ``sola_sched.bench.backends.model``: dummy weights.
+        engine_args: vLLM ``EngineArgs`` by name, for every scheduler.
+        num_warmups: Requests served before the clock starts.
+        stall_timeout_s: A run ends when no token has come for this long while requests wait.
+        seed: Of the warm-up prompts.
+        clock: ``wall``, or ``cpu`` to leave out what other work on the machine takes.
+        times_reference: Time an equal batch before and after each run, see ``RunOutcome``.
+    """
+
+    model: str
+    model_id: str | None = None
+    tokenizer: str | None = None
+    is_random_model: bool = False
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    num_warmups: int = 8
+    stall_timeout_s: float = 120.0
+    seed: int = 0
+    clock: str = "wall"
+    times_reference: bool = False
+
+
+class EngineBackend:
+    """In-process vLLM. ``run`` starts a fresh engine and ends it (about 2 s on a CPU)."""
+
+    name = "engine"
+
+    def __init__(self, options: EngineOptions) -> None:
+        if options.clock == "cpu" and has_accelerator():
+            raise ConfigError(
+                "'--clock cpu' is for engines on CPUs (this machine has an accelerator, whose "
+                "work it would not see); use --clock wall."
+            )
+        self.options = options
+        self.model_id = options.model_id or options.model
+        self.tokenizer_id = options.tokenizer or self.model_id
+
+    @functools.cached_property
+    def limits(self) -> ModelLimits:
+        """Context length, vocabulary and tokenizer of the model, as vLLM sees them."""
+        try:
+            engine_args = self._engine_args(SchedulerSpec("stock", "stock"), SloTarget())
+            model_config = engine_args.create_engine_config().model_config
+        except ConfigError:
+            raise
+        except (ValueError, OSError) as error:
+            raise ConfigError(
+                f"vLLM must accept '--model {self.options.model}' and the engine arguments "
+                f"({' '.join(str(error).split())[:400]}); correct them, or leave --model out for "
+                "the built-in random model."
+            ) from error
+        return ModelLimits(
+            max_model_len=int(model_config.max_model_len),
+            vocab_size=int(model_config.get_vocab_size()),
+            encode=_lazy_encode(self.options.tokenizer or self.options.model),
+            prefer_text=not self.options.is_random_model,
+        )
+
+    def run(
+        self,
+        workload: Workload,
+        scheduler: SchedulerSpec,
+        slo: SloTarget,
+        *,
+        max_concurrency: int | None = None,
+        on_done: OnDone | None = None,
+    ) -> RunOutcome:
+        """See ``Backend.run``. Scheduler cost is measured on the live scheduler object."""
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from sola_sched.bench.backends.engine_replay import Replay
+
+        engine = LLMEngine.from_engine_args(self._engine_args(scheduler, slo))
+        live_scheduler = engine.engine_core.engine_core.scheduler
+        probe = SchedulerProbe(live_scheduler)
+        clock = make_clock(self.options.clock)
+        try:
+            driven = self._watched(engine, live_scheduler, clock.now_s)
+            replay = Replay(driven, clock, self.options.stall_timeout_s)
+            if clock.name != "wall" and scheduler.kind == "sola":
+                live_scheduler.sola_clock = clock.now_s
+                live_scheduler.sola_wall_clock = replay.wall_s
+            replay.run(self._warmup(workload), max_concurrency)
+            gc.collect()
+            gc.freeze()
+            before_s = self._reference_s(replay, probe, 0)
+            probe.reset()
+            self._warmed_up()
+            outcome = replay.run(workload.requests, max_concurrency, on_done)
+            outcome.scheduler = probe.stats()
+            if probe.problem:
+                outcome.notes.append(f"{probe.problem}.")
+            if not has_accelerator():
+                outcome.cpu_share = replay.cpu_share
+                if clock.name == "wall" and outcome.cpu_share < MIN_CPU_SHARE:
+                    outcome.notes.append(
+                        f"The machine was busy: the engine got {outcome.cpu_share:.0%} of a core "
+                        "(--clock cpu leaves other work out)."
+                    )
+            if before_s is not None and not outcome.interrupted:
+                after_s = self._reference_s(replay, probe, 1)
+                outcome.reference_s = (before_s, before_s if after_s is None else after_s)
+            return outcome
+        finally:
+            gc.unfreeze()
+            engine.engine_core.shutdown()
+            del engine
+            _release_memory()
+
+    def _watched(self, engine: Any, scheduler: Any, clock: Callable[[], float]) -> Any:
+        """What the replay drives; for subclasses that look on."""
+        return engine
+
+    def _warmed_up(self) -> None:
+        """Called before the requests that count, for the same."""
+
+    def _reference_s(self, replay: Any, probe: SchedulerProbe, number: int) -> float | None:
+        """Seconds of the reference batch; None if it was not asked for or the run was ended."""
+        if not self.options.times_reference:
+            return None
+        length = min(_REFERENCE_PROMPT, self.limits.max_model_len - _REFERENCE_OUTPUT)
+        rng = np.random.default_rng([self.options.seed, 9, number])
+        requests = [
+            RequestSpec(
+                req_id=f"reference-{number}-{index}",
+                prompt_token_ids=random_token_ids(rng, length, self.limits.vocab_size),
+                output_tokens=_REFERENCE_OUTPUT,
+            )
+            for index in range(_NUM_REFERENCE)
+        ]
+        probe.reset()
+        outcome = replay.run(requests, max_concurrency=1)
+        return None if outcome.interrupted else float(outcome.duration_s - probe.stats().cpu_s)
+
+    def _engine_args(self, scheduler: SchedulerSpec, slo: SloTarget) -> Any:
+        from vllm.engine.arg_utils import EngineArgs
+
+        values: dict[str, Any] = {
+            "model": self.options.model,
+            "skip_tokenizer_init": True,
+            "disable_log_stats": True,
+            "seed": self.options.seed,
+            **self.options.engine_args,
+            **scheduler.engine_args,
+        }
+        if self.options.is_random_model:
+            values["load_format"] = "dummy"
+        if scheduler.kind == "sola":
+            values["scheduler_cls"] = SOLA_SCHEDULER
+            values["additional_config"] = {
+                **values.get("additional_config", {}),
+                CONFIG_KEY: {
+                    "ttft_s": _finite(slo.ttft_s),
+                    "tpot_s": _finite(slo.tpot_s),
+                    **scheduler.options,
+                },
+            }
+        try:
+            return EngineArgs(**values)
+        except TypeError as error:
+            raise ConfigError(
+                f"Engine arguments must be names vLLM knows ({error}); see `vllm serve --help`."
+            ) from error
+
+    def _warmup(self, workload: Workload) -> list[RequestSpec]:
+        """Requests of the workload's shape with other tokens, so that no prefix is cached."""
+        count = min(self.options.num_warmups, len(workload.requests))
+        rng = np.random.default_rng([self.options.seed, 3])
+        picks = np.linspace(0, len(workload.requests) - 1, count).astype(int)
+        return [
+            RequestSpec(
+                req_id=f"warmup-{index}",
+                prompt_token_ids=random_token_ids(
+                    rng, len(workload.requests[pick].prompt_token_ids), self.limits.vocab_size
+                ),
+                output_tokens=min(_WARMUP_OUTPUT_TOKENS, workload.requests[pick].output_tokens),
+            )
+            for index, pick in enumerate(picks)
+        ]
+
+
+def _lazy_encode(name: str) -> Encode:
+    @functools.cache
+    def load() -> Callable[[str], list[int]]:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        return lambda text: tokenizer.encode(text)
+
+    return lambda text: load()(text)
+
+
+def _finite(target_s: float) -> float | None:
+    return target_s if math.isfinite(target_s) else None
+
+
+def _release_memory() -> None:
+    gc.collect()
+    import torch
+
+    if torch.cuda.is_available():
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()

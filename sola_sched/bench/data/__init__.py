@@ -1,0 +1,1 @@
+"""Workloads: data sets, lengths and arrival times."""

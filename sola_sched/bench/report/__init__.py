@@ -1,0 +1,1 @@
+"""Results of runs: their JSON, tables, figures and intervals."""

@@ -1,0 +1,1 @@
+"""Sweeps and the fidelity of virtual time."""

@@ -1,0 +1,93 @@
+"""Rows in a file of JSON lines: what is there is not made again, what is made is not lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+from sola_sched.bench.research import provenance
+
+Row = dict[str, Any]
+Item = TypeVar("Item")
+
+
+def load(path: Path) -> list[Row]:
+    """All rows of a file; none if it does not exist. A line that was cut off is left out."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in _whole(path).splitlines()]
+
+
+def run(
+    items: Iterable[Item],
+    path: Path,
+    key_of: Callable[[Item], str],
+    make: Callable[[Item], Row],
+    *,
+    num_workers: int = 1,
+    title: str = "runs",
+    is_hidden: bool = False,
+) -> list[Row]:
+    """The row of each distinct item, made where `path` has none with its key.
+
+    A row is appended as soon as it is made, with its key before and the columns of `provenance`
+    behind what `make` returns.
+
+    Args:
+        items: Hashable, in any order.
+        path: JSON lines; created with its folder.
+        key_of: Changes with all that decides the row; asked once an item, before the first run.
+        make: An item to its row; with several workers it must be picklable.
+        num_workers: Processes, >= 1; with one, the rows are made in this process.
+        title: Of the progress bar.
+        is_hidden: No progress bar.
+    """
+    keys = {item: key_of(item) for item in items}
+    # Rows of older files may have no key; such a row is made again.
+    done = {row["key"]: row for row in load(path) if "key" in row}
+    missing = [item for item, key in keys.items() if key not in done]
+    num_workers = max(1, min(num_workers, len(missing)))
+    columns = provenance.columns(num_workers)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and path.stat().st_size > len(_whole(path).encode()):
+        path.write_text(_whole(path), encoding="utf-8")
+    with (
+        tqdm(total=len(missing), desc=title, unit="run", disable=is_hidden) as bar,
+        path.open("a", encoding="utf-8") as out,
+    ):
+        for item, made in _made(missing, make, num_workers):
+            row = {"key": keys[item], **made, **columns}
+            done[row["key"]] = row
+            out.write(json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n")
+            out.flush()
+            bar.update()
+    return [done[key] for key in keys.values()]
+
+
+def _made(
+    items: Sequence[Item], make: Callable[[Item], Row], num_workers: int
+) -> Iterable[tuple[Item, Row]]:
+    if num_workers <= 1:
+        for item in items:
+            yield item, make(item)
+        return
+    # Spawned, since a fork of a process with threads (OpenMP, the bar) may hang.
+    with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(make, item): item for item in items}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _whole(path: Path) -> str:
+    """The text without a last line that was cut off when a run was killed."""
+    text = path.read_text(encoding="utf-8")
+    return text[: text.rfind("\n") + 1]

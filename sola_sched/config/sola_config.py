@@ -1,0 +1,239 @@
+"""The operator's options, validated when they are read."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from sola_sched.config import rules
+from sola_sched.config.slo import SloTarget
+from sola_sched.config.swap import SwapConfig
+from sola_sched.errors import ConfigError, SloError
+
+#: The one key under ``--additional-config`` that belongs to this package.
+CONFIG_KEY = "sola_sched"
+POLICIES = ("attain", "paper", "alise")
+PREDICTORS = ("histogram", "lexical", "retrieval")
+OVERLOAD_MODES = ("defer", "reject")
+#: Options that only some values of another option use.
+USED_BY = {
+    "window": ("policy", ("paper",)),
+    "levels": ("policy", ("alise",)),
+    "aging_s": ("policy", ("alise",)),
+    "best_effort_share": ("policy", ("attain",)),
+    "safety": ("policy", ("attain",)),
+    "tile": ("policy", ("attain", "paper")),
+    "overload": ("policy", ("attain", "alise")),
+    "predictor_path": ("predictor", ("lexical", "retrieval")),
+    "predictor_save_s": ("predictor", ("lexical", "retrieval")),
+    "predictor_encoder": ("predictor", ("retrieval",)),
+}
+
+
+@dataclass(frozen=True)
+class SolaConfig:
+    """Options of ``sola_sched.Scheduler``.
+
+    Attributes:
+        policy: ``attain`` maximizes the number of requests that meet both SLOs; ``paper`` is
+            SOLA as published; ``alise`` serves the shortest remaining time first, SLOs aside.
+        ttft_s: Default TTFT target, seconds; None disables it. The default of 2 s (and of 0.1 s
+            for TPOT) is the server target of MLPerf Inference for an 8B chat model.
+        tpot_s: Default TPOT target, seconds; None disables it.
+        classes: SLO classes by name, each ``{"ttft_s": ..., "tpot_s": ...}``.
+        overload: What happens to a waiting request that can no longer meet its SLO: ``defer``
+            serves it from the best-effort share, ``reject`` ends it at once with an error.
+        best_effort_share: Share of engine time, in [0, 1), kept for requests that have lost
+            their SLO while others can still meet theirs; the oldest of them is always next.
+        tile: Prefill chunks are multiples of this many tokens (SOLA 4.4.3); ``attain`` rounds
+            chunks of fewer than eight tiles less coarsely.
+        alpha: Confidence of one measured step in the online correction, in (0, 1] (SOLA Eq. 5).
+        window: Steps of the sliding window that damps switching between the two problems of
+            SOLA Table 2, >= 1.
+        levels: Priority levels of ``alise``, >= 1; each holds requests of up to twice the
+            remaining time of the one before.
+        aging_s: Seconds without service that lift a request by one level of ``alise``, > 0; None
+            for no aging. A request of the last level waits for at most ``levels - 1`` times as
+            long before none that comes later can pass it.
+        safety: Share of each latency target kept as a margin for mispredicted steps, in [0, 1).
+        profile: Cost-model file written by ``python -m sola_sched.profile``; None learns the
+            cost model from live steps.
+        predictor: What output lengths are predicted from: ``histogram`` of finished requests;
+            ``lexical``, the words of the prompt; ``retrieval``, similar past prompts as well. The
+            last two run in a process of their own and fall back to the histogram, also while they
+            are much worse than it.
+        predictor_path: File of ``python -m sola_sched.length_predictor build``; None starts from
+            nothing and learns.
+        predictor_save_s: Seconds between two writes of what was learned to ``predictor_path``; 0
+            never writes.
+        predictor_encoder: Sentence encoder of ``retrieval``, a name or folder; None is the
+            default one.
+        log_interval_s: Seconds between two summary lines in the log; 0 disables them.
+        plan_limit_s: Processor time that one plan may take, seconds, > 0; longer ones count as
+            failures, and repeated failures leave the engine to vLLM's own scheduling. None for no
+            limit.
+        swap: What happens to the KV of preempted requests; see `SwapConfig`.
+    """
+
+    policy: str = "attain"
+    ttft_s: float | None = 2.0
+    tpot_s: float | None = 0.1
+    classes: Mapping[str, SloTarget] = field(default_factory=dict)
+    overload: str = "defer"
+    best_effort_share: float = 0.05
+    tile: int = 128
+    alpha: float = 0.1
+    window: int = 8
+    levels: int = 8
+    aging_s: float | None = 300.0
+    safety: float = 0.05
+    profile: str | None = None
+    predictor: str = "histogram"
+    predictor_path: str | None = None
+    predictor_save_s: float = 0.0
+    predictor_encoder: str | None = None
+    log_interval_s: float = 10.0
+    plan_limit_s: float | None = 0.1
+    swap: SwapConfig = field(default_factory=SwapConfig)
+
+    def __post_init__(self) -> None:
+        rules.one_of("policy", self.policy, POLICIES)
+        rules.one_of("overload", self.overload, OVERLOAD_MODES)
+        for name in ("ttft_s", "tpot_s"):
+            value = getattr(self, name)
+            if value is not None:
+                rules.number(name, value, low=0.0, low_open=True, hint="use null to disable it")
+        rules.number("best_effort_share", self.best_effort_share, low=0.0, high=1.0, high_open=True)
+        rules.number("alpha", self.alpha, low=0.0, low_open=True, high=1.0)
+        rules.number("safety", self.safety, low=0.0, high=1.0, high_open=True)
+        rules.number("log_interval_s", self.log_interval_s, low=0.0)
+        for name in ("aging_s", "plan_limit_s"):
+            value = getattr(self, name)
+            if value is not None:
+                rules.number(name, value, low=0.0, low_open=True, hint="use null to disable it")
+        for name in ("tile", "window", "levels"):
+            rules.count(name, getattr(self, name))
+        for name in ("profile", "predictor_path", "predictor_encoder"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str | Path):
+                raise ConfigError(f"'{name}' must be a path or null (got {value!r}).")
+        rules.one_of("predictor", self.predictor, PREDICTORS)
+        rules.number("predictor_save_s", self.predictor_save_s, low=0.0)
+        if self.predictor_save_s and self.predictor_path is None:
+            raise ConfigError(
+                f"'predictor_save_s' {self.predictor_save_s!r} needs 'predictor_path', the file "
+                "that is written."
+            )
+
+    @property
+    def default_slo(self) -> SloTarget:
+        """The targets of a request that names none."""
+        return SloTarget(
+            ttft_s=math.inf if self.ttft_s is None else float(self.ttft_s),
+            tpot_s=math.inf if self.tpot_s is None else float(self.tpot_s),
+        )
+
+    @property
+    def aging_seconds(self) -> float:
+        """`aging_s` with ``inf`` for None."""
+        return math.inf if self.aging_s is None else float(self.aging_s)
+
+    @classmethod
+    def from_additional(cls, additional: Any) -> SolaConfig:
+        """Build a configuration from the whole of ``--additional-config``.
+
+        Args:
+            additional: vLLM's; keys that are nothing like ours belong to other plug-ins.
+
+        Raises:
+            ConfigError: Something meant for us stands beside our key, or as `from_mapping`.
+        """
+        if not isinstance(additional, Mapping):
+            return cls()
+        _refuse_misplaced(additional)
+        return cls.from_mapping(additional.get(CONFIG_KEY))
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any] | None) -> SolaConfig:
+        """Build a configuration from plain data, e.g. the JSON of ``--additional-config``.
+
+        Raises:
+            ConfigError: An option is unknown, breaks its rule or would have no effect.
+        """
+        if options is None:
+            return cls()
+        if not isinstance(options, Mapping):
+            raise ConfigError(
+                f"'{CONFIG_KEY}' must be an object of options (got {options!r}); "
+                f'e.g. {{"{CONFIG_KEY}": {{"ttft_s": 0.5, "tpot_s": 0.05}}}}.'
+            )
+        rules.known(cls, options, CONFIG_KEY)
+        values = dict(options)
+        if "classes" in values:
+            values["classes"] = _classes(values["classes"])
+        if "swap" in values:
+            values["swap"] = SwapConfig.from_mapping(values["swap"])
+        config = cls(**values)
+        config._refuse_unused(options)
+        return config
+
+    def _refuse_unused(self, names: Iterable[str]) -> None:
+        for name in names:
+            by, values = USED_BY.get(name, ("", ()))
+            if not by or getattr(self, by) in values:
+                continue
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ConfigError(
+                    f"'{name}' has an effect with '{by}' {' or '.join(map(repr, values))} only "
+                    f"(got '{name}' {getattr(self, name)!r} with '{by}' {getattr(self, by)!r}); "
+                    f"set '{by}', or leave '{name}' out."
+                )
+
+
+def _refuse_misplaced(additional: Mapping[Any, Any]) -> None:
+    """Refuse keys of ``--additional-config`` that were meant for us and would be ignored."""
+    options = {rules.plain(each.name): each.name for each in fields(SolaConfig)}
+    for key in additional:
+        if not isinstance(key, str) or key == CONFIG_KEY:
+            continue
+        first_word = re.split(r"[^a-z0-9]", key.lower())[0]
+        if first_word == "sola" or rules.nearest(key, [CONFIG_KEY]):
+            raise ConfigError(
+                f"The options in --additional-config must be under '{CONFIG_KEY}' (got {key!r}, "
+                f'which nothing reads); write {{"{CONFIG_KEY}": {{...}}}}.'
+            )
+        name = options.get(rules.plain(key))
+        # A single word may well be another plug-in's, where ours are in their place.
+        if name is not None and ("_" in name or CONFIG_KEY not in additional):
+            raise ConfigError(
+                f"'{name}' must be under '{CONFIG_KEY}' in --additional-config (got {key!r} beside "
+                f'it, where nothing reads it); write {{"{CONFIG_KEY}": {{"{name}": ...}}}}.'
+            )
+
+
+def _classes(raw: Any) -> dict[str, SloTarget]:
+    if not isinstance(raw, Mapping):
+        raise ConfigError(
+            f"'classes' must map names to targets (got {raw!r}); "
+            'e.g. {"chat": {"ttft_s": 0.5, "tpot_s": 0.05}}.'
+        )
+    classes = {}
+    for name, targets in raw.items():
+        if isinstance(targets, SloTarget):
+            classes[name] = targets
+            continue
+        if not isinstance(targets, Mapping) or set(targets) - {"ttft_s", "tpot_s"}:
+            raise ConfigError(
+                f"SLO class {name!r} must be an object with 'ttft_s' and 'tpot_s' "
+                f"(got {targets!r})."
+            )
+        values = {k: math.inf if v is None else v for k, v in targets.items()}
+        try:
+            classes[name] = SloTarget(**values)
+        except SloError as error:
+            raise ConfigError(f"SLO class {name!r}: {error}") from error
+    return classes

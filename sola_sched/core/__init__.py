@@ -1,0 +1,8 @@
+"""What is known of the requests of an engine, in plain data that no engine owns.
+
+`monitor` keeps the table, `state` is what a planner gets and gives, `metrics` defines TTFT, TPOT
+and goodput.
+
+May import: errors, config, cost, prediction.
+Third party: numpy.
+"""

@@ -1,0 +1,79 @@
+"""How requests ended, counted since start: in all and for each SLO class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sola_sched.config.slo import DEFAULT_CLASS
+
+
+@dataclass(slots=True)
+class ClassOutcomes:
+    """Ends of the requests of one class; each request is in exactly one of the four.
+
+    Attributes:
+        attained: Completed with both targets met.
+        missed: Completed with a target missed, failed in the engine, or ended by their client
+            when the first token was late already.
+        rejected: Refused because of overload.
+        aborted: Ended by their client before that. They count neither way: nobody knows whether
+            the targets would have been met.
+    """
+
+    attained: int = 0
+    missed: int = 0
+    rejected: int = 0
+    aborted: int = 0
+
+    @property
+    def num_counted(self) -> int:
+        """Requests that the attainment is a share of."""
+        return self.attained + self.missed + self.rejected
+
+
+@dataclass(slots=True)
+class MonitorStats:
+    """Counters since start; latencies in seconds.
+
+    Attributes:
+        num_finished: Requests that ended by themselves.
+        num_attained, num_ttft_met, num_tpot_met: Those of them that met both or one target.
+        num_aborted: Ended by their client, whenever that was.
+        num_failed: Ended by an error of the engine.
+        num_rejected: Refused because of overload.
+        by_class: Outcomes by the name of the SLO class.
+    """
+
+    num_finished: int = 0
+    num_attained: int = 0
+    num_ttft_met: int = 0
+    num_tpot_met: int = 0
+    num_aborted: int = 0
+    num_failed: int = 0
+    num_rejected: int = 0
+    num_predicted: int = 0
+    num_late_predictions: int = 0
+    num_unseen: int = 0  # ended while the state was lost
+    num_steps: int = 0
+    max_wait_s: float = 0.0
+    by_class: dict[str, ClassOutcomes] = field(
+        default_factory=lambda: {DEFAULT_CLASS: ClassOutcomes()}
+    )
+
+    def of_class(self, name: str) -> ClassOutcomes:
+        """The outcomes of this class, new ones at its first request."""
+        outcomes = self.by_class.get(name)
+        if outcomes is None:
+            outcomes = self.by_class[name] = ClassOutcomes()
+        return outcomes
+
+    @property
+    def num_counted(self) -> int:
+        """Requests that the attainment is a share of: all but those that their client ended."""
+        return sum(outcomes.num_counted for outcomes in self.by_class.values())
+
+    @property
+    def num_ended(self) -> int:
+        """Requests that have ended, in whatever way."""
+        served = self.num_finished + self.num_failed + self.num_aborted
+        return served + self.num_rejected + self.num_unseen

@@ -1,0 +1,405 @@
+"""Plain data between an engine and a planner: `StepState` in, `StepPlan` out.
+
+Per-request state lives in one struct of arrays (`RequestTable`), so that a planner works on
+whole columns and a step with hundreds of requests costs microseconds, not a Python loop.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sola_sched.cost.model import CostModel
+from sola_sched.prediction.length import NUM_LEVELS, LengthPrediction, remaining_at, remaining_mean
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+
+#: Share of requests that may end before `StepState.surely_remaining`.
+_RARE = 0.05
+#: Probabilities of `StepState.likely_remaining`: the middles of equal parts of the mass.
+_LIKELY = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+#: Values of `RequestTable.phase`.
+FREE, WAITING, PREFILL, DECODE, PARKED = 0, 1, 2, 3, 4
+_NUM_PHASES = 5
+
+#: Name to type and default; a column of several numbers a row is 2-D.
+_COLUMNS: dict[str, tuple[type, Any]] = {
+    "phase": (np.int8, FREE),
+    "serial": (np.int64, -1),
+    "arrival_s": (np.float64, 0.0),
+    "ttft_s": (np.float64, np.inf),
+    "due_s": (np.float64, np.inf),
+    "tpot_s": (np.float64, np.inf),
+    "priority": (np.int64, 0),
+    "queue_pos": (np.int64, 0),
+    "num_prompt": (np.int64, 0),
+    "max_tokens": (np.int64, 0),
+    "length_class": (np.int32, 0),
+    "num_computed": (np.int64, 0),
+    "prefill_target": (np.int64, 0),
+    "num_output": (np.int64, 0),
+    "first_token_s": (np.float64, np.nan),
+    "last_token_s": (np.float64, np.nan),
+    "num_preemptions": (np.int64, 0),
+    "predicted": (np.float64, np.full(NUM_LEVELS, np.nan)),
+    "ewt_s": (np.float64, np.nan),
+}
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What is known of rows that decode on and on, by the array that names them."""
+
+    rows: IntArray
+    epoch: int
+    num_tokens: int
+    tpot_s: float
+
+
+class RequestTable:
+    """One row per live request, one numpy column per quantity; rows are reused.
+
+    Columns (all of length `capacity`; `predicted` is [capacity, 10]):
+        phase: FREE, WAITING (no KV on the accelerator), PREFILL, DECODE, or PARKED (out of the
+            planner's hands, e.g. while a connector loads its KV). Written by `move` alone.
+        serial: Number of the request, counted from 0: tells two requests in one row apart.
+        arrival_s: Arrival on the monitor's clock, seconds.
+        ttft_s, tpot_s: Targets, seconds; ``inf`` means none.
+        due_s: When the first token is due: ``arrival_s + ttft_s``.
+        priority: Smaller is more urgent, as in vLLM.
+        queue_pos: First-come-first-served position; preempted requests get one in front.
+        num_prompt, max_tokens: Tokens.
+        length_class: Class of the output-length distribution.
+        num_computed: Tokens whose KV exists or is being computed; exact while in PREFILL. While
+            WAITING those that a prefix cache is expected to hold.
+        prefill_target: Tokens to compute before the next token can be sampled.
+        num_output: Output tokens delivered; counted by `deliver`.
+        first_token_s, last_token_s: Delivery times, seconds; NaN before the first token.
+        num_preemptions: Times the request lost its KV.
+        predicted: Quantiles of the total output tokens, as in `LengthPrediction`; NaN without one.
+            Written by `predict` alone.
+        ewt_s: Estimated wait until the request runs (again), seconds; 0 while it runs, NaN while
+            nobody has estimated it.
+
+    Attributes:
+        num_predicted: Live rows with a prediction.
+        num_added: Rows given so far.
+        epoch: Moves with every event that changes who is there, their phases, or what is known
+            of them beforehand. While it stands, they only compute and deliver tokens.
+        num_in_phase: Live rows by phase.
+    """
+
+    phase: NDArray[np.int8]
+    serial: IntArray
+    arrival_s: FloatArray
+    ttft_s: FloatArray
+    tpot_s: FloatArray
+    due_s: FloatArray
+    priority: IntArray
+    queue_pos: IntArray
+    num_prompt: IntArray
+    max_tokens: IntArray
+    length_class: NDArray[np.int32]
+    num_computed: IntArray
+    prefill_target: IntArray
+    num_output: IntArray
+    first_token_s: FloatArray
+    last_token_s: FloatArray
+    num_preemptions: IntArray
+    predicted: FloatArray
+    ewt_s: FloatArray
+
+    def __init__(self, capacity: int = 256) -> None:
+        self.capacity = capacity
+        self.row_of: dict[str, int] = {}
+        self.req_id: list[str | None] = [None] * capacity
+        self.num_predicted = self.num_added = self.epoch = 0
+        self.num_in_phase = [0] * _NUM_PHASES
+        self._batch = _Batch(np.empty(0, dtype=np.int64), -1, 0, math.inf)
+        self._free = list(range(capacity - 1, -1, -1))
+        for name in _COLUMNS:
+            setattr(self, name, _column(name, capacity))
+        self._defaults = self._by_column()
+
+    def __len__(self) -> int:
+        return len(self.row_of)
+
+    def add(self, req_id: str) -> int:
+        """Give `req_id` a row in WAITING, with every other column at its default.
+
+        Raises:
+            ValueError: The request is in the table already.
+        """
+        if req_id in self.row_of:
+            raise ValueError(f"request {req_id!r} must be new (it is in the table already).")
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        self.row_of[req_id] = row
+        self.req_id[row] = req_id
+        for column, default in self._defaults:
+            column[row] = default
+        self.serial[row] = self.num_added
+        self.num_added += 1
+        self.move(row, WAITING)
+        return row
+
+    def remove(self, req_id: str) -> None:
+        """Free the row of `req_id`; its values stay readable until the row is reused."""
+        row = self.row_of.pop(req_id)
+        self.req_id[row] = None
+        self.num_predicted -= not math.isnan(self.predicted[row, 0])
+        self.move(row, FREE)
+        self._free.append(row)
+
+    def move(self, row: int, phase: int) -> None:
+        """Put a row into another phase."""
+        self.num_in_phase[self.phase[row]] -= 1
+        self.num_in_phase[phase] += 1
+        self.phase[row] = phase
+        self.epoch += 1
+
+    def predict(self, row: int, prediction: LengthPrediction) -> None:
+        """Note what is predicted of a live row, in place of what was."""
+        self.num_predicted += math.isnan(self.predicted[row, 0])
+        self.predicted[row] = prediction.quantiles
+        self.epoch += 1
+
+    def num_tokens(self, rows: IntArray) -> int:
+        """Prompt and delivered output tokens of these rows, in sum; the array must not change."""
+        return self._batch_of(rows).num_tokens
+
+    def shortest_tpot_s(self, rows: IntArray) -> float:
+        """The shortest TPOT target of these rows, inf for none; the array must not change."""
+        return self._batch_of(rows).tpot_s
+
+    def deliver(self, rows: IntArray, num_tokens: IntArray | None = None) -> None:
+        """These rows, each once, have received so many output tokens: one if none are given."""
+        self.num_output[rows] += 1 if num_tokens is None else num_tokens
+        batch = self._batch
+        if num_tokens is None and batch.rows is rows and batch.epoch == self.epoch:
+            batch.num_tokens += len(rows)
+        else:
+            batch.epoch = -1
+
+    def _batch_of(self, rows: IntArray) -> _Batch:
+        """While the epoch stands, asking about the same array again and again costs nothing."""
+        if self._batch.rows is not rows or self._batch.epoch != self.epoch:
+            num_tokens = int(np.add.reduce(self.num_prompt[rows] + self.num_output[rows]))
+            tpot_s = float(self.tpot_s[rows].min(initial=math.inf))
+            self._batch = _Batch(rows, self.epoch, num_tokens, tpot_s)
+        return self._batch
+
+    def check_integrity(self) -> None:
+        """Assert that rows, names and free list agree (for tests and debug runs)."""
+        assert len(self.row_of) + len(self._free) == self.capacity, (
+            f"{len(self.row_of)} live + {len(self._free)} free rows != {self.capacity}"
+        )
+        for req_id, row in self.row_of.items():
+            assert self.req_id[row] == req_id, f"row {row}: {self.req_id[row]!r} != {req_id!r}"
+            assert self.phase[row] != FREE, f"live request {req_id!r} has a free row"
+        live = np.fromiter(self.row_of.values(), np.int64, len(self.row_of))
+        num_predicted = int((~np.isnan(self.predicted[live, 0])).sum())
+        assert num_predicted == self.num_predicted, f"{num_predicted} != {self.num_predicted}"
+        num_in_phase = np.bincount(self.phase[live], minlength=_NUM_PHASES).tolist()
+        counted = [0, *self.num_in_phase[1:]]
+        assert num_in_phase == counted, f"{num_in_phase} != {counted}"
+
+    def _grow(self) -> None:
+        old = self.capacity
+        self.capacity = 2 * old
+        self._free = list(range(self.capacity - 1, old - 1, -1))
+        self.req_id.extend([None] * old)
+        for name in _COLUMNS:
+            fresh = _column(name, self.capacity)
+            fresh[:old] = getattr(self, name)
+            setattr(self, name, fresh)
+        self._defaults = self._by_column()
+
+    def _by_column(self) -> list[tuple[NDArray[Any], Any]]:
+        """Every column and its default."""
+        return [(getattr(self, name), default) for name, (_, default) in _COLUMNS.items()]
+
+
+def _column(name: str, capacity: int) -> NDArray[Any]:
+    dtype, default = _COLUMNS[name]
+    return np.full((capacity, *np.shape(default)), default, dtype=dtype)
+
+
+class LengthModel(Protocol):
+    """Output-length distribution D_i (SOLA 4.3); `length_predictor.LengthHistogram` is one."""
+
+    def class_of(self, num_prompt_tokens: int, max_tokens: int) -> int:
+        """Class of a request by its input length and output limit."""
+
+    def observe(self, class_id: int, num_output_tokens: int) -> None:
+        """Learn from one finished request."""
+
+    def remaining(
+        self, class_ids: NDArray[np.int32], num_output: IntArray, max_tokens: IntArray
+    ) -> FloatArray:
+        """Expected output tokens left (>= 1), given how many were generated."""
+
+    def remaining_quantile(
+        self, q: float, class_ids: NDArray[np.int32], num_output: IntArray, max_tokens: IntArray
+    ) -> FloatArray:
+        """Output tokens left (>= 1) that a share `q` of such requests does not exceed."""
+
+
+def are_equal(rows: IntArray, others: IntArray) -> bool:
+    """Whether both are the same rows in the same order; cheaper than `np.array_equal`."""
+    if rows is others:
+        return True
+    return len(rows) == len(others) == np.count_nonzero(rows == others)
+
+
+@dataclass(slots=True)
+class StepState:
+    """What a planner may know when it plans one step.
+
+    Attributes:
+        now_s: Time at which the planned step is expected to start, seconds on the clock of the
+            table. With steps still in flight this lies ahead of the wall.
+        table: Per-request columns.
+        running: Rows of requests that hold a slot and KV, in the engine's order.
+        num_ahead: Output tokens in flight for each row of `running`, same length.
+        waiting: Rows of requests without KV, any order.
+        lengths: Output-length distribution; see `remaining`.
+        cost: Step-time model.
+        max_num_tokens: Largest token budget of a step.
+        max_num_running: Slots.
+        num_free_blocks, num_blocks, block_size: KV cache; sizes in blocks and tokens.
+        tokens_per_decode: Tokens a decode occupies in the budget (1 + draft tokens).
+        chunks_prefills: Whether a prompt may be computed in parts, over several steps.
+        accepted_per_decode: Mean output tokens per decode step, >= 1.
+        elapsed_s: Measured engine time since the previous plan, seconds.
+        prefill_share: Recent share of engine time spent on prefill, in [0, 1).
+        end_interval_s: Recent mean time between two ends of requests that held a slot, seconds,
+            as it is while all slots are held; NaN at first.
+        displaced_share: Displacements as a share of recent displacements and such ends, in
+            [0, 1).
+        has_slo: Whether any live request has a target.
+        has_classes: Whether the priorities of live requests may differ.
+        trusts_predictions: Whether a row's own prediction is used; see `PredictionTrust`.
+        reload_s_per_token: What it takes to swap KV back in, seconds per token; ``inf`` where it
+            is computed again, None where it is not known yet.
+    """
+
+    now_s: float
+    table: RequestTable
+    running: IntArray
+    num_ahead: IntArray
+    waiting: IntArray
+    lengths: LengthModel
+    cost: CostModel
+    max_num_tokens: int
+    max_num_running: int
+    num_free_blocks: int
+    num_blocks: int
+    block_size: int
+    tokens_per_decode: int = 1
+    chunks_prefills: bool = True
+    accepted_per_decode: float = 1.0
+    elapsed_s: float = 0.0
+    prefill_share: float = 0.0
+    end_interval_s: float = math.nan
+    displaced_share: float = 0.0
+    has_slo: bool = True
+    has_classes: bool = True
+    trusts_predictions: bool = True
+    reload_s_per_token: float | None = math.inf
+
+    @property
+    def are_decodes(self) -> bool:
+        """Whether somebody runs, and all who do decode."""
+        return len(self.running) > 0 and not self.table.num_in_phase[PREFILL]
+
+    def decode_step_s(self, rows: IntArray) -> float:
+        """Time of a step in which these rows decode and nothing else happens, seconds."""
+        return float(self.cost.decode_s(len(rows), self.table.num_tokens(rows)))
+
+    def remaining(self, rows: IntArray, num_ahead: IntArray | int = 0) -> FloatArray:
+        """Predicted output tokens left (>= 1) for `rows`, after `num_ahead` in flight.
+
+        From a row's own prediction where there is a trusted one, from `lengths` otherwise.
+        """
+        table = self.table
+        output, limit = table.num_output[rows] + num_ahead, table.max_tokens[rows]
+        left = self.lengths.remaining(table.length_class[rows], output, limit)
+        if table.num_predicted and self.trusts_predictions:
+            own, quantiles = self._own(rows)
+            left[own] = _limited(
+                remaining_mean(quantiles, output[own], left[own]), output[own], limit[own]
+            )
+        return left
+
+    def surely_remaining(self, rows: IntArray, num_ahead: IntArray | int = 0) -> FloatArray:
+        """Output tokens left (>= 1) that 95 % of such requests reach, as in `remaining`."""
+        return self._remaining_at(_RARE, rows, num_ahead)
+
+    def likely_remaining(self, rows: IntArray, num_ahead: IntArray | int = 0) -> FloatArray:
+        """Equally likely values [n, 5] of the output tokens left (>= 1), as in `remaining`."""
+        return np.stack([self._remaining_at(q, rows, num_ahead) for q in _LIKELY], axis=1)
+
+    def _remaining_at(self, q: float, rows: IntArray, num_ahead: IntArray | int) -> FloatArray:
+        table = self.table
+        output, limit = table.num_output[rows] + num_ahead, table.max_tokens[rows]
+        left = self.lengths.remaining_quantile(q, table.length_class[rows], output, limit)
+        if table.num_predicted and self.trusts_predictions:
+            own, quantiles = self._own(rows)
+            left[own] = _limited(
+                remaining_at(q, quantiles, output[own], left[own]), output[own], limit[own]
+            )
+        return left
+
+    def _own(self, rows: IntArray) -> tuple[IntArray, FloatArray]:
+        """Places in `rows` of those with a prediction, and their quantiles."""
+        quantiles = self.table.predicted[rows]
+        own = np.flatnonzero(quantiles[:, 0] > 0.0)  # NaN: none
+        return own, quantiles if len(own) == len(rows) else quantiles[own]
+
+
+def _limited(left: FloatArray, num_output: IntArray, max_tokens: IntArray) -> FloatArray:
+    result: FloatArray = np.maximum(np.minimum(left, max_tokens - num_output), 1.0)
+    return result
+
+
+_NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What the engine does in one step.
+
+    Attributes:
+        run: Rows of running requests that take part, in order of service; None means all of
+            them as they stand. A running row that is missing is held: it keeps its KV and its
+            slot, and sits this step out.
+        admit: Rows of waiting requests that may start, in order; None means all of them in the
+            engine's own order.
+        token_budget: Tokens of the step, >= 1; None means the engine's maximum.
+        prefill_cap: Tokens of one prefill in the step, at most; None means no limit.
+        preempt: Rows of running requests that give up slot and KV before the step.
+        reject: Rows of waiting requests to end with an error.
+        order: All running and waiting rows in the order in which they are to be served, for the
+            estimated waits; None where the planner has no such order (see `ewt.queue_order`).
+        promote_s: With `order`, seconds until aging lets each row be served next (ALISE Eq. 7).
+        problem: Which problem was solved; for metrics and logs.
+    """
+
+    run: IntArray | None = None
+    admit: IntArray | None = None
+    token_budget: int | None = None
+    prefill_cap: int | None = None
+    preempt: IntArray = field(default_factory=lambda: _NO_ROWS)
+    reject: IntArray = field(default_factory=lambda: _NO_ROWS)
+    order: IntArray | None = None
+    promote_s: FloatArray | None = None
+    problem: str = "neutral"

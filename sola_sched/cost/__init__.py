@@ -1,0 +1,5 @@
+"""What a step costs: the model of step times, its fit, its correction by live steps, its file.
+
+May import: errors.
+Third party: numpy.
+"""

@@ -1,0 +1,156 @@
+"""What the scheduler counts for Prometheus, in plain numbers, and the form in which it travels.
+
+vLLM answers `/metrics` in another process than the one that schedules. What was counted since the
+last report goes there as one short text; `sola_sched.vllm_adapter.stat_logger` turns it into
+metrics. Each report is increments, so that it does not matter which of several front ends gets
+which one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from sola_sched.core.monitor import StateMonitor
+from sola_sched.core.state import FREE, RequestTable
+
+#: Seconds between two reports while the engine works.
+REPORT_INTERVAL_S = 1.0
+#: Plans whose times one report may hold; times beyond that, at over 4,000 steps/s, are left out.
+_MAX_TIMES = 4096
+
+OUTCOMES = ("attained", "missed", "rejected", "aborted")
+DIRECTIONS = ("out", "in")
+
+
+@dataclass(slots=True)
+class TelemetryReport:
+    """What happened since the last report, and how it stands now.
+
+    Attributes:
+        requests: Ends by SLO class, in the order of `OUTCOMES`.
+        num_planned: Steps that followed a plan.
+        num_unplanned: Steps in vLLM's own order, by the reason.
+        plan_us: Time of each plan, microseconds.
+        swapped_bytes: KV copied, in the order of `DIRECTIONS`.
+        num_held: Requests with a slot that sat out the latest step.
+        num_lost: Unfinished requests that cannot meet their targets any more.
+        step_model_error: Mean relative error of the step-time model; None before any.
+        prediction_error: Mean abs(log(predicted / true length)); None without predictions.
+    """
+
+    requests: dict[str, list[int]] = field(default_factory=dict)
+    num_planned: int = 0
+    num_unplanned: dict[str, int] = field(default_factory=dict)
+    plan_us: list[int] = field(default_factory=list)
+    swapped_bytes: list[int] = field(default_factory=lambda: [0, 0])
+    num_held: int = 0
+    num_lost: int = 0
+    step_model_error: float | None = None
+    prediction_error: float | None = None
+
+    def to_text(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self), separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def from_text(cls, text: str) -> TelemetryReport:
+        """The report that `to_text` wrote."""
+        return cls(**json.loads(text))
+
+
+class Telemetry:
+    """Counts steps, and makes a report of them and of what a monitor has counted.
+
+    Args:
+        is_heard: Whether anybody reads reports; without, times of plans are not kept.
+    """
+
+    def __init__(self, *, is_heard: bool = True) -> None:
+        self.is_heard = is_heard
+        self._num_planned = 0
+        self._num_unplanned: Counter[str] = Counter()
+        self._plan_us: list[int] = []
+        self._num_held = 0
+        self._reported: dict[str, list[int]] = {}
+        self._reported_bytes = (0, 0)
+        self._next_report_s = -math.inf
+
+    def planned(self, seconds: float) -> None:
+        """A step follows a plan that took so long."""
+        self._num_planned += 1
+        if self.is_heard and len(self._plan_us) < _MAX_TIMES:
+            self._plan_us.append(round(1e6 * seconds))
+
+    def unplanned(self, reason: str) -> None:
+        """A step is in vLLM's own order; `reason` is one of a few."""
+        self._num_unplanned[reason] += 1
+
+    def held(self, num_requests: int) -> None:
+        """So many requests with a slot sit out the step."""
+        self._num_held = num_requests
+
+    def is_due(self, now_s: float, *, is_idle: bool) -> bool:
+        """Whether it is time for a report: at intervals, and before the engine goes idle."""
+        return self.is_heard and (is_idle or now_s >= self._next_report_s)
+
+    def report(
+        self, monitor: StateMonitor, now_s: float, swapped_bytes: tuple[int, int] = (0, 0)
+    ) -> TelemetryReport:
+        """What happened since the last report; the next one starts from here.
+
+        Args:
+            now_s: On the monitor's clock.
+            swapped_bytes: Since start, in the order of `DIRECTIONS`.
+        """
+        self._next_report_s = now_s + REPORT_INTERVAL_S
+        report = TelemetryReport(
+            requests=self._new_ends(monitor),
+            num_planned=self._num_planned,
+            num_unplanned=dict(self._num_unplanned),
+            plan_us=self._plan_us,
+            swapped_bytes=[
+                now - before
+                for now, before in zip(swapped_bytes, self._reported_bytes, strict=True)
+            ],
+            num_held=self._num_held if len(monitor.table) else 0,
+            num_lost=num_lost(monitor.table, now_s),
+            step_model_error=_finite(monitor.cost.mean_abs_error),
+            prediction_error=_finite(monitor.trust.error),
+        )
+        self._num_planned, self._plan_us = 0, []
+        self._num_unplanned.clear()
+        self._reported_bytes = swapped_bytes
+        return report
+
+    def _new_ends(self, monitor: StateMonitor) -> dict[str, list[int]]:
+        new = {}
+        for name, outcomes in monitor.stats.by_class.items():
+            counts = [getattr(outcomes, outcome) for outcome in OUTCOMES]
+            before = self._reported.get(name, [0] * len(OUTCOMES))
+            if counts != before:
+                new[name] = [now - then for now, then in zip(counts, before, strict=True)]
+                self._reported[name] = counts
+        return new
+
+
+def num_lost(table: RequestTable, now_s: float) -> int:
+    """Live requests whose first token is late, or whose TPOT would be missed at full length.
+
+    A lower bound of those that a planner gives up: it knows how long a step takes as well.
+    """
+    (rows,) = (table.phase != FREE).nonzero()
+    first_s = table.first_token_s[rows]
+    has_begun = ~np.isnan(first_s)
+    is_late = np.where(has_begun, first_s, now_s) > table.due_s[rows]
+    allowed_s = table.tpot_s[rows] * np.maximum(1, table.max_tokens[rows] - 1)
+    is_slow = has_begun & (now_s - first_s > allowed_s)
+    return int(np.count_nonzero(is_late | is_slow))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,1 @@
+"""Other schedulers' rules on vLLM's own `schedule()`, to compare with."""

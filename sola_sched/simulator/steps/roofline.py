@@ -1,0 +1,309 @@
+"""Computes the profiles of the package: `python -m sola_sched.simulator.steps.roofline`.
+
+Nothing here was measured. Peaks are the vendor's; the shares of them that a serving engine gets
+are assumptions, the same for every model and GPU, and stated in each file.
+
+Per GPU, with t GPUs in tensor parallel, h the hidden size, W the bytes of all weights but the
+input embedding, P the parameters of the layers, and FLOP/s, bytes/s already times efficiency:
+
+    base_s              host + layers * (launch + 2 all-reduce latencies if t > 1)
+    weights_s           W / t / HBM bytes/s
+    per_token_s         2 P / t / FLOP/s
+    per_decode_s        2 h vocabulary / t / FLOP/s + all-reduce
+    per_ctx_s           KV bytes of a token / t / HBM bytes/s
+    per_prefill_token_s all-reduce
+    per_prefill_attn_s  4 layers heads head_dim / t / FLOP/s
+    all-reduce          2 layers * 2 (t - 1) / t * 2 h bytes / link bytes/s (ring), 0 if t = 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sola_sched.simulator.steps.profile import FOLDER, FORMAT, VERSION
+
+_BYTES = 2  # of a weight, an activation and a KV element: bf16, or fp16 on V100
+_GIB = 2**30
+_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Vendor's figures of one GPU.
+
+    Attributes:
+        flops: Dense tensor-core peak in 16 bit, FLOP/s.
+        hbm_bytes_per_s: Memory bandwidth.
+        link_bytes_per_s: NVLink, one direction.
+        pcie_bytes_per_s: PCIe, one direction.
+        memory_gib: Total memory as CUDA reports it.
+    """
+
+    name: str
+    flops: float
+    hbm_bytes_per_s: float
+    link_bytes_per_s: float
+    pcie_bytes_per_s: float
+    memory_gib: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a model, from its `config.json`.
+
+    Attributes:
+        tensor_parallel: GPUs it is served on.
+        mlp_matrices: 3 with a gate, 2 without.
+        is_tied: Output layer and input embedding are one matrix.
+    """
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    vocab_size: int
+    max_model_len: int
+    tensor_parallel: int = 1
+    mlp_matrices: int = 3
+    is_tied: bool = False
+
+    @property
+    def layer_parameters(self) -> int:
+        """Matrices of all layers; biases and norms (< 0.1 %) are left out."""
+        head_dim = self.hidden_size // self.num_heads
+        attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * head_dim
+        mlp = self.mlp_matrices * self.hidden_size * self.intermediate_size
+        return self.num_layers * (attention + mlp)
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def num_parameters(self) -> int:
+        return self.layer_parameters + (1 if self.is_tied else 2) * self.embedding_parameters
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """On one GPU: keys and values of all layers, heads shared out."""
+        head_dim = self.hidden_size // self.num_heads
+        heads = self.num_kv_heads // self.tensor_parallel
+        return 2 * self.num_layers * heads * head_dim * _BYTES
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What an engine gets of the peaks, and what it costs beside them."""
+
+    compute_efficiency: float = 0.55
+    hbm_efficiency: float = 0.80
+    link_efficiency: float = 0.75
+    all_reduce_latency_s: float = 10e-6
+    launch_s_per_layer: float = 20e-6
+    host_s: float = 0.5e-3
+    memory_utilization: float = 0.90
+    reserved_bytes: float = 3e9
+
+
+_WHY = {
+    "compute_efficiency": "share of the tensor-core peak in prefill; assumed",
+    "hbm_efficiency": "share of the memory bandwidth in decode; assumed",
+    "link_efficiency": "share of the NVLink bandwidth in a ring all-reduce; assumed",
+    "all_reduce_latency_s": "of one all-reduce, however small; assumed",
+    "launch_s_per_layer": "gaps between the kernels of a layer in a CUDA graph; assumed",
+    "host_s": "input preparation and sampling per step; assumed",
+    "memory_utilization": "vLLM's gpu_memory_utilization",
+    "reserved_bytes": "activations, CUDA graphs and context; assumed",
+}
+
+GPUS = {
+    "a100": Gpu(
+        "A100-SXM4-80GB", 312e12, 2.039e12, 300e9, 32e9, 79.25,
+        "NVIDIA A100 Tensor Core GPU datasheet (80GB SXM): 312 TFLOPS BF16 dense, 2,039 GB/s, "
+        "NVLink 600 GB/s both directions, PCIe Gen4 64 GB/s both directions",
+    ),
+    "h100": Gpu(
+        "H100-SXM5-80GB", 989.4e12, 3.35e12, 450e9, 64e9, 79.1,
+        "NVIDIA H100 Tensor Core GPU datasheet and architecture whitepaper (SXM5): 989.4 TFLOPS "
+        "BF16 dense, 3.35 TB/s, NVLink 900 GB/s both directions, PCIe Gen5 128 GB/s both "
+        "directions",
+    ),
+    "v100": Gpu(
+        "V100-SXM2-32GB", 125e12, 0.9e12, 150e9, 16e9, 31.74,
+        "NVIDIA V100 Tensor Core GPU datasheet (SXM2): 125 TFLOPS FP16 tensor, 900 GB/s, "
+        "NVLink 300 GB/s both directions, PCIe Gen3 32 GB/s both directions",
+    ),
+}  # fmt: skip
+"""By the last part of a profile's name."""
+
+MODELS = {
+    "llama-3-8b": Model("meta-llama/Meta-Llama-3-8B", 4096, 14336, 32, 32, 8, 128256, 8192),
+    "llama-3-70b": Model(
+        "meta-llama/Meta-Llama-3-70B", 8192, 28672, 80, 64, 8, 128256, 8192, tensor_parallel=4
+    ),
+    "qwen1.5-14b": Model(
+        "Qwen/Qwen1.5-14B", 5120, 13696, 40, 40, 40, 152064, 32768, tensor_parallel=2
+    ),
+    "qwen1.5-72b": Model(
+        "Qwen/Qwen1.5-72B", 8192, 24576, 80, 64, 64, 152064, 32768, tensor_parallel=4
+    ),
+    "opt-13b": Model(
+        "facebook/opt-13b", 5120, 20480, 40, 40, 40, 50272, 2048, mlp_matrices=2, is_tied=True
+    ),
+    "vicuna-7b-16k": Model("lmsys/vicuna-7b-v1.5-16k", 4096, 11008, 32, 32, 32, 32000, 16384),
+}
+"""By the first part of a profile's name."""
+
+
+def num_blocks(model: Model, gpu: Gpu, assumed: Assumptions) -> int:
+    """KV blocks that fit beside the weights; < 1 if those leave no room."""
+    usable = assumed.memory_utilization * gpu.memory_gib * _GIB
+    weights = model.num_parameters * _BYTES / model.tensor_parallel
+    room = usable - weights - assumed.reserved_bytes
+    return int(room // (model.kv_bytes_per_token * _BLOCK_SIZE))
+
+
+def fits(model: Model, gpu: Gpu, assumed: Assumptions) -> bool:
+    """Whether one request of full length fits beside the weights."""
+    return num_blocks(model, gpu, assumed) > model.max_model_len // _BLOCK_SIZE
+
+
+def step_time(model: Model, gpu: Gpu, assumed: Assumptions) -> dict[str, tuple[float, str]]:
+    """Each coefficient of `StepTimeModel` in seconds, and how it follows."""
+    gpus = model.tensor_parallel
+    flops = gpu.flops * assumed.compute_efficiency * gpus
+    hbm = gpu.hbm_bytes_per_s * assumed.hbm_efficiency
+    layers, hidden = model.num_layers, model.hidden_size
+    read_bytes = _BYTES * (model.layer_parameters + model.embedding_parameters)
+    reduce_s, latency_s = 0.0, 0.0
+    if gpus > 1:
+        link = gpu.link_bytes_per_s * assumed.link_efficiency
+        reduce_s = 2 * layers * (2 * (gpus - 1) / gpus) * _BYTES * hidden / link
+        latency_s = 2 * layers * assumed.all_reduce_latency_s
+    ring = f"2 x {layers} ring all-reduces of {_BYTES * hidden} bytes over {gpus} GPUs"
+    launch_s = layers * assumed.launch_s_per_layer
+    return {
+        "base_s": (
+            assumed.host_s + launch_s + latency_s,
+            f"host, launches of {layers} layers"
+            + (f", latency of 2 x {layers} all-reduces" if gpus > 1 else ""),
+        ),
+        "per_decode_s": (
+            2 * model.embedding_parameters / flops + reduce_s,
+            "output layer, 2 x hidden_size x vocab_size FLOP" + (f"; {ring}" if gpus > 1 else ""),
+        ),
+        "per_ctx_s": (model.kv_bytes_per_token / hbm, "KV of one token read from HBM"),
+        "per_prefill_token_s": (reduce_s, ring if gpus > 1 else "one GPU: no all-reduce"),
+        "per_prefill_attn_s": (
+            4 * layers * hidden / flops,
+            "4 x num_layers x hidden_size FLOP per pair of tokens",
+        ),
+        "weights_s": (
+            read_bytes / gpus / hbm,
+            f"{read_bytes / 1e9:.4g} GB of weights (all but the input embedding) read from HBM",
+        ),
+        "per_token_s": (
+            2 * model.layer_parameters / flops,
+            f"2 x {model.layer_parameters / 1e9:.4g}e9 FLOP in the layers",
+        ),
+    }
+
+
+def make_profile(
+    model_key: str, gpu_key: str, assumed: Assumptions | None = None
+) -> dict[str, Any]:
+    """The content of the file `<model_key>-<gpu_key>.json`."""
+    model, gpu, assumed = MODELS[model_key], GPUS[gpu_key], assumed or Assumptions()
+    coefficients = step_time(model, gpu, assumed)
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": f"{model_key}-{gpu_key}",
+        "origin": "roofline, computed and not measured: "
+        "python -m sola_sched.simulator.steps.roofline",
+        "model": {
+            "name": model.name,
+            "hidden_size": model.hidden_size,
+            "intermediate_size": model.intermediate_size,
+            "num_layers": model.num_layers,
+            "num_heads": model.num_heads,
+            "num_kv_heads": model.num_kv_heads,
+            "vocab_size": model.vocab_size,
+            "num_parameters": model.num_parameters,
+            "bytes_per_parameter": _BYTES,
+            "from": "the model's config.json",
+        },
+        "hardware": {
+            "gpu": gpu.name,
+            "num_gpus": model.tensor_parallel,
+            "flops": gpu.flops,
+            "hbm_bytes_per_s": gpu.hbm_bytes_per_s,
+            "link_bytes_per_s": gpu.link_bytes_per_s,
+            "memory_gib": gpu.memory_gib,
+            "from": f"{gpu.source}; memory as CUDA reports it",
+        },
+        "assumptions": {
+            name: {"value": getattr(assumed, name), "from": why} for name, why in _WHY.items()
+        },
+        "step_time": {
+            name: {"value": float(f"{value:.4g}"), "unit": "s", "from": why}
+            for name, (value, why) in coefficients.items()
+        },
+        "engine": {
+            "tensor_parallel": model.tensor_parallel,
+            "max_model_len": model.max_model_len,
+            "block_size": _BLOCK_SIZE,
+            "num_blocks": {
+                "value": num_blocks(model, gpu, assumed),
+                "from": "memory x memory_utilization - weights - reserved, per GPU",
+            },
+            "kv_bytes_per_token": {
+                "value": model.kv_bytes_per_token,
+                "from": "keys and values of all layers, per GPU",
+            },
+            "pcie_bytes_per_s": {"value": round(gpu.pcie_bytes_per_s), "from": "one direction"},
+        },
+    }
+
+
+def make_profiles() -> tuple[dict[str, str], list[str]]:
+    """The text of every profile by name, and the names left out because they do not fit."""
+    texts, left_out = {}, []
+    for model_key, model in MODELS.items():
+        for gpu_key, gpu in GPUS.items():
+            name = f"{model_key}-{gpu_key}"
+            if fits(model, gpu, Assumptions()):
+                profile = make_profile(model_key, gpu_key)
+                texts[name] = json.dumps(profile, indent=1) + "\n"
+            else:
+                left_out.append(name)
+    return texts, left_out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write all profiles; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sola_sched.simulator.steps.roofline",
+        description="Compute the simulator's profiles from public hardware figures.",
+    )
+    parser.add_argument("--output", type=Path, default=FOLDER, metavar="DIR")
+    folder: Path = parser.parse_args(argv).output
+    folder.mkdir(parents=True, exist_ok=True)
+    texts, left_out = make_profiles()
+    for name, text in texts.items():
+        (folder / f"{name}.json").write_text(text, encoding="utf-8")
+    print(f"Wrote {len(texts)} profiles to {folder}.")
+    print(f"Left out, one full-length request does not fit in memory: {', '.join(left_out)}.")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,55 @@
+"""Option errors where they are found first: before the model loads, in one line.
+
+vLLM asks nobody about ``--additional-config`` before a scheduler is built, which is after the
+weights have been loaded. `EngineArgs` knows options and scheduler together; there they are read,
+and the files that they name.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.cost.file import read_profile
+from sola_sched.errors import ConfigError, PredictorFileError, ProfileError
+
+_MARK = "_sola_sched_is_plain"
+
+
+def read_options(additional_config: Any) -> SolaConfig:
+    """The options of an engine, the files that they name read once.
+
+    Raises:
+        ConfigError, ProfileError, PredictorFileError: The engine would not start with these, or
+            without what they ask for.
+    """
+    config = SolaConfig.from_additional(additional_config)
+    if config.profile is not None:
+        read_profile(config.profile)
+    if config.predictor_path is not None:
+        from sola_sched.length_predictor.storage import check_file
+
+        check_file(
+            Path(config.predictor_path), config.predictor, is_written=config.predictor_save_s > 0
+        )
+    return config
+
+
+def print_option_errors_plainly() -> None:
+    """An option error that ends the process is its message alone, as those of the command line."""
+    original = sys.excepthook
+    if getattr(original, _MARK, False):
+        return
+
+    @wraps(original)
+    def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        if isinstance(error, ConfigError | ProfileError | PredictorFileError):
+            print(f"sola_sched: error: {error}", file=sys.stderr)
+        else:
+            original(kind, error, traceback)
+
+    setattr(hook, _MARK, True)
+    sys.excepthook = hook

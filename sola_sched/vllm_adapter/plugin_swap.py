@@ -1,0 +1,113 @@
+"""Turns KV swapping on with ``--scheduler-cls`` alone.
+
+vLLM has no hook by which a scheduler could bring a KV connector: connectors are chosen by
+``--kv-transfer-config``, before the scheduler's class is resolved. `EngineArgs` is where both are
+known; it is extended to name our connector where the scheduler is ours and nothing speaks
+against it. Other engines are left as they are.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import wraps
+from typing import Any
+
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.config.swap import CONNECTOR
+from sola_sched.vllm_adapter.names import lacking
+from sola_sched.vllm_adapter.plugin_options import read_options
+
+_MARK = "_sola_sched_swaps"
+
+
+def register_swap(is_ours: Any) -> None:
+    """Register the connector and extend `EngineArgs`, once per process.
+
+    Args:
+        is_ours: Whether a `--scheduler-cls` value is a scheduler of this package.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.engine.arg_utils import EngineArgs
+
+    if CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR, "sola_sched.kv_swap.connector", CONNECTOR)
+    original = EngineArgs.create_model_config
+    if getattr(original, _MARK, False):
+        return
+
+    @wraps(original)
+    def extended(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_steered = is_ours(self.scheduler_cls)
+        if is_steered:  # before anything that takes long
+            read_options(self.additional_config)
+        model_config = original(self, *args, **kwargs)
+        if is_steered:
+            _choose_connector(self, model_config)
+        return model_config
+
+    setattr(extended, _MARK, True)
+    EngineArgs.create_model_config = extended
+
+
+def missing_hooks() -> list[str]:
+    """What the installed vLLM lacks for swapping; empty from 0.32 on."""
+    return lacking(swapping=True)
+
+
+def _choose_connector(args: Any, model_config: Any) -> None:
+    """Set the engine's connector, or say why preempted requests are computed again."""
+    reason = _reason_against(args, model_config)
+    if reason is None:
+        from vllm.config import KVTransferConfig
+
+        # The role of a producer: loads are ordered behind the steps in flight, so vLLM need not
+        # hold freed blocks back for them, and multimodal inputs are checked as without us.
+        args.kv_transfer_config = KVTransferConfig(
+            kv_connector=CONNECTOR, kv_role="kv_producer", kv_load_failure_policy="recompute"
+        )
+    elif reason:
+        from vllm.logger import init_logger
+
+        init_logger("vllm.sola_sched").info_once(
+            "sola_sched: KV is not swapped, preempted requests are computed again: %s", reason
+        )
+
+
+def _reason_against(args: Any, model_config: Any) -> str | None:
+    """Why not; None if nothing speaks against it, empty if there is nothing to say."""
+    swap = SolaConfig.from_additional(args.additional_config).swap
+    transfer = args.kv_transfer_config
+    if transfer is not None:
+        name = transfer.get("kv_connector") if isinstance(transfer, dict) else transfer.kv_connector
+        return "" if name == CONNECTOR else f"--kv-transfer-config selects {name}"
+    if swap.mode == "off":
+        return ""
+    if model_config.runner_type == "pooling":
+        return ""
+    from vllm.platforms import current_platform
+
+    if swap.mode == "auto" and not current_platform.is_cpu():
+        return (
+            "'swap.mode' is 'auto', which waits until swapping has been tested on "
+            f"{current_platform.device_name}; set it to 'raw' or 'int8' to swap"
+        )
+    if getattr(args, "kv_offloading_size", None):
+        return "--kv-offloading-size selects vLLM's own connector"
+    missing = missing_hooks()
+    if missing:
+        return f"this vLLM has no {', '.join(missing)}; it takes vLLM 0.32 or later"
+    for name, what in (
+        ("is_encoder_decoder", "an encoder-decoder model"),
+        ("is_attention_free", "a model without attention"),
+        ("is_hybrid", "a model with Mamba layers"),
+    ):
+        if getattr(model_config, name, False):
+            return f"{what} cannot be swapped"
+    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if "expandable_segments:True" in allocator and not getattr(
+        model_config, "enable_cumem_allocator", False
+    ):
+        return "vLLM takes no KV connector with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    if getattr(args, "use_replayssm", False):
+        return "vLLM takes no KV connector with --use-replayssm"
+    return None

@@ -1,0 +1,144 @@
+"""Prometheus metrics on vLLM's own `/metrics`, from the reports of the engine cores.
+
+Runs in the front end, beside vLLM's loggers; see `docs/metrics.md` for the names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.logger import init_logger
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+
+from sola_sched.config.slo import DEFAULT_CLASS
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.reports import carrier as telemetry_carrier
+from sola_sched.reports.telemetry import DIRECTIONS, OUTCOMES, TelemetryReport
+
+logger = init_logger("vllm.sola_sched")
+
+#: Seconds.
+_PLAN_BUCKETS = (50e-6, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
+#: As vLLM labels its own.
+_LABELS = ("model_name", "engine")
+
+#: A process may have several engines one after another, but each name only once.
+_registered: dict[str, Any] = {}
+
+
+class SolaStatLogger(AggregateStatLoggerBase):  # type: ignore[misc, unused-ignore]
+    """Adds each report of a scheduler of ours to the metrics; never raises.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        engine_indexes: Engines that report to this front end.
+    """
+
+    def __init__(self, vllm_config: Any, engine_indexes: Sequence[int] = (0,), **_: Any) -> None:
+        self._model_name = vllm_config.model_config.served_model_name
+        self._is_broken = False
+        try:
+            self._start(vllm_config, engine_indexes)
+        except Exception:
+            self._is_broken = True
+            logger.exception("sola_sched: no metrics, they could not be registered")
+
+    def _start(self, vllm_config: Any, engine_indexes: Sequence[int]) -> None:
+        self._requests = _metric(
+            Counter, "sola_requests", "Requests that have ended.", "slo_class", "outcome"
+        )
+        self._held = _metric(
+            Gauge, "sola_requests_held", "Requests with a slot that sat out the latest step."
+        )
+        self._lost = _metric(
+            Gauge, "sola_requests_lost", "Unfinished requests that cannot meet their targets."
+        )
+        self._planned = _metric(Counter, "sola_steps_planned", "Steps that followed a plan.")
+        self._unplanned = _metric(
+            Counter, "sola_steps_unplanned", "Steps in vLLM's own order.", "reason"
+        )
+        self._planner_s = _metric(
+            Histogram, "sola_planner_seconds", "Time that a plan took.", buckets=_PLAN_BUCKETS
+        )
+        self._step_model_error = _metric(
+            Gauge, "sola_step_model_error", "Mean relative error of predicted step times."
+        )
+        self._prediction_error = _metric(
+            Gauge, "sola_prediction_error", "Mean |log(predicted / true output length)|."
+        )
+        self._swapped = _metric(
+            Counter, "sola_swapped_bytes", "KV copied to the host and back.", "direction"
+        )
+        config = SolaConfig.from_additional(vllm_config.additional_config)
+        classes = (DEFAULT_CLASS, *config.classes)
+        for index in engine_indexes:  # so that a rate is there from the first request on
+            at = (self._model_name, str(index))
+            for name, outcome in product(classes, OUTCOMES):
+                self._requests.labels(*at, name, outcome)
+            for direction in DIRECTIONS:
+                self._swapped.labels(*at, direction)
+            for metric in (self._held, self._lost, self._planned, self._planner_s):
+                metric.labels(*at)
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any = None,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+        **_: Any,
+    ) -> None:
+        """Take the reports out of `scheduler_stats` and add them up."""
+        if scheduler_stats is None:
+            return
+        texts = telemetry_carrier.take(scheduler_stats)
+        if self._is_broken:
+            return
+        try:
+            for text in texts:
+                self._add(TelemetryReport.from_text(text), str(engine_idx))
+        except Exception:
+            self._is_broken = True
+            logger.exception("sola_sched: no more metrics, a report could not be read")
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say: the scheduler has said it."""
+
+    def _add(self, report: TelemetryReport, engine: str) -> None:
+        at = (self._model_name, engine)
+        for name, counts in report.requests.items():
+            for outcome, count in zip(OUTCOMES, counts, strict=True):
+                self._requests.labels(*at, name, outcome).inc(count)
+        self._planned.labels(*at).inc(report.num_planned)
+        for reason, count in report.num_unplanned.items():
+            self._unplanned.labels(*at, reason).inc(count)
+        observe = self._planner_s.labels(*at).observe
+        for microseconds in report.plan_us:
+            observe(1e-6 * microseconds)
+        for direction, count in zip(DIRECTIONS, report.swapped_bytes, strict=True):
+            self._swapped.labels(*at, direction).inc(count)
+        self._held.labels(*at).set(report.num_held)
+        self._lost.labels(*at).set(report.num_lost)
+        for gauge, error in (
+            (self._step_model_error, report.step_model_error),
+            (self._prediction_error, report.prediction_error),
+        ):
+            if error is not None:
+                gauge.labels(*at).set(error)
+
+
+def _metric(
+    kind: Callable[..., Any],
+    name: str,
+    documentation: str,
+    *labels: str,
+    **options: Any,
+) -> Any:
+    if kind is Gauge:  # with several API servers, whichever was told last
+        options["multiprocess_mode"] = "mostrecent"
+    if name not in _registered:
+        _registered[name] = kind(name, documentation, (*_LABELS, *labels), **options)
+    return _registered[name]

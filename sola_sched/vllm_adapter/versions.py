@@ -1,0 +1,197 @@
+"""Supported vLLM versions, and the few places where they differ.
+
+This is the only module that knows about versions. `Seams` is what the scheduler steers; that all of
+it is there (`vllm_names`) is checked at start.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from sola_sched.errors import IncompatibleVllmError
+from sola_sched.vllm_adapter.names import lacking
+
+#: First supported and first unsupported (major, minor).
+MIN_VERSION, END_VERSION = (0, 28), (0, 34)
+
+
+def check_version(version: str) -> tuple[int, int]:
+    """Return (major, minor) of a supported vLLM version.
+
+    Raises:
+        IncompatibleVllmError: The version is outside the supported range or unreadable.
+    """
+    match = re.match(r"(\d+)\.(\d+)", version)
+    parsed = (int(match[1]), int(match[2])) if match else (-1, -1)
+    if not MIN_VERSION <= parsed < END_VERSION:
+        last = END_VERSION[1] - 1
+        raise IncompatibleVllmError(
+            f"sola_sched steers vLLM {MIN_VERSION[0]}.{MIN_VERSION[1]} to {END_VERSION[0]}.{last} "
+            f"(found vLLM {version}); install a supported vLLM, e.g. "
+            f"pip install 'vllm=={END_VERSION[0]}.{last}.*', or a sola_sched made for yours."
+        )
+    return parsed
+
+
+class Seams:
+    """The attributes and methods of vLLM's scheduler that are steered.
+
+    Args:
+        scheduler: A scheduler built by vLLM's own constructor.
+
+    Raises:
+        IncompatibleVllmError: Something that a step needs is missing.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        missing = lacking(scheduler)
+        if missing:
+            raise IncompatibleVllmError(
+                f"vLLM must have {', '.join(missing)} (this build lacks "
+                f"{'it' if len(missing) == 1 else 'them'}); use an unmodified vLLM "
+                f"{MIN_VERSION[0]}.{MIN_VERSION[1]} to {END_VERSION[0]}.{END_VERSION[1] - 1}."
+            )
+        self._scheduler = scheduler
+        # 0.31 separated the admission cap from the number of model-runner slots.
+        self.slots_attribute = (
+            "max_num_active_reqs"
+            if hasattr(scheduler, "max_num_active_reqs")
+            else "max_num_running_reqs"
+        )
+        # Up to 0.30, skipped requests wait in a queue of their own that is drained first.
+        self._has_skipped = hasattr(scheduler, "skipped_waiting")
+
+    @property
+    def num_slots(self) -> int:
+        """Requests that may hold a slot at once, parked streaming sessions subtracted."""
+        slots = int(getattr(self._scheduler, self.slots_attribute))
+        return slots - int(getattr(self._scheduler, "num_waiting_for_streaming_input", 0))
+
+    def merge_skipped(self) -> None:
+        """Bring requests that only waited for a passing condition back under the plan's order."""
+        if not self._has_skipped:
+            return
+        scheduler = self._scheduler
+        ready = [
+            request
+            for request in scheduler.skipped_waiting
+            if request.num_computed_tokens == 0 and self._is_ready(request)
+        ]
+        if ready:
+            scheduler.skipped_waiting.remove_requests(ready)
+            scheduler.waiting.prepend_requests(reversed(ready))
+
+    def parked(self) -> list[Any]:
+        """Waiting requests that a plan cannot start: vLLM drains them first, or they are blocked.
+
+        Those hold KV, load it, wait for more input or for their grammar.
+        """
+        scheduler = self._scheduler
+        if self._has_skipped:
+            return list(scheduler.skipped_waiting)
+        if not scheduler.kv_holding_waiting and not scheduler.deferred_waiting:
+            return []
+        blocked = [r for r in scheduler.deferred_waiting if not self._is_ready(r)]
+        return [*scheduler.kv_holding_waiting, *blocked]
+
+    def not_running(self) -> list[Any]:
+        """Live requests without a slot, those of the queue first and in its order."""
+        scheduler = self._scheduler
+        seen = {*scheduler.running, *scheduler.waiting}
+        others = [r for r in scheduler.requests.values() if r not in seen and not r.is_finished()]
+        return [*scheduler.waiting, *others]
+
+    def resuming(self) -> list[Any]:
+        """Waiting requests whose KV is there: vLLM starts them before all that a plan admits."""
+        scheduler = self._scheduler
+        if getattr(scheduler, "connector", None) is None:
+            return []
+        queue = scheduler.skipped_waiting if self._has_skipped else scheduler.kv_holding_waiting
+        loaded, is_blocked = (
+            scheduler.finished_recving_kv_req_ids,
+            scheduler._is_blocked_waiting_status,
+        )
+        return [
+            request
+            for request in queue
+            if request.request_id in loaded
+            or (request.num_computed_tokens and not is_blocked(request.status))
+        ]
+
+    def own_queue(self, requests: Iterable[Any]) -> Any:
+        """A waiting queue of vLLM's own with these requests, for the policy in force."""
+        from vllm.v1.core.sched.request_queue import create_request_queue
+
+        queue = create_request_queue(self._scheduler.policy)
+        for request in requests:
+            queue.add_request(request)
+        return queue
+
+    def _holding_kv(self) -> Iterator[Any]:
+        """Waiting requests that have KV, or will when a load ends."""
+        name = "skipped_waiting" if self._has_skipped else "kv_holding_waiting"
+        return (r for r in getattr(self._scheduler, name) if r.num_computed_tokens)
+
+    def _is_ready(self, request: Any) -> bool:
+        """Whether nothing blocks the request; a finished grammar unblocks it here."""
+        scheduler = self._scheduler
+        if not scheduler._is_blocked_waiting_status(request.status):
+            return True
+        if request.status.name != "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR":
+            return False
+        promote = getattr(
+            scheduler,
+            "_handle_blocked_waiting_request",
+            getattr(scheduler, "_try_promote_blocked_waiting_request", None),
+        )
+        return promote is not None and bool(promote(request))
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether a waiting request may find part of its prompt computed."""
+        return bool(self._scheduler.kv_cache_manager.enable_caching)
+
+    def num_cached_tokens(self, request: Any) -> int:
+        """Tokens that a waiting request would find in the prefix cache now; no side effects."""
+        if not request.block_hashes or getattr(request, "skip_reading_prefix_cache", False):
+            return 0
+        find = self._scheduler.kv_cache_manager.coordinator.find_longest_cache_hit
+        return int(find(request.block_hashes, request.num_tokens - 1)[1])
+
+    def can_preempt(self, request: Any) -> bool:
+        """Whether the request's blocks would be free at once (no step in flight writes them)."""
+        check = getattr(self._scheduler, "_request_blocks_can_be_freed", None)
+        return check is None or bool(check(request))
+
+    def preempt(self, request: Any, timestamp: float) -> None:
+        """Preempt a request that was taken out of `running`, as vLLM itself would."""
+        scheduler = self._scheduler
+        drop = getattr(scheduler, "requires_kv_delivery", False)
+        scheduler._preempt_request(request, timestamp, drop_stale_output=drop)
+
+    def within_max_loras(self, requests: Iterable[Any]) -> list[Any]:
+        """Those of `requests` whose adapters fit beside those of all who run or hold KV.
+
+        vLLM counts the adapters of the requests that it sees in a step. Held ones must count too,
+        and those whose KV is being loaded, which vLLM admits by itself when it is there: a later
+        step could need more adapters than there are slots for.
+        """
+        lora_config = getattr(self._scheduler, "lora_config", None)
+        if not lora_config:
+            return list(requests)
+        active = {
+            request.lora_request.lora_int_id
+            for request in (*self._scheduler.running, *self._holding_kv())
+            if request.lora_request
+        }
+        allowed = []
+        for request in requests:
+            if request.lora_request:
+                adapter = request.lora_request.lora_int_id
+                if adapter not in active and len(active) >= lora_config.max_loras:
+                    continue
+                active.add(adapter)
+            allowed.append(request)
+        return allowed

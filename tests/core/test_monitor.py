@@ -1,0 +1,347 @@
+"""Request and system states from events, on a clock that the test moves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from states import FixedLengths, make_cost
+
+from sola_sched.config.slo import SloTarget
+from sola_sched.core.monitor import StateMonitor
+from sola_sched.core.state import DECODE, PARKED, PREFILL, WAITING, RequestTable, StepState
+from sola_sched.cost.model import CostModel
+from sola_sched.prediction.length import LengthPrediction
+
+SLO = SloTarget(1.0, 0.1)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_monitor(cost: CostModel | None = None) -> tuple[StateMonitor, Clock]:
+    clock = Clock()
+    return StateMonitor(cost or make_cost(), FixedLengths(), clock), clock
+
+
+def add(monitor: StateMonitor, name: str, prompt: int = 100, slo: SloTarget = SLO) -> int:
+    return monitor.add(
+        name,
+        num_prompt_tokens=prompt,
+        max_tokens=100,
+        slo=slo,
+        arrival_s=monitor.clock(),
+    )
+
+
+def rows(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def state_of(monitor: StateMonitor, *running: int) -> StepState:
+    return monitor.state(
+        running,
+        max_num_tokens=512,
+        max_num_running=8,
+        num_free_blocks=90,
+        num_blocks=100,
+        block_size=16,
+    )
+
+
+def test_the_life_of_one_request() -> None:
+    monitor, clock = make_monitor()
+    table = monitor.table
+    row = add(monitor, "a", prompt=100)
+    assert table.phase[row] == WAITING
+    clock.now = 50.2
+    monitor.admitted(row, num_computed=20, prefill_target=100)
+    monitor.scheduled(rows(), rows(row), rows(50))
+    assert table.phase[row] == PREFILL
+    clock.now = 50.3
+    monitor.completed(rows(), rows())
+    monitor.scheduled(rows(), rows(row), rows(30))
+    assert table.phase[row] == DECODE
+    clock.now = 50.4
+    monitor.completed(rows(row), rows(1))
+    assert table.first_token_s[row] == 50.4
+    for _ in range(2):
+        monitor.scheduled(rows(row), rows(), rows())
+        clock.now += 0.05
+        monitor.completed()
+    assert table.num_output[row] == 3
+    monitor.finished("a")
+    stats = monitor.stats
+    assert (stats.num_finished, stats.num_attained) == (1, 1)
+    assert monitor.lengths.observed == [(0, 3)]  # type: ignore[attr-defined]
+    table.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "tpot_s", "met"),
+    [(0.4, 0.05, (1, 1, 1)), (0.3, 0.05, (0, 1, 0)), (0.4, 0.04, (1, 0, 0))],
+)
+def test_attainment_needs_both_targets(
+    ttft_s: float, tpot_s: float, met: tuple[int, int, int]
+) -> None:
+    monitor, clock = make_monitor()
+    row = add(monitor, "a", slo=SloTarget(ttft_s + 1e-9, tpot_s + 1e-9))
+    monitor.admitted(row, num_computed=0, prefill_target=100)
+    monitor.scheduled(rows(), rows(row), rows(100))
+    clock.now += 0.4
+    monitor.completed()
+    for _ in range(4):
+        monitor.scheduled(rows(row), rows(), rows())
+        clock.now += 0.05
+        monitor.completed()
+    monitor.finished("a")
+    stats = monitor.stats
+    assert (stats.num_ttft_met, stats.num_tpot_met, stats.num_attained) == met
+
+
+class Slots:
+    """Eight slots, a step every 10 ms, and as many requests that hold a slot as a test wants."""
+
+    def __init__(self) -> None:
+        self.monitor, self.clock = make_monitor()
+        self.running: list[int] = []
+
+    def start(self, count: int) -> None:
+        for _ in range(count):
+            row = add(self.monitor, f"r{self.monitor.table.num_added}", prompt=1)
+            self.monitor.admitted(row, num_computed=0, prefill_target=1)
+            self.running.append(row)
+
+    def step(self, num_ends: int = 0) -> StepState:
+        """A step, after which the oldest `num_ends` requests end; returns the state after it."""
+        phase = self.monitor.table.phase[self.running] == DECODE
+        held = np.array(self.running)
+        prefills = held[~phase]
+        self.monitor.scheduled(held[phase], prefills, np.ones(len(prefills), dtype=np.int64))
+        self.clock.now += 0.01
+        self.monitor.completed()
+        for row in self.running[:num_ends]:
+            self.monitor.finished(str(self.monitor.table.req_id[row]))
+        del self.running[:num_ends]
+        self.monitor.set_busy(bool(self.running))
+        return state_of(self.monitor, *self.running)
+
+    def turn_over(self, count: int, *, per_step: int = 1) -> float:
+        """Full slots, of which `per_step` end at every tenth step; returns the interval."""
+        for _ in range(count):
+            self.start(8 - len(self.running))
+            state_of(self.monitor, *self.running)
+            for i in range(10):
+                state = self.step(num_ends=per_step * (i == 9))
+        return state.end_interval_s
+
+
+def test_the_time_between_ends_is_averaged() -> None:
+    slots = Slots()
+    assert np.isnan(state_of(slots.monitor).end_interval_s)
+    assert np.isnan(slots.turn_over(1))  # nobody knows since when
+    assert slots.turn_over(3) == pytest.approx(0.1)
+
+
+def test_several_ends_in_a_step_share_the_time_since_the_one_before() -> None:
+    slots = Slots()
+    assert slots.turn_over(100, per_step=4) == pytest.approx(0.1 / 4, rel=0.01)
+
+
+def test_an_idle_hour_leaves_the_time_between_ends_as_it_is() -> None:
+    slots = Slots()
+    before = slots.turn_over(20)
+    assert before == pytest.approx(0.1)
+    slots.step(num_ends=8)
+    slots.clock.now += 3600.0
+    slots.start(8)
+    state_of(slots.monitor, *slots.running)
+    assert slots.step(num_ends=1).end_interval_s <= before
+    assert slots.turn_over(20) == pytest.approx(0.1, rel=0.5)
+
+
+def test_a_lone_request_that_runs_for_long_says_little_of_full_slots() -> None:
+    slots = Slots()
+    slots.turn_over(20)
+    slots.step(num_ends=6)
+    before = slots.step().end_interval_s
+    for _ in range(1000):
+        slots.step()
+    # It held one of eight slots for ten seconds, not all of them.
+    assert slots.step(num_ends=1).end_interval_s == pytest.approx(before, abs=0.05 * 10.1 / 8)
+
+
+@pytest.mark.parametrize("end", [{"rejected": True}, {"by_itself": False}, {"failed": True}])
+def test_requests_that_end_in_the_queue_free_no_slots(end: dict[str, bool]) -> None:
+    slots = Slots()
+    slots.monitor.requeued(add(slots.monitor, "displaced"), num_tokens=9, at_front=True)
+    interval_s = slots.turn_over(20)
+    displaced_share = slots.monitor.displaced_share
+    for number in range(200):
+        add(slots.monitor, f"queued{number}")
+        slots.monitor.finished(f"queued{number}", **({"by_itself": False} | end))
+    slots.monitor.finished("displaced", **({"by_itself": False} | end))  # it waits again
+    assert state_of(slots.monitor, *slots.running).end_interval_s == interval_s
+    assert slots.monitor.displaced_share == displaced_share
+    assert slots.turn_over(1) == pytest.approx(0.1)
+
+
+def test_a_request_that_its_client_ends_while_it_runs_frees_its_slot() -> None:
+    slots = Slots()
+    slots.turn_over(20)
+    displaced_share = slots.monitor.displaced_share = 0.5
+    row = slots.running.pop()
+    slots.monitor.finished(str(slots.monitor.table.req_id[row]), by_itself=False)
+    assert slots.monitor.displaced_share < displaced_share
+    assert state_of(slots.monitor, *slots.running).end_interval_s < 0.1
+
+
+def test_aborts_teach_nothing_and_attain_nothing() -> None:
+    monitor, _ = make_monitor()
+    add(monitor, "a")
+    monitor.finished("a", by_itself=False)
+    assert monitor.stats.num_aborted == 1
+    assert monitor.stats.num_finished == 0
+    assert monitor.lengths.observed == []  # type: ignore[attr-defined]
+
+
+def test_a_preempted_request_waits_in_front_and_recomputes_its_output() -> None:
+    monitor, clock = make_monitor()
+    first, second = add(monitor, "a"), add(monitor, "b")
+    monitor.admitted(first, num_computed=0, prefill_target=100)
+    monitor.scheduled(rows(), rows(first), rows(100))
+    clock.now += 0.1
+    monitor.completed()
+    monitor.requeued(first, num_tokens=101, at_front=True)
+    table = monitor.table
+    assert table.phase[first] == WAITING
+    assert table.prefill_target[first] == 101
+    assert table.queue_pos[first] < table.queue_pos[second]
+    assert table.num_preemptions[first] == 1
+
+
+def test_displacements_are_averaged_against_ends() -> None:
+    monitor, _ = make_monitor()
+    row = add(monitor, "a")
+    shares = [state_of(monitor, row).displaced_share]
+    for number in range(600):  # two displacements for each end
+        monitor.requeued(row, num_tokens=101, at_front=True)
+        monitor.requeued(row, num_tokens=101, at_front=True)
+        monitor.requeued(row, num_tokens=101, at_front=False)  # waits for more input: neither
+        other = add(monitor, f"b{number}")
+        monitor.admitted(other, num_computed=0, prefill_target=100)
+        monitor.finished(f"b{number}")
+        shares.append(state_of(monitor, row).displaced_share)
+    assert shares[0] == 0.0
+    assert 0.0 < shares[1] < 0.05
+    assert shares[-1] == pytest.approx(2 / 3, abs=0.02)
+
+
+def test_steps_are_paired_first_in_first_out_and_idle_time_is_no_step_time() -> None:
+    learning = CostModel()
+    monitor, clock = make_monitor(learning)
+    row = add(monitor, "a")
+    monitor.admitted(row, num_computed=0, prefill_target=100)
+    monitor.scheduled(rows(), rows(row), rows(100))
+    clock.now += 0.01
+    monitor.scheduled(rows(row), rows(), rows())  # asynchronous: before the first completes
+    clock.now += 0.09
+    monitor.completed()
+    monitor.set_busy(True)
+    assert state_of(monitor, row).elapsed_s == pytest.approx(0.10)
+    clock.now += 0.05
+    monitor.completed()
+    monitor.set_busy(False)
+    assert state_of(monitor, row).elapsed_s == pytest.approx(0.05)
+    clock.now += 30.0  # nothing to do
+    monitor.scheduled(rows(row), rows(), rows())
+    clock.now += 0.02
+    monitor.completed()
+    assert state_of(monitor, row).elapsed_s == pytest.approx(0.02)
+
+
+def test_tokens_in_flight_count_and_move_the_start_of_the_next_step() -> None:
+    monitor, clock = make_monitor()
+    row = add(monitor, "a")
+    monitor.admitted(row, num_computed=0, prefill_target=100)
+    monitor.scheduled(rows(), rows(row), rows(100))  # predicted: 20 ms
+    state = state_of(monitor, row)
+    assert state.num_ahead.tolist() == [1]
+    assert state.now_s == pytest.approx(clock.now + 0.020, rel=1e-3)
+
+
+def test_parked_requests_are_not_offered() -> None:
+    monitor, _ = make_monitor()
+    row, other = add(monitor, "a"), add(monitor, "b")
+    monitor.parked([row])
+    assert monitor.table.phase[row] == PARKED
+    assert state_of(monitor).waiting.tolist() == [other]
+    monitor.parked([])
+    assert sorted(state_of(monitor).waiting.tolist()) == sorted([row, other])
+
+
+def test_the_state_knows_whether_any_target_is_set() -> None:
+    monitor, _ = make_monitor()
+    add(monitor, "free", slo=SloTarget())
+    assert not state_of(monitor).has_slo
+    add(monitor, "bound")
+    assert state_of(monitor).has_slo
+    monitor.finished("bound", by_itself=False)
+    assert not state_of(monitor).has_slo
+
+
+def test_several_tokens_per_step_are_learned() -> None:
+    monitor, clock = make_monitor()
+    row = add(monitor, "a")
+    monitor.admitted(row, num_computed=0, prefill_target=100)
+    monitor.scheduled(rows(), rows(row), rows(100))
+    monitor.completed()
+    for _ in range(200):
+        monitor.scheduled(rows(row), rows(), rows())
+        clock.now += 0.01
+        monitor.completed(rows(row), rows(3))
+    assert monitor.accepted_per_decode == pytest.approx(3.0, rel=0.01)
+
+
+def test_a_request_that_ended_in_flight_is_not_expected_to_answer() -> None:
+    monitor, _ = make_monitor()
+    row, other = add(monitor, "a"), add(monitor, "b")
+    monitor.scheduled(rows(row, other), rows(), rows())
+    assert monitor.num_expected == 2
+    monitor.finished("b", by_itself=False)
+    assert monitor.num_expected == 1
+    monitor.completed()
+    assert monitor.table.num_output[[row, other]].tolist() == [1, 0]
+
+
+def test_the_table_reuses_rows_and_grows() -> None:
+    table = RequestTable(capacity=2)
+    first = table.add("a")
+    assert table.phase[first] == WAITING
+    with pytest.raises(ValueError, match="'a' must be new"):
+        table.add("a")
+    table.remove("a")
+    names = [f"r{i}" for i in range(9)]
+    for name in names:
+        table.add(name)
+    assert table.capacity == 16
+    assert len({table.row_of[name] for name in names}) == 9
+    table.check_integrity()
+
+
+def test_a_prediction_counts_for_its_request_and_is_dropped_after_its_end() -> None:
+    monitor, _ = make_monitor()
+    row = add(monitor, "a")
+
+    assert monitor.predicted("a", LengthPrediction.exactly(20))
+    assert state_of(monitor).remaining(rows(row)).tolist() == [20.0]
+    assert monitor.predicted("a", LengthPrediction.exactly(30, "neighbours"))
+    assert state_of(monitor).remaining(rows(row)).tolist() == [30.0]
+    monitor.finished("a")
+    assert not monitor.predicted("a", LengthPrediction.exactly(30))
+    assert (monitor.stats.num_predicted, monitor.stats.num_late_predictions) == (2, 1)
+    monitor.table.check_integrity()

@@ -1,0 +1,479 @@
+"""`sola_sched.Scheduler` around a real vLLM scheduler, in virtual time."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+from states import as_lists
+from virtual_model import TINY_MODEL
+from virtual_runs import STEP_TIME, attained, make_workload
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+import sola_sched
+from sola_sched.core.state import StepPlan, StepState
+from sola_sched.planner.attain import AttainPlanner
+from sola_sched.simulator import (
+    StepTrace,
+    VirtualEngine,
+    VirtualRequest,
+)
+from sola_sched.vllm_adapter.plugin import _remember, check_request, is_ours, register
+from sola_sched.vllm_adapter.versions import Seams
+
+pytestmark = pytest.mark.vllm
+
+
+def make_engine(
+    scheduler_cls: type[Any] = sola_sched.Scheduler, sola: dict[str, Any] | None = None, **options
+) -> VirtualEngine:
+    defaults: dict[str, Any] = {
+        "model": TINY_MODEL,
+        "num_blocks": 2000,
+        "max_model_len": 2048,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 1024,
+        "step_time": STEP_TIME,
+    }
+    if scheduler_cls is not AsyncScheduler:
+        defaults["additional_config"] = {"sola_sched": sola or {}}
+    return VirtualEngine(scheduler_cls, **(defaults | options))
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("policy", ["attain", "paper"])
+@pytest.mark.parametrize("num_blocks", [2000, 140])
+def test_without_slos_the_schedule_is_stock_vllms_step_by_step(
+    async_scheduling: bool, policy: str, num_blocks: int
+) -> None:
+    def schedules(scheduler_cls: type[Any], sola: dict[str, Any] | None) -> list[Any]:
+        steps: list[Any] = []
+
+        def note(trace: StepTrace) -> None:
+            steps.append((trace.start_s, dict(trace.output.num_scheduled_tokens)))
+
+        engine = make_engine(
+            scheduler_cls, sola, async_scheduling=async_scheduling, num_blocks=num_blocks
+        )
+        engine.run(make_workload(80, 12.0), on_step=note)
+        return steps
+
+    stock = schedules(AsyncScheduler, None)
+    ours = schedules(sola_sched.Scheduler, {"policy": policy, "ttft_s": None, "tpot_s": None})
+    assert ours == stock
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_past_saturation_more_requests_meet_their_slos_than_with_any_stock_chunk(
+    async_scheduling: bool,
+) -> None:
+    workload = make_workload(300, 25.0)
+    stock = max(
+        attained(
+            make_engine(
+                AsyncScheduler, max_num_batched_tokens=chunk, async_scheduling=async_scheduling
+            ).run(workload),
+            0.5,
+            0.03,
+        )
+        for chunk in (128, 256, 1024)
+    )
+    engine = make_engine(sola={"ttft_s": 0.5, "tpot_s": 0.03}, async_scheduling=async_scheduling)
+    ours = attained(engine.run(workload), 0.5, 0.03)
+    assert ours > 1.5 * stock, f"ours {ours:.3f}, best stock {stock:.3f}"
+
+
+def test_a_higher_priority_class_gets_a_slot_when_all_are_taken() -> None:
+    low = [
+        VirtualRequest(f"low{i}", arrival_s=0.0, prompt_len=50, output_len=400, priority=5)
+        for i in range(4)
+    ]
+    high = VirtualRequest("high", arrival_s=1.0, prompt_len=50, output_len=20, priority=0)
+    options = {"max_num_seqs": 4, "scheduling_policy": "priority"}
+    stock = {r.req_id: r for r in make_engine(AsyncScheduler, **options).run([*low, high])}
+    ours = {r.req_id: r for r in make_engine(**options).run([*low, high])}
+    assert stock["high"].first_token_s > 4.0  # waits for a low one to end
+    assert ours["high"].first_token_s < 1.1
+    assert sum(r.num_preemptions for r in ours.values()) == 1
+    assert all(r.num_output_tokens == 400 for name, r in ours.items() if name != "high")
+
+
+def test_held_requests_never_keep_others_out_of_free_slots() -> None:
+    """vLLM #53130: deferred requests must not count against admission for good."""
+    sola = {"ttft_s": 0.05, "tpot_s": 0.011, "best_effort_share": 0.02}
+    engine = make_engine(sola=sola, max_num_seqs=8)
+    records = engine.run(make_workload(120, 40.0))
+    assert all(r.is_finished for r in records)
+    assert engine.scheduler.sola_stats()["num_held"] > 0
+
+
+def test_a_rejected_request_is_answered_with_an_error_and_the_rest_is_served() -> None:
+    engine = make_engine(sola={"ttft_s": 0.3, "tpot_s": 0.05, "overload": "reject"})
+    records = engine.run(make_workload(200, 60.0))
+    reasons = {r.finish_reason for r in records}
+    assert reasons == {"stop", "error"}
+    stats = engine.scheduler.sola_stats()
+    assert stats["num_rejected"] == sum(r.finish_reason == "error" for r in records)
+    assert stats["attainment"] == pytest.approx(attained(records, 0.3, 0.05), abs=0.001)
+    assert (stats["num_aborted"], stats["num_failed"]) == (0, 0)
+    assert all(r.num_output_tokens == 0 for r in records if r.finish_reason == "error")
+    assert engine.num_free_blocks == 1999
+
+
+def test_ends_are_counted_for_each_class_of_the_options() -> None:
+    sola = {"ttft_s": 1.0, "tpot_s": 0.05, "classes": {"strict": {"ttft_s": 1e-3}}}
+    engine = make_engine(sola=sola)
+    served = make_workload(6, 1.0)
+    strict = dataclasses.replace(served[0], extra_args={"slo_class": "strict"})
+    unknown = dataclasses.replace(served[1], extra_args={"slo_class": "nobody"})
+    aborted = dataclasses.replace(served[2], output_len=200, abort_s=served[2].arrival_s + 0.3)
+    engine.run([strict, unknown, aborted, *served[3:]])
+    assert engine.scheduler.sola_stats()["by_class"] == {
+        "default": {"attained": 4, "missed": 0, "rejected": 0, "aborted": 1},
+        "strict": {"attained": 0, "missed": 1, "rejected": 0, "aborted": 0},
+    }
+
+
+def test_the_log_tells_of_each_burst_by_itself_and_of_the_first_and_the_last(
+    monkeypatch: Any,
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(
+        "sola_sched.vllm_adapter.scheduler.logger.info",
+        lambda text, *args: lines.append(text % args),
+    )
+    burst = [VirtualRequest(f"a{i}", 0.1 * i, 20, prompt_len=50) for i in range(30)]
+    others = [dataclasses.replace(r, req_id=f"b{r.req_id}", arrival_s=1e3) for r in burst[:5]]
+    engine = make_engine(sola={"ttft_s": 1.0, "tpot_s": 0.05, "log_interval_s": 2.0})
+    engine.run([*burst, *others])
+    finished = [int(line.split("s: ")[1].split()[0]) for line in lines if " finished, " in line]
+    assert len(finished) == 3  # after two seconds, before idling, before idling
+    assert sum(finished[:2]) == 30
+    assert finished[2] == 5
+    assert "attained 100.0%" in lines[-1]
+    assert engine.scheduler.sola_stats()["num_finished"] == 35
+
+
+class Starts:
+    """Which requests had lost their TTFT SLO when they started, and which of them out of turn."""
+
+    def __init__(self, workload: list[VirtualRequest], slo_s: float) -> None:
+        self.arrival_s = {r.req_id: r.arrival_s for r in workload}
+        self.to_start_s = dict(self.arrival_s)
+        self.lost: set[str] = set()
+        self.out_of_turn: list[str] = []
+        self._slo_s = slo_s
+
+    def note(self, trace: StepTrace, now_s: float) -> None:
+        """Take the requests that `trace` starts at `now_s`."""
+        for request in trace.output.scheduled_new_reqs:
+            name = request.req_id
+            if now_s - self.arrival_s[name] > self._slo_s:
+                self.lost.add(name)
+                oldest = min(self.to_start_s, key=self.to_start_s.__getitem__)
+                self.out_of_turn.extend([name] if name != oldest else [])
+            del self.to_start_s[name]
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2])
+def test_the_best_effort_share_is_honoured_and_the_oldest_is_next(share: float) -> None:
+    """Under lasting overload the lost get their share of engine time, oldest first."""
+    slo_s = 0.3
+    sola = {"ttft_s": slo_s, "tpot_s": 0.05, "best_effort_share": share}
+    engine = make_engine(sola=sola)
+    workload = make_workload(600, 60.0)
+    starts = Starts(workload, slo_s)
+    busy_s = lost_s = 0.0
+
+    def note(trace: StepTrace) -> None:
+        nonlocal busy_s, lost_s
+        if trace.start_s > 9.0:  # arrivals end at about 10 s
+            return
+        starts.note(trace, trace.start_s)
+        busy_s += trace.end_s - trace.start_s
+        lost_s += sum(
+            STEP_TIME.per_prefill_token_s * tokens
+            for name, tokens in trace.output.num_scheduled_tokens.items()
+            if name in starts.lost
+        )
+
+    records = engine.run(workload, on_step=note)
+    assert all(r.is_finished for r in records)
+    assert not starts.out_of_turn
+    assert lost_s / busy_s >= 0.9 * share  # more where nobody else could use the time
+
+
+@given(
+    share=st.sampled_from([0.05, 0.1, 0.2, 0.4]),
+    slo_s=st.sampled_from([0.15, 0.3, 0.8]),
+    overload=st.sampled_from([2.0, 3.0, 5.0]),
+    prompt=st.sampled_from([40, 150, 400]),
+    options=st.fixed_dictionaries(
+        {
+            "max_num_batched_tokens": st.sampled_from([256, 1024, 2048]),
+            "max_num_seqs": st.sampled_from([32, 64, 256]),
+            "async_scheduling": st.booleans(),
+        }
+    ),
+    seed=st.integers(0, 2**20),
+)
+@example(  # one prompt of 40 tokens a step does not use up a share of 0.4
+    share=0.4, slo_s=0.3, overload=3.0, prompt=40, seed=1156,
+    options={"max_num_seqs": 256, "max_num_batched_tokens": 256, "async_scheduling": False},
+)  # fmt: skip
+@settings(
+    max_examples=15,
+    deadline=None,
+    phases=(Phase.explicit, Phase.generate),  # nothing smaller would overload the engine
+    suppress_health_check=[HealthCheck.too_slow],
+)
+def test_the_best_effort_share_is_honoured_whatever_is_short(
+    share: float, slo_s: float, overload: float, prompt: int, options: dict[str, Any], seed: int
+) -> None:
+    """Under lasting overload the lost get their share of engine time, oldest first."""
+    sola = {"ttft_s": slo_s, "tpot_s": 0.5, "best_effort_share": share}
+    engine = make_engine(sola=sola, **options)
+    mean_prompt_s = STEP_TIME.per_prefill_token_s * 1.125 * prompt
+    workload = make_workload(600, overload / (mean_prompt_s + 60 * 6e-4), seed, prompt)
+    starts = Starts(workload, slo_s)
+    arrival, lost = starts.arrival_s, starts.lost
+    left = {r.req_id: r.prompt_len or 0 for r in workload}
+    last_s = max(arrival.values())
+    busy_s = lost_s = 0.0
+
+    def note(trace: StepTrace) -> None:
+        nonlocal busy_s, lost_s
+        if trace.scheduled_s > 0.9 * last_s:
+            return
+        starts.note(trace, trace.scheduled_s)
+        if any(trace.scheduled_s - arrived_s > slo_s for arrived_s in starts.to_start_s.values()):
+            busy_s += trace.end_s - trace.start_s
+            num_decodes = sum(left[name] <= 0 for name in trace.output.num_scheduled_tokens)
+            decode_s = STEP_TIME.base_s + STEP_TIME.per_decode_s * num_decodes
+            for name, tokens in trace.output.num_scheduled_tokens.items():
+                need_s = decode_s + STEP_TIME.per_prefill_token_s * left[name]
+                if left[name] > 0 and trace.scheduled_s + need_s - arrival[name] > slo_s:
+                    lost.add(name)
+                if name in lost:
+                    is_decode = left[name] <= 0
+                    lost_s += tokens * (
+                        STEP_TIME.per_decode_s if is_decode else STEP_TIME.per_prefill_token_s
+                    )
+        for name, tokens in trace.output.num_scheduled_tokens.items():
+            is_first_token = 0 < left[name] <= tokens
+            left[name] -= tokens
+            if is_first_token and trace.end_s - arrival[name] > slo_s:
+                lost.add(name)
+
+    records = engine.run(workload, on_step=note)
+    assert all(r.is_finished for r in records)
+    assert not starts.out_of_turn
+    # The account holds half a second of credit or debt at most: what was had before counts.
+    assert lost_s >= share * busy_s - 1.0, (lost_s, busy_s, share * busy_s, last_s)
+
+
+class Compared:
+    """An `AttainPlanner` that also asks for a new plan wherever one is kept."""
+
+    def __init__(self, planner: AttainPlanner) -> None:
+        self.planner = planner
+        self.num_kept = self.num_other = 0
+        self.credit_off_s = 0.0
+
+    def plan(self, state: StepState) -> StepPlan:
+        planner, before = self.planner, self.planner.cache.kept
+        earned = dataclasses.replace(planner.best_effort)
+        plan = planner.plan(state)
+        if before is None or planner.cache.kept is not before:
+            return plan
+        self.num_kept += 1
+        mine = planner.best_effort, planner._num_settled
+        planner.best_effort = earned
+        planner.cache.forget()
+        fresh = planner.plan(state)
+        other = planner.best_effort
+        planner.best_effort, planner._num_settled = mine
+        planner.cache.kept, planner._did_wait = before, False
+        self.num_other += as_lists(plan) != as_lists(fresh)
+        off_s = planner.best_effort.credit_s - other.credit_s
+        self.credit_off_s = max(self.credit_off_s, abs(off_s))
+        return plan
+
+
+@pytest.mark.parametrize(
+    ("rate_per_s", "async_scheduling"), [(8.0, True), (16.0, False), (30.0, True)]
+)
+def test_in_traffic_a_kept_plan_is_what_would_be_planned(
+    rate_per_s: float, async_scheduling: bool
+) -> None:
+    sola = {"ttft_s": 1.0, "tpot_s": 0.05, "best_effort_share": 0.1}
+    engine = make_engine(sola=sola, max_num_batched_tokens=128, async_scheduling=async_scheduling)
+    compared = Compared(engine.scheduler.sola_planner)
+    engine.scheduler.sola_planner = compared
+    records = engine.run(make_workload(150, rate_per_s, prompt=800))
+    assert all(r.is_finished for r in records)
+    assert compared.num_kept > 100
+    assert compared.num_other == 0
+    # Of at most half a second; step times are learned meanwhile.
+    assert compared.credit_off_s < 1e-5
+
+
+@pytest.mark.parametrize(("num_blocks", "is_told"), [(2000, True), (250, False)])
+def test_an_operator_is_told_that_slots_alone_are_short(num_blocks: int, is_told: bool) -> None:
+    sola = {"ttft_s": 5.0, "tpot_s": 0.2}
+    engine = make_engine(sola=sola, max_num_seqs=8, num_blocks=num_blocks)
+    engine.run(make_workload(200, 40.0))
+    assert (engine.scheduler.sola_stats()["short_of_slots"] > 0.5) == is_told
+
+
+def test_prefix_cache_hits_do_not_slow_admission() -> None:
+    """The plan counts whole prompts; hits leave budget, which others behind get at once."""
+    prompt = list(range(10, 1010))
+    requests = [
+        VirtualRequest(
+            f"hit{i}", 0.5 * (i > 0), output_len=20, prompt_token_ids=[*prompt, 5, i + 6]
+        )
+        for i in range(12)
+    ]
+    engine = make_engine(
+        sola={"ttft_s": 1.0, "tpot_s": 0.05}, enable_prefix_caching=True, num_blocks=4000
+    )
+    warm = make_workload(30, 20.0)
+    engine.run(warm)
+    start = engine.clock.now
+    records = engine.run([dataclasses.replace(r, arrival_s=start + r.arrival_s) for r in requests])
+    late = [r for r in records if r.arrival_s > start]
+    assert max(r.first_token_s - r.arrival_s for r in late if r.first_token_s) < 0.1
+
+
+def test_bad_options_stop_the_engine_at_start() -> None:
+    with pytest.raises(ValueError, match=r"Unknown option 'polcy'.*known options"):
+        make_engine(sola={"polcy": "paper"})
+
+
+def vllm_config(scheduler_cls: Any, **sola: Any) -> Any:
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(scheduler_cls=scheduler_cls),
+        additional_config={"sola_sched": sola},
+    )
+
+
+def test_the_plugin_checks_requests_of_our_schedulers_only() -> None:
+    bad = {"ttft_slo_ms": "soon"}
+    check_request(vllm_config(None), bad)
+    check_request(vllm_config(AsyncScheduler), bad)
+    check_request(vllm_config("sola_sched.Scheduler"), {"ttft_slo_ms": 100})
+    for ours in ("sola_sched.Scheduler", sola_sched.Scheduler):
+        with pytest.raises(Exception, match=r"'ttft_slo_ms' must be .* \(got 'soon'\)") as caught:
+            check_request(vllm_config(ours), bad)
+        assert type(caught.value).__name__ == "VLLMValidationError"
+    classes = {"chat": {"ttft_s": 0.5}}
+    check_request(vllm_config("sola_sched.Scheduler", classes=classes), {"slo_class": "chat"})
+
+
+def test_a_users_own_subclass_is_recognised() -> None:
+    class Mine(sola_sched.Scheduler):
+        pass
+
+    assert is_ours(Mine)
+    assert not is_ours("vllm.v1.core.sched.scheduler.Scheduler")
+
+
+def test_registering_twice_wraps_once() -> None:
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    register()
+    first = InputProcessor._validate_params
+    register()
+    assert InputProcessor._validate_params is first
+
+
+class Server:
+    def __init__(self, scheduler_cls: Any, **sola: Any) -> None:
+        self.vllm_config = vllm_config(scheduler_cls, **sola)
+
+
+def test_sampling_params_are_refused_early_where_every_server_would() -> None:
+    register()
+    SamplingParams(extra_args={"ttft_slo_ms": "soon"})
+    servers = [
+        Server(None),
+        Server("sola_sched.Scheduler"),
+        Server("sola_sched.Scheduler", classes={"chat": {"ttft_s": 0.5}}),
+    ]
+    for server in servers:
+        _remember(server)
+    SamplingParams(extra_args={"ttft_slo_ms": 500, "other": "soon"})
+    SamplingParams(extra_args={"slo_class": "chat"})
+    for bad in ({"ttft_slo_ms": "soon"}, {"slo_class": "chit"}):
+        with pytest.raises(Exception, match=f"'{next(iter(bad))}'"):
+            SamplingParams(extra_args=bad)
+    del server
+    servers.clear()
+    gc.collect()
+    SamplingParams(extra_args={"ttft_slo_ms": "soon"})
+
+
+def shared_prefix(count: int, rate_per_s: float) -> list[VirtualRequest]:
+    prefix = [1 + i % 500 for i in range(1600)]
+    return [
+        VirtualRequest(
+            f"shared{i}", i / rate_per_s, 20, prompt_token_ids=[*prefix, 2 + i], max_tokens=90
+        )
+        for i in range(count)
+    ]
+
+
+def test_a_waiting_request_counts_without_what_the_prefix_cache_holds() -> None:
+    engine = make_engine(enable_prefix_caching=True, max_num_seqs=1)
+    table = engine.scheduler.sola_monitor.table
+    seen = []
+
+    def note(step: StepTrace) -> None:
+        if "shared1" in table.row_of and "shared1" not in step.output.num_scheduled_tokens:
+            seen.append(int(table.num_computed[table.row_of["shared1"]]))
+
+    engine.run(shared_prefix(2, rate_per_s=100.0), on_step=note)
+    assert seen[0] == 1024  # at its arrival: the first chunk of the other one
+    assert seen[-1] == 1600  # looked up again
+
+
+def test_a_prompt_longer_than_its_target_is_not_lost_if_it_is_cached(monkeypatch: Any) -> None:
+    # 1,601 tokens take 170 ms, the last one alone 10 ms; the target is 100 ms.
+    shared = shared_prefix(40, rate_per_s=4.0)
+    requests = [*shared, *make_workload(250, rate_per_s=25.0)]
+    options = {"sola": {"ttft_s": 0.1, "tpot_s": 0.05}, "enable_prefix_caching": True}
+
+    def share_attained() -> float:
+        return attained(make_engine(**options).run(requests)[: len(shared)], 0.1, 0.05)
+
+    known = share_attained()
+    monkeypatch.setattr(Seams, "caches_prefixes", False)
+    assert known > share_attained() + 0.2
+
+
+@pytest.mark.injects_failures
+def test_a_log_line_that_fails_is_tried_again_an_interval_later_and_no_sooner() -> None:
+    engine = make_engine(sola={"ttft_s": 1.0, "tpot_s": 0.05, "log_interval_s": 2.0})
+    asked: list[float] = []
+
+    def fail() -> dict[str, Any]:
+        asked.append(engine.clock.now)
+        raise RuntimeError("no figures today")
+
+    engine.scheduler.sola_stats = fail
+    records = engine.run(make_workload(120, 20.0))  # it idles at the end only
+    assert all(r.is_finished for r in records)
+    assert len(asked) >= 3
+    gaps = np.diff(asked)[:-1]
+    assert np.all(gaps >= 2.0)

@@ -1,0 +1,335 @@
+"""Features of vLLM that need no model: the real schedulers in virtual time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from remote_kv import RemoteEngine
+from virtual_model import TINY_MODEL
+from vllm.config import KVTransferConfig
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
+
+import sola_sched
+from sola_sched.simulator import StepTimeModel, StepTrace, VirtualEngine, VirtualRequest
+from sola_sched.vllm_adapter import scheduler
+from sola_sched.vllm_adapter.support import PIPELINE
+
+pytestmark = pytest.mark.vllm
+
+STEP_TIME = StepTimeModel(base_s=0.01, per_decode_s=2e-4, per_prefill_token_s=1e-4)
+BLOCK_SIZE, NUM_BLOCKS = 16, 2001
+#: Past what the engine sustains, so that requests are held, put off and lost.
+SOLA = {"sola_sched": {"ttft_s": 0.3, "tpot_s": 0.02}}
+NO_TARGETS = {"sola_sched": {"ttft_s": None, "tpot_s": None}}
+MODES = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+
+
+def make_engine(
+    scheduler_cls: type[Any],
+    engine_cls: type[VirtualEngine] = VirtualEngine,
+    sola: dict[str, Any] = SOLA,
+    **options: Any,
+) -> VirtualEngine:
+    defaults: dict[str, Any] = {
+        "model": TINY_MODEL,
+        "num_blocks": NUM_BLOCKS,
+        "block_size": BLOCK_SIZE,
+        "max_model_len": 2048,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 512,
+        "step_time": STEP_TIME,
+        "additional_config": sola if issubclass(scheduler_cls, sola_sched.Scheduler) else {},
+    }
+    return engine_cls(scheduler_cls, **(defaults | options))
+
+
+def make_workload(count: int = 120, rate_per_s: float = 25.0) -> list[VirtualRequest]:
+    rng = np.random.default_rng(0)
+    arrivals = np.cumsum(rng.exponential(1 / rate_per_s, count))
+    return [
+        VirtualRequest(
+            f"r{i}",
+            arrival_s=float(arrivals[i]),
+            prompt_len=int(rng.integers(100, 800)),
+            output_len=int(rng.integers(2, 80)),
+        )
+        for i in range(count)
+    ]
+
+
+def changed(
+    scheduler_cls: type[Any], change: Callable[[dict[str, Any]], None], built: Any = None
+) -> type[Any]:
+    """The class with other arguments for its constructor, and something done after it."""
+
+    class Changed(scheduler_cls):
+        def __init__(self, **arguments: Any) -> None:
+            config = arguments["vllm_config"] = copy.copy(arguments["vllm_config"])
+            for part in ("parallel_config", "cache_config", "scheduler_config"):
+                setattr(config, part, copy.copy(getattr(config, part)))
+            change(arguments)
+            super().__init__(**arguments)
+            if built is not None:
+                built(self)
+
+    return Changed
+
+
+def assert_all_served(engine: VirtualEngine, requests: list[VirtualRequest]) -> None:
+    records = {r.req_id: r for r in engine.records}
+    assert {name: r.num_output_tokens for name, r in records.items()} == {
+        r.req_id: r.output_len for r in requests
+    }
+    assert engine.num_free_blocks == NUM_BLOCKS - 1
+
+
+# Pipeline parallel ----------------------------------------------------------------------------
+
+
+def test_with_pipeline_parallelism_every_step_is_stock_vllms_and_the_log_warns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def change(arguments: dict[str, Any]) -> None:
+        arguments["vllm_config"].parallel_config.pipeline_parallel_size = 2
+
+    def steps(scheduler_cls: type[Any]) -> list[dict[str, int]]:
+        found: list[dict[str, int]] = []
+        engine = make_engine(changed(scheduler_cls, change))
+        engine._depth = 2  # two batches in flight
+        requests = make_workload()
+        engine.run(
+            requests,
+            on_step=lambda trace: found.append(dict(trace.output.num_scheduled_tokens)),
+        )
+        assert_all_served(engine, requests)
+        return found
+
+    warned: list[str] = []
+    monkeypatch.setattr(scheduler.logger, "warning", lambda text, *args: warned.append(text % args))
+
+    assert steps(sola_sched.Scheduler) == steps(AsyncScheduler)
+    assert warned == [f"sola_sched: not steered, vLLM's own order: {PIPELINE}"]
+
+
+# Data and expert parallel ---------------------------------------------------------------------
+
+
+def throttled(engine: VirtualEngine, interval: int = 4) -> list[bool]:
+    """As vLLM's data parallel core: prefills start at every fourth step only."""
+    schedule, steps = engine.scheduler.schedule, []
+
+    def with_throttle() -> Any:
+        steps.append(len(steps) % interval != 0)
+        return schedule(steps[-1])
+
+    engine.scheduler.schedule = with_throttle
+    return steps
+
+
+@MODES
+def test_steps_that_put_prefills_off_are_stock_vllms(is_async: bool) -> None:
+    def steps(scheduler_cls: type[Any]) -> list[dict[str, int]]:
+        found: list[dict[str, int]] = []
+        engine = make_engine(scheduler_cls, sola=NO_TARGETS, async_scheduling=is_async)
+        throttled(engine)
+        engine.run(
+            make_workload(),
+            on_step=lambda trace: found.append(dict(trace.output.num_scheduled_tokens)),
+        )
+        return found
+
+    stock = steps(AsyncScheduler)
+    assert steps(sola_sched.Scheduler) == stock
+    plain = make_engine(AsyncScheduler, async_scheduling=is_async)
+    plain.run(make_workload())
+    assert plain.num_steps != len(stock), "putting prefills off makes a difference"
+
+
+@MODES
+@pytest.mark.parametrize("policy", ["attain", "paper", "alise"])
+def test_all_are_served_while_prefills_are_put_off(policy: str, is_async: bool) -> None:
+    sola = {"sola_sched": {"policy": policy, **SOLA["sola_sched"]}}
+    engine = make_engine(sola_sched.Scheduler, sola=sola, async_scheduling=is_async)
+    steps = throttled(engine)
+    requests = make_workload()
+    engine.run(requests)
+
+    assert sum(steps) > 100
+    assert_all_served(engine, requests)
+
+
+def test_expert_parallelism_changes_no_step() -> None:
+    def steps(expert_parallel: bool) -> list[dict[str, int]]:
+        def change(arguments: dict[str, Any]) -> None:
+            parallel = arguments["vllm_config"].parallel_config
+            parallel.enable_expert_parallel = expert_parallel
+            parallel.data_parallel_size = 2 if expert_parallel else 1
+
+        found: list[dict[str, int]] = []
+        engine = make_engine(changed(sola_sched.Scheduler, change))
+        assert str(engine.scheduler.sola_support) == "steered"
+        engine.run(
+            make_workload(),
+            on_step=lambda trace: found.append(dict(trace.output.num_scheduled_tokens)),
+        )
+        return found
+
+    assert steps(True) == steps(False)
+
+
+# Encoders -------------------------------------------------------------------------------------
+
+#: Embeddings that one step may compute, that the cache holds, and of an image.
+ENCODER_BUDGET, ENCODER_CACHE, IMAGE = 200, 300, 64
+
+
+@MODES
+def test_encoder_budgets_are_kept_and_nothing_is_left_in_the_cache(is_async: bool) -> None:
+    def with_encoder(built: Any) -> None:
+        built.max_num_encoder_input_tokens = ENCODER_BUDGET
+        built.encoder_cache_manager = EncoderCacheManager(cache_size=ENCODER_CACHE)
+
+    engine = make_engine(
+        changed(sola_sched.Scheduler, lambda arguments: None, with_encoder),
+        async_scheduling=is_async,
+    )
+    requests = make_workload(80)
+    for request in requests:
+        engine.add(request)
+        engine._requests[request.req_id].mm_features = list(images(request))
+    spent: list[int] = []
+
+    def note(trace: StepTrace) -> None:
+        encoded = trace.output.scheduled_encoder_inputs
+        spent.append(IMAGE * sum(map(len, encoded.values())))
+
+    engine.run(on_step=note)
+
+    assert max(spent) <= ENCODER_BUDGET
+    assert sum(spent) >= IMAGE * 60
+    assert engine.scheduler.encoder_cache_manager.num_freeable_slots == ENCODER_CACHE
+    assert_all_served(engine, requests)
+
+
+def images(request: VirtualRequest) -> Iterator[MultiModalFeatureSpec]:
+    """One for every 200 tokens of the prompt."""
+    for offset in range(0, request.num_prompt_tokens - IMAGE, 200):
+        name = f"{request.req_id}-{offset}"
+        place = PlaceholderRange(offset=offset, length=IMAGE)
+        yield MultiModalFeatureSpec(None, "image", name, place)
+
+
+# Hybrid models --------------------------------------------------------------------------------
+
+#: Larger than the chunks that plans would make.
+STATE_BLOCK = 128
+
+
+@MODES
+@pytest.mark.parametrize("policy", ["attain", "paper", "alise"])
+def test_chunks_of_hybrid_models_end_where_state_is_kept(policy: str, is_async: bool) -> None:
+    def change(arguments: dict[str, Any]) -> None:
+        cache = arguments["vllm_config"].cache_config
+        cache.mamba_cache_mode = "align"
+        layers = arguments["kv_cache_config"] = copy.copy(arguments["kv_cache_config"])
+        state = MambaSpec(
+            block_size=STATE_BLOCK,
+            shapes=((8, 8),),
+            dtypes=(torch.float32,),
+            mamba_cache_mode="align",
+        )
+        layers.kv_cache_groups = [*layers.kv_cache_groups, KVCacheGroupSpec(["state"], state)]
+
+    sola = {"sola_sched": {"policy": policy, **SOLA["sola_sched"]}}
+    engine = make_engine(
+        changed(sola_sched.Scheduler, change),
+        sola=sola,
+        block_size=STATE_BLOCK,
+        enable_prefix_caching=True,
+        async_scheduling=is_async,
+    )
+    requests = make_workload(60)
+    computed = dict.fromkeys((r.req_id for r in requests), 0)
+    length = {r.req_id: r.num_prompt_tokens for r in requests}
+    ends: list[int] = []
+
+    def note(trace: StepTrace) -> None:
+        for name, num_tokens in trace.output.num_scheduled_tokens.items():
+            computed[name] += num_tokens
+            if computed[name] < length[name]:
+                ends.append(computed[name])
+
+    engine.run(requests, on_step=note)
+
+    assert engine.scheduler.need_mamba_block_aligned_split
+    assert len(ends) > 50
+    assert all(end % STATE_BLOCK == 0 for end in ends)
+    assert_all_served(engine, requests)
+
+
+# Prefill and decode apart ---------------------------------------------------------------------
+
+
+def with_remote_kv(scheduler_cls: type[Any], **options: Any) -> VirtualEngine:
+    def change(arguments: dict[str, Any]) -> None:
+        arguments["vllm_config"].kv_transfer_config = KVTransferConfig(
+            kv_connector="RemoteKV", kv_connector_module_path="remote_kv", kv_role="kv_both"
+        )
+
+    return make_engine(changed(scheduler_cls, change), RemoteEngine, **options)
+
+
+@MODES
+@pytest.mark.parametrize("policy", ["attain", "paper", "alise"])
+def test_kv_that_another_engine_computed_is_awaited(policy: str, is_async: bool) -> None:
+    """Decode side: half of the prompts come from elsewhere; none of their tokens is computed."""
+    sola = {"sola_sched": {"policy": policy, **SOLA["sola_sched"]}}
+    engine = with_remote_kv(sola_sched.Scheduler, sola=sola, async_scheduling=is_async)
+    requests = make_workload()
+    for request in requests:
+        engine.add(request)
+    remote = {r.req_id for r in requests[::2]}
+    for name in remote:
+        engine._requests[name].kv_transfer_params = {"do_remote_prefill": True}
+    first: dict[str, int] = {}
+
+    def note(trace: StepTrace) -> None:
+        for name, num_tokens in trace.output.num_scheduled_tokens.items():
+            first.setdefault(name, num_tokens)
+
+    engine.run(on_step=note)
+
+    assert "RemoteKV" in str(engine.scheduler.sola_support)
+    assert {first[name] for name in remote} == {1}
+    assert_all_served(engine, requests)
+
+
+@MODES
+@pytest.mark.parametrize("policy", ["attain", "paper", "alise"])
+def test_blocks_are_held_until_another_engine_has_them(policy: str, is_async: bool) -> None:
+    """Prefill side: one token each, and the blocks stay for a while after the end."""
+    sola = {"sola_sched": {"policy": policy, **SOLA["sola_sched"]}}
+    engine = with_remote_kv(sola_sched.Scheduler, sola=sola, async_scheduling=is_async)
+    requests = [
+        VirtualRequest(r.req_id, r.arrival_s, prompt_len=r.num_prompt_tokens, output_len=1)
+        for r in make_workload()
+    ]
+    for request in requests:
+        engine.add(request)
+        engine._requests[request.req_id].kv_transfer_params = {"do_remote_decode": True}
+    held: list[int] = []
+    engine.run(on_step=lambda trace: held.append(len(engine.scheduler.connector.sending)))
+
+    assert max(held) > 0
+    assert_all_served(engine, requests)

@@ -1,0 +1,167 @@
+"""Option errors at start: found before the model loads, told in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sola_sched.cost.model import Coefficients, CostModel
+from sola_sched.errors import ConfigError, PredictorFileError, ProfileError
+from sola_sched.length_predictor.lexical_predictor import LexicalPredictor
+from sola_sched.length_predictor.storage import save_predictor
+from sola_sched.vllm_adapter.plugin_options import print_option_errors_plainly, read_options
+
+ROOT = Path(__file__).parents[2]
+
+
+def write_profile(path: Path, scale: float = 1.0) -> Path:
+    values = (0.0, 0.0, 1e-4, 0.01, 2e-4, 0.0, 0.01, 0.01)
+    coefficients = Coefficients(*(scale * value for value in values))
+    CostModel.from_coefficients(coefficients).save(path, meta={})
+    return path
+
+
+def write_predictor(path: Path) -> Path:
+    save_predictor(path, LexicalPredictor(), {})
+    return path
+
+
+def test_good_files_are_read(tmp_path: Path) -> None:
+    profile = write_profile(tmp_path / "profile.json")
+    predictor = write_predictor(tmp_path / "predictor.sola")
+    options = {"profile": str(profile), "predictor": "lexical", "predictor_path": str(predictor)}
+
+    assert read_options({"sola_sched": options}).profile == str(profile)
+
+
+def test_a_file_that_is_to_be_written_need_not_be_there(tmp_path: Path) -> None:
+    path = tmp_path / "not" / "yet.sola"
+    options = {"predictor": "lexical", "predictor_path": str(path), "predictor_save_s": 60}
+
+    read_options({"sola_sched": options})
+
+    assert not path.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        (None, "No such file"),
+        ("folder", "Is a directory"),
+        (b"{", "must be a JSON file"),
+        (b"[]", "'format' must be"),
+        ("impossible", "one decode must take 1e-06 to 30 s"),
+    ],
+)
+def test_a_bad_profile_is_found_with_the_options(tmp_path: Path, content: Any, rule: str) -> None:
+    path = tmp_path / "profile.json"
+    if content == "folder":
+        path.mkdir()
+    elif content == "impossible":
+        write_profile(path, scale=1e5)
+    elif content is not None:
+        path.write_bytes(content)
+
+    with pytest.raises(ProfileError, match=rule) as caught:
+        read_options({"sola_sched": {"profile": str(path)}})
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "save_s", "rule"),
+    [
+        (None, "lexical", 0, "No such file"),
+        ("folder", "lexical", 0, "Is a directory"),
+        ("folder", "lexical", 60, "Is a directory"),
+        (b"nonsense", "lexical", 0, "must be a file of"),
+        ("cut", "lexical", 0, "is damaged"),
+        ("lexical", "retrieval", 0, "must hold a retrieval predictor"),
+        ("inside a file", "lexical", 60, "no file can be made in"),
+    ],
+)
+def test_a_bad_predictor_file_is_found_with_the_options(
+    tmp_path: Path, content: Any, kind: str, save_s: float, rule: str
+) -> None:
+    path = tmp_path / "predictor.sola"
+    if content == "folder":
+        path.mkdir()
+    elif content == "inside a file":
+        path.write_bytes(b"")
+        path = path / "predictor.sola"
+    elif content in ("lexical", "cut"):
+        write_predictor(path)
+        if content == "cut":
+            path.write_bytes(path.read_bytes()[:-10])
+    elif content is not None:
+        path.write_bytes(content)
+    options = {"predictor": kind, "predictor_path": str(path), "predictor_save_s": save_s}
+
+    with pytest.raises(PredictorFileError, match=rule) as caught:
+        read_options({"sola_sched": options})
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ConfigError("an option"), "sola_sched: error: an option\n"),
+        (ProfileError("a profile"), "sola_sched: error: a profile\n"),
+        (PredictorFileError("a file"), "sola_sched: error: a file\n"),
+        (ValueError("another"), "original: another\n"),
+    ],
+    ids=str,
+)
+def test_an_option_error_that_ends_the_process_is_its_message_alone(
+    error: Exception,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def original(kind: Any, error: BaseException, traceback: Any) -> None:
+        print(f"original: {error}", file=sys.stderr)
+
+    monkeypatch.setattr(sys, "excepthook", original)
+
+    print_option_errors_plainly()
+    once = sys.excepthook
+    print_option_errors_plainly()
+    assert sys.excepthook is once
+    sys.excepthook(type(error), error, None)
+
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("additional", "words"),
+    [
+        ({"sola-sched": {"ttft_s": 0.5}}, "must be under 'sola_sched' (got 'sola-sched'"),
+        ({"sola_sched": {"profile": "/no/such/profile.json"}}, "'/no/such/profile.json' must be"),
+    ],
+    ids=["misplaced", "missing profile"],
+)
+def test_the_server_ends_with_one_line_before_it_looks_at_the_model(
+    tmp_path: Path, additional: dict[str, Any], words: str
+) -> None:
+    pytest.importorskip("vllm")
+    command = [
+        *(sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(tmp_path), "--port", "0", "--scheduler-cls", "sola_sched.Scheduler"),
+        *("--additional-config", json.dumps(additional)),
+    ]
+
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=os.environ
+    )
+
+    assert done.returncode == 1
+    [line] = [line for line in done.stderr.splitlines() if "sola_sched: error:" in line]
+    assert words in line
+    assert "Traceback" not in done.stderr + done.stdout
+    assert done.stderr.splitlines()[-1] == line

@@ -1,0 +1,218 @@
+"""A scheduler counts its steps and sends reports with vLLM's statistics; failures stay with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from prometheus_client import REGISTRY
+from virtual_model import TINY_MODEL
+from vllm.v1.metrics.stats import SchedulerStats
+
+import sola_sched
+from sola_sched.reports import carrier as telemetry_carrier
+from sola_sched.reports.telemetry import TelemetryReport
+from sola_sched.simulator import StepTimeModel, StepTrace, VirtualEngine, VirtualRequest
+from sola_sched.vllm_adapter.stat_logger import SolaStatLogger
+from sola_sched.vllm_adapter.telemetry_sender import TelemetrySender
+
+pytestmark = pytest.mark.vllm
+
+STEP_TIME = StepTimeModel(base_s=0.01, per_decode_s=2e-4, per_prefill_token_s=1e-4)
+
+
+class ListeningScheduler(sola_sched.Scheduler):
+    """Its reports are kept; the virtual engine itself has no statistics."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._telemetry = TelemetrySender(log_stats=True)
+        self.received: list[TelemetryReport] = []
+
+    def update_from_output(self, *args: Any) -> Any:
+        outputs = super().update_from_output(*args)
+        for group in outputs.values():
+            reports = telemetry_carrier.take(group.scheduler_stats)
+            self.received += map(TelemetryReport.from_text, reports)
+        return outputs
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats:
+        return SchedulerStats()
+
+
+def make_engine(**sola: Any) -> VirtualEngine:
+    return VirtualEngine(
+        ListeningScheduler,
+        model=TINY_MODEL,
+        num_blocks=2000,
+        max_model_len=2048,
+        max_num_seqs=8,
+        max_num_batched_tokens=1024,
+        step_time=STEP_TIME,
+        additional_config={"sola_sched": sola},
+    )
+
+
+def workload(count: int, **options: Any) -> list[VirtualRequest]:
+    return [
+        VirtualRequest(f"r{i}", arrival_s=0.05 * i, prompt_len=200, output_len=20, **options)
+        for i in range(count)
+    ]
+
+
+def test_reports_add_up_to_all_steps_and_all_ends() -> None:
+    engine = make_engine(ttft_s=0.3, tpot_s=0.05, overload="reject")
+    steps: list[StepTrace] = []
+    engine.run(workload(60), on_step=steps.append)
+    reports = engine.scheduler.received
+
+    ends: Counter[str] = Counter()
+    for report in reports:
+        for counts in report.requests.values():
+            names = ("attained", "missed", "rejected", "aborted")
+            ends.update(dict(zip(names, counts, strict=True)))
+    by_class = engine.scheduler.sola_stats()["by_class"]
+    assert dict(ends) == by_class["default"]
+    assert ends.total() == 60
+    num_steps = sum(r.num_planned + sum(r.num_unplanned.values()) for r in reports)
+    assert num_steps == sum(bool(trace.output.num_scheduled_tokens) for trace in steps)
+    assert sum(len(r.plan_us) for r in reports) == sum(r.num_planned for r in reports) > 0
+    reasons = {reason for r in reports for reason in r.num_unplanned}
+    assert "learning" in reasons
+    assert (reports[-1].num_held, reports[-1].num_lost) == (0, 0)
+    assert reports[-1].step_model_error is not None
+
+
+def test_held_and_lost_requests_show_while_they_are_there() -> None:
+    engine = make_engine(ttft_s=0.05, tpot_s=0.012, best_effort_share=0.02)
+    engine.run(workload(80))
+    reports = engine.scheduler.received
+
+    assert max(r.num_held for r in reports) > 0
+    assert max(r.num_lost for r in reports) > 0
+
+
+def test_without_targets_every_step_is_vllms_own_and_says_why() -> None:
+    engine = make_engine(ttft_s=None, tpot_s=None)
+    engine.run(workload(10))
+    reports = engine.scheduler.received
+
+    assert sum(r.num_planned for r in reports) == 0
+    assert {reason for r in reports for reason in r.num_unplanned} <= {"learning", "no_targets"}
+
+
+def test_a_failure_of_the_metrics_is_logged_once_and_harms_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("metrics are broken")
+
+    monkeypatch.setattr("sola_sched.reports.telemetry.num_lost", fail)
+    monkeypatch.setattr("sola_sched.reports.telemetry.Telemetry.planned", fail)
+    engine = make_engine(ttft_s=0.3, tpot_s=0.05)
+    log = []
+    monkeypatch.setattr("sola_sched.vllm_adapter.telemetry_sender.logger.exception", log.append)
+    records = engine.run(workload(20))
+
+    assert all(record.is_finished for record in records)
+    assert engine.scheduler.received == []
+    assert len(log) == 1
+
+
+@pytest.mark.parametrize(
+    ("plugins", "log_stats", "is_heard"),
+    [
+        (None, True, True),
+        (["sola_sched", "other"], True, True),
+        (["other"], True, False),
+        (None, False, False),
+    ],
+)
+def test_reports_are_made_only_where_a_front_end_takes_them(
+    monkeypatch: pytest.MonkeyPatch, plugins: list[str] | None, log_stats: bool, is_heard: bool
+) -> None:
+    monkeypatch.setattr(
+        "sola_sched.vllm_adapter.telemetry_sender.envs", SimpleNamespace(VLLM_PLUGINS=plugins)
+    )
+
+    assert TelemetrySender(log_stats=log_stats)._counts.is_heard == is_heard
+
+
+# Front end ------------------------------------------------------------------------------------
+
+
+def make_logger(name: str, **sola: Any) -> SolaStatLogger:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(served_model_name=name),
+        additional_config={"sola_sched": sola},
+    )
+    return SolaStatLogger(config, [0, 1])
+
+
+def send(logger: SolaStatLogger, engine: int, text: str) -> SchedulerStats:
+    stats = SchedulerStats()
+    telemetry_carrier.put(stats.waiting_lora_adapters, text)
+    logger.record(stats, None, mm_cache_stats=None, engine_idx=engine)
+    return stats
+
+
+def value(name: str, model_name: str, engine: int, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(
+        name, {"model_name": model_name, "engine": str(engine), **labels}
+    )
+
+
+def test_reports_of_several_engines_become_metrics_of_their_own() -> None:
+    logger = make_logger("several", classes={"chat": {"ttft_s": 0.5}})
+    report = TelemetryReport(
+        requests={"chat": [3, 1, 0, 2]},
+        num_planned=2,
+        num_unplanned={"learning": 4},
+        plan_us=[40, 150],
+        swapped_bytes=[100, 10],
+        num_held=5,
+        num_lost=6,
+        step_model_error=0.07,
+    )
+    stats = [send(logger, engine, report.to_text()) for engine in (0, 1, 1)]
+
+    assert all(s.waiting_lora_adapters == {} for s in stats)
+
+    def requests(engine: int, outcome: str) -> float | None:
+        labels = {"slo_class": "chat", "outcome": outcome}
+        return value("sola_requests_total", "several", engine, **labels)
+
+    assert [requests(0, o) for o in ("attained", "missed", "rejected", "aborted")] == [3, 1, 0, 2]
+    assert requests(1, "attained") == 6
+    assert value("sola_steps_planned_total", "several", 1) == 4
+    assert value("sola_steps_unplanned_total", "several", 1, reason="learning") == 8
+    assert value("sola_planner_seconds_bucket", "several", 0, le="5e-05") == 1
+    assert value("sola_planner_seconds_sum", "several", 0) == pytest.approx(190e-6)
+    assert value("sola_swapped_bytes_total", "several", 1, direction="out") == 200
+    assert value("sola_requests_held", "several", 1) == 5
+    assert value("sola_requests_lost", "several", 1) == 6
+    assert value("sola_step_model_error", "several", 0) == 0.07
+    assert value("sola_prediction_error", "several", 0) is None
+
+
+def test_each_class_is_there_before_its_first_request() -> None:
+    make_logger("early", classes={"chat": {"ttft_s": 0.5}})
+
+    for slo_class in ("default", "chat"):
+        labels = {"slo_class": slo_class, "outcome": "attained"}
+        assert value("sola_requests_total", "early", 1, **labels) == 0
+
+
+def test_a_report_that_cannot_be_read_ends_the_metrics_and_nothing_else() -> None:
+    logger = make_logger("broken")
+
+    stats = [send(logger, 0, text) for text in ("no report", TelemetryReport().to_text())]
+
+    assert all(s.waiting_lora_adapters == {} for s in stats)
+    logger.record(None, None)
+    assert value("sola_steps_planned_total", "broken", 0) == 0

@@ -1,0 +1,50 @@
+"""The version range and its errors; no vLLM is needed here."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sola_sched.errors import IncompatibleVllmError
+from sola_sched.vllm_adapter.versions import Seams, check_version
+
+
+@pytest.mark.parametrize("version", ["0.28.0", "0.31.2", "0.32.0+cpu", "0.33.0rc1"])
+def test_supported_versions(version: str) -> None:
+    assert check_version(version)[0] == 0
+
+
+@pytest.mark.parametrize("version", ["0.27.1", "0.34.0", "1.0.0", "dev"])
+def test_other_versions_are_refused_with_the_range_and_a_way_out(version: str) -> None:
+    with pytest.raises(IncompatibleVllmError, match=r"0\.28 to 0\.33 \(found vLLM .*pip install"):
+        check_version(version)
+
+
+def test_a_scheduler_without_the_seams_is_refused_by_their_names() -> None:
+    with pytest.raises(IncompatibleVllmError, match=r"Scheduler\.running, Scheduler\.waiting"):
+        Seams(SimpleNamespace())
+
+
+@pytest.mark.parametrize("queue", ["kv_holding_waiting", "skipped_waiting"])
+@pytest.mark.parametrize(("num_computed", "allowed"), [(0, [1, None, 2, 2]), (64, [1, None])])
+def test_adapters_of_those_that_hold_kv_count(
+    queue: str, num_computed: int, allowed: list[int | None]
+) -> None:
+    """A held request and one whose KV is being loaded keep their adapters' slots."""
+
+    def request(adapter: int | None, num_computed_tokens: int = 0) -> SimpleNamespace:
+        lora = None if adapter is None else SimpleNamespace(lora_int_id=adapter)
+        return SimpleNamespace(lora_request=lora, num_computed_tokens=num_computed_tokens)
+
+    seams = object.__new__(Seams)
+    seams._has_skipped = queue == "skipped_waiting"
+    seams._scheduler = SimpleNamespace(
+        lora_config=SimpleNamespace(max_loras=2),
+        running=[request(1)],
+        **{queue: [request(3, num_computed)]},
+    )
+
+    found = seams.within_max_loras(map(request, (1, None, 2, 4, 2)))
+
+    assert [r.lora_request and r.lora_request.lora_int_id for r in found] == allowed
