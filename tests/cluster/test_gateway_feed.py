@@ -15,7 +15,7 @@ from fake_replica import FakeReplica
 from gateway_clients import gateway_before, until
 
 from sola_sched.cluster.routers import JoinShortestQueue, LeastPredictedTtft
-from sola_sched.engine_load import to_json
+from sola_sched.reports.load import to_json
 
 STEPS = [0.0, 0.0, 1e-4, 0.01, 1e-4, 1e-8, 0.01, 0.01]
 

@@ -14,9 +14,9 @@ from gateway_clients import gateway_before
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sola_sched.cluster.serving.slo_headers import with_slo_headers
+from sola_sched.config.slo import SloTarget, request_target
 from sola_sched.errors import SloError
-from sola_sched.slo import SloTarget, request_target
+from sola_sched.serving.slo_headers import with_slo_headers
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from aiohttp.test_utils import TestServer
 from fake_replica import FakeReplica
 
 from sola_sched.cluster.routers import RoundRobin
-from sola_sched.cluster.serving.delivery import GatewayOptions
-from sola_sched.cluster.serving.gateway import Gateway
 from sola_sched.cluster.view import Router
+from sola_sched.serving.delivery import GatewayOptions
+from sola_sched.serving.gateway import Gateway
 
 #: Waits of tests: long against what an event loop needs, short against a test's patience.
 QUICK = GatewayOptions(stall_s=0.4, patience_s=0.6, avoid_s=0.05, connect_s=1.0)

@@ -18,13 +18,13 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from sola_sched.cluster.serving import events
-from sola_sched.cluster.serving.call import Call, Lengths
-from sola_sched.cluster.serving.replicas import Attempt, Replica, Replicas
-from sola_sched.cluster.serving.resume import DivergedError, Ending, Rewrite, resume
-from sola_sched.cluster.serving.slo_headers import XARGS
-from sola_sched.cluster.serving.transcript import Transcript
-from sola_sched.slo import RESUMED_KEY, WAITED_KEY
+from sola_sched.config.slo import RESUMED_KEY, WAITED_KEY
+from sola_sched.serving import events
+from sola_sched.serving.call import Call, Lengths
+from sola_sched.serving.replicas import Attempt, Replica, Replicas
+from sola_sched.serving.resume import DivergedError, Ending, Rewrite, resume
+from sola_sched.serving.slo_headers import XARGS
+from sola_sched.serving.transcript import Transcript
 
 logger = logging.getLogger(__name__)
 

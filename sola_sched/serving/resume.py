@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sola_sched.cluster.serving import events
-from sola_sched.cluster.serving.transcript import TEXT_FIELDS, ChoiceSent, Transcript
+from sola_sched.serving import events
+from sola_sched.serving.transcript import TEXT_FIELDS, ChoiceSent, Transcript
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -15,8 +15,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from sola_sched.config.slo import CLASS_KEY, TPOT_KEY, TTFT_KEY
 from sola_sched.errors import SloError
-from sola_sched.slo import CLASS_KEY, TPOT_KEY, TTFT_KEY
 
 XARGS = "vllm_xargs"
 _MILLISECONDS = {

@@ -16,10 +16,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sola_sched.cost_file import Coefficients
-from sola_sched.cost_model import CostModel
+from sola_sched.core.state import (
+    DECODE,
+    PARKED,
+    PREFILL,
+    WAITING,
+    IntArray,
+    RequestTable,
+    StepState,
+)
+from sola_sched.cost.file import Coefficients
+from sola_sched.cost.model import CostModel
 from sola_sched.errors import ReportError
-from sola_sched.state import DECODE, PARKED, PREFILL, WAITING, IntArray, RequestTable, StepState
 
 FloatArray = NDArray[np.float64]
 
@@ -132,6 +140,6 @@ def from_json(text: str | bytes) -> dict[str, Any]:
             load["model"] = CostModel.from_coefficients(Coefficients(*steps))
     except (ValueError, KeyError, TypeError) as error:
         raise ReportError(
-            f"a load must be what `engine_load.to_json` writes (got {text[:80]!r}: {error!r})."
+            f"a load must be what `load.to_json` writes (got {text[:80]!r}: {error!r})."
         ) from None
     return load

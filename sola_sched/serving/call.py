@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from sola_sched.cluster.serving.resume import STREAM_PATHS, asks_for_ids
-from sola_sched.cluster.serving.slo_headers import SLO_HEADERS, XARGS, with_slo_headers
 from sola_sched.cluster.view import RoutedRequest
+from sola_sched.config.slo import REQUEST_KEYS, SloTarget, request_target
 from sola_sched.errors import SloError
 from sola_sched.length_predictor.histogram import LengthHistogram
-from sola_sched.prediction import LengthPrediction
-from sola_sched.slo import REQUEST_KEYS, SloTarget, request_target
+from sola_sched.prediction.length import LengthPrediction
+from sola_sched.serving.resume import STREAM_PATHS, asks_for_ids
+from sola_sched.serving.slo_headers import SLO_HEADERS, XARGS, with_slo_headers
 
 #: Characters of a token, until something better is known.
 _CHARS_PER_TOKEN = 4.0

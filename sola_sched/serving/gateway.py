@@ -16,12 +16,12 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from sola_sched.cluster.serving.call import Call, Lengths
-from sola_sched.cluster.serving.delivery import Delivery, GatewayOptions, openai_error
-from sola_sched.cluster.serving.feed import follow
-from sola_sched.cluster.serving.replicas import Replica, Replicas
 from sola_sched.cluster.view import Router
 from sola_sched.errors import SloError
+from sola_sched.serving.call import Call, Lengths
+from sola_sched.serving.delivery import Delivery, GatewayOptions, openai_error
+from sola_sched.serving.feed import follow
+from sola_sched.serving.replicas import Replica, Replicas
 
 #: What is counted, and shown as `sola_gateway_NAME_total`.
 COUNTS = {

@@ -13,10 +13,10 @@ from http import HTTPStatus
 
 import aiohttp
 
-from sola_sched.cluster.serving.replicas import ANY_STEPS, Replica, Replicas
 from sola_sched.cluster.view import InstanceView
-from sola_sched.engine_load import from_json
 from sola_sched.errors import ReportError
+from sola_sched.reports.load import from_json
+from sola_sched.serving.replicas import ANY_STEPS, Replica, Replicas
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from sola_sched.cluster.reports import Reports
 from sola_sched.cluster.view import InstanceView, Refusal, RoutedRequest, Router
-from sola_sched.cost_file import Coefficients
-from sola_sched.cost_model import CostModel
+from sola_sched.cost.file import Coefficients
+from sola_sched.cost.model import CostModel
 from sola_sched.errors import ReportError
 
 logger = logging.getLogger(__name__)
