@@ -19,6 +19,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from sola_sched.cluster.routers import ROUTERS, JoinShortestQueue, RoundRobin, SingleInstance
 from sola_sched.cluster.view import InstanceView, Refusal, RoutedRequest, Views
+from sola_sched.config.slo import SloTarget
 from sola_sched.simulator import VirtualEngine, VirtualRequest
 from sola_sched.simulator.cluster.cluster import VirtualCluster
 from sola_sched.simulator.cluster.engine import ClusterRequest
@@ -35,7 +36,6 @@ from sola_sched.simulator.cluster.lengths import true_lengths
 from sola_sched.simulator.cluster.real import RealInstance, Slowed
 from sola_sched.simulator.cluster.records import ClusterRun
 from sola_sched.simulator.cluster.step_model import BatchTime
-from sola_sched.slo import SloTarget
 
 pytestmark = pytest.mark.vllm
 
@@ -109,7 +109,7 @@ def test_one_instance_without_delay_is_the_single_engine(
 
 
 def test_one_instance_is_the_single_engine_with_our_scheduler_too() -> None:
-    from sola_sched.scheduler import Scheduler
+    from sola_sched.vllm_adapter.scheduler import Scheduler
 
     options = {"scheduler_cls": Scheduler, "num_blocks": 200, "additional_config": {
         "sola_sched": {"ttft_s": SLO.ttft_s, "tpot_s": SLO.tpot_s}}}  # fmt: skip

@@ -13,7 +13,7 @@ import numpy as np
 
 from sola_sched.cluster.reports import Reports
 from sola_sched.cluster.view import InstanceView, Refusal, RoutedRequest, Router
-from sola_sched.prediction import LengthPrediction
+from sola_sched.prediction.length import LengthPrediction
 from sola_sched.simulator.cluster.engine import (
     ClusterEngine,
     ClusterRequest,

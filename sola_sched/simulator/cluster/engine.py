@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from sola_sched.cluster.view import InstanceView
-from sola_sched.prediction import LengthPrediction
+from sola_sched.config.slo import SloTarget
+from sola_sched.prediction.length import LengthPrediction
 from sola_sched.simulator.request import VirtualRequest
-from sola_sched.slo import SloTarget
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from sola_sched.prediction import LengthPrediction
+from sola_sched.prediction.length import LengthPrediction
 from sola_sched.simulator.cluster.engine import ClusterRequest
 
 #: A request to a prediction that was made before, e.g. the truth; None leaves it to the gateway.

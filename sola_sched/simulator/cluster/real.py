@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from sola_sched.cluster.view import InstanceView
-from sola_sched.prediction import LengthPrediction
+from sola_sched.config.slo import SloTarget
+from sola_sched.prediction.length import LengthPrediction
 from sola_sched.simulator.cluster.engine import Ended, Progress
 from sola_sched.simulator.cluster.rows import Row, running_columns, waiting_columns
 from sola_sched.simulator.cluster.step_model import BatchTime
 from sola_sched.simulator.engine import VirtualEngine
 from sola_sched.simulator.request import RequestRecord, VirtualRequest
-from sola_sched.slo import SloTarget
 
 
 class Slowed:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sola_sched import metrics
-from sola_sched.slo import SloTarget
+from sola_sched.config.slo import SloTarget
+from sola_sched.core import metrics
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sola_sched.cluster.view import StepModel
-from sola_sched.prediction import NUM_LEVELS, FloatArray, remaining_mean
-from sola_sched.slo import SloTarget
+from sola_sched.config.slo import SloTarget
+from sola_sched.prediction.length import NUM_LEVELS, FloatArray, remaining_mean
 
 
 class Row(NamedTuple):

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from sola_sched.cost_fit import StepShape
-from sola_sched.simulator.step_time import MeasuredStepTime, StepTimeModel
+from sola_sched.cost.fit import StepShape
+from sola_sched.simulator.steps.time import MeasuredStepTime, StepTimeModel
 
 _CTX = 4096.0
 
