@@ -42,7 +42,8 @@ BY_NAME = {
 }
 #: The same in one module, where a name means something else.
 BY_NAME_IN: dict[str, dict[str, str | None]] = {
-    "sola_sched.vllm_adapter.scheduler": {"group": "vllm.v1.engine.EngineCoreOutputs"},
+    "sola_sched.vllm_adapter.booking": {"group": "vllm.v1.engine.EngineCoreOutputs"},
+    "sola_sched.vllm_adapter.steering": {"group": "vllm.v1.engine.EngineCoreOutputs"},
     "sola_sched.simulator.baselines.rules": {"group": "vllm.v1.engine.EngineCoreOutputs"},
     "sola_sched.simulator.engine": {
         "batch": "vllm.v1.engine.EngineCoreOutputs",
@@ -422,7 +423,8 @@ class _Scope:
             return
         family = self.reader.family(owner)
         ours = [cls for cls in family if cls.module.name.startswith("sola_sched")]
-        is_bare = any(name in cls.bare for cls in ours) and not name.startswith("sola_")
+        # Annotated without a value it is vLLM's; a private name is of a mix-in beside.
+        is_bare = any(name in cls.bare for cls in ours) and not name.startswith(("_", "sola_"))
         if host.has(name) or is_bare or not any(cls.defines(name) for cls in ours):
             self._record(host, name, node)
 

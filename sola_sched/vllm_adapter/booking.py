@@ -1,0 +1,252 @@
+"""Keeping the state: what vLLM does with its requests, told to the `StateMonitor`.
+
+A mix-in around vLLM's own methods. Whatever fails here stops at the scheduler's boundary.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from vllm.logger import init_logger
+from vllm.v1.request import Request, RequestStatus
+
+from sola_sched.config.slo import CLASS_KEY, DEFAULT_CLASS, SloTarget, request_target
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.core.arrivals import ArrivalClock
+from sola_sched.core.monitor import StateMonitor
+from sola_sched.core.running_rows import RunningRows
+from sola_sched.core.state import DECODE, PREFILL, IntArray
+from sola_sched.errors import SloError
+from sola_sched.length_predictor.client import PredictionClient
+from sola_sched.reports.log import IntervalLog
+from sola_sched.vllm_adapter.guard import Guard
+from sola_sched.vllm_adapter.versions import Seams
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    _Host: type[Any] = AsyncScheduler
+else:
+    _Host = object
+
+logger = init_logger("vllm.sola_sched")
+
+_NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
+_id_of = operator.attrgetter("request_id")
+_tokens_of = operator.attrgetter("new_token_ids")
+#: How requests end with a complete answer, and how by an error of the engine.
+_BY_ITSELF = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_REPETITION,
+)
+_FAILED = (RequestStatus.FINISHED_ERROR, RequestStatus.FINISHED_IGNORED)
+
+
+class BookingMixin(_Host):
+    """Books arrivals, steps and ends."""
+
+    running: list[Request]
+    sola_clock: Callable[[], float]
+    sola_wall_clock: Callable[[], float]
+    sola_config: SolaConfig
+    sola_guard: Guard
+    sola_monitor: StateMonitor
+    sola_predictions: PredictionClient | None
+    _seams: Seams
+    _counts: dict[str, int]
+    _interval_log: IntervalLog
+    _honours_priority: bool
+    _is_rejecting: bool
+    _num_hidden: int
+    _tokens_per_decode: int
+
+    def _start_booking(self) -> None:
+        """Call once, when the monitor is there."""
+        self._forget_rows()
+        self._planned_rows = _NO_ROWS  # of those that ran when the step was planned
+        self._is_updating = False
+        self._arrivals = ArrivalClock()
+        self._arrived_s: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
+
+    def _forget_rows(self) -> None:
+        """Start over with the rows of the monitor's present table."""
+        self._rows: RunningRows[Request] = RunningRows(self.sola_monitor.table.row_of)
+        self._ended: list[tuple[str, RequestStatus]] = []
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id not in self.requests:
+            self._book("booking an arrival", self._arrived, request)
+        super().add_request(request)
+
+    def _book(self, doing: str, action: Callable[..., None], *args: Any) -> None:
+        """Let the state follow an event of the engine; a state that is lost follows nothing."""
+        if self.sola_guard.is_lost:
+            return
+        try:
+            action(*args)
+        except Exception as error:
+            self.sola_guard.failed(doing, error)
+
+    def _arrival_s(self, request: Request) -> float:
+        """Its arrival on our clock, as it was found at its receipt."""
+        arrival_s = self._arrived_s.get(request)
+        if arrival_s is None:
+            now_s = self.sola_clock()
+            arrival_s = self._arrived_s[request] = now_s - self._wait_s(request, now_s)
+        return arrival_s
+
+    def _wait_s(self, request: Request, now_s: float) -> float:
+        """How long it has waited until now; its stamp is of another process' wall clock."""
+        clock = self._arrivals
+        if not self.requests:
+            clock.look(now_s)
+        wall_s, num_before = self.sola_wall_clock(), clock.num_implausible
+        wait_s = clock.wait_s(
+            request.arrival_time, now_s=now_s, wall_s=wall_s, front_end=request.client_index
+        )
+        if num_before == 0 < clock.num_implausible:
+            logger.warning(
+                "%s: its arrival time must be at most about a second before its receipt (it is "
+                "%.3f s by this engine's wall clock): such requests count from their receipt, "
+                "later ones by the same difference. Synchronize the clocks of the machines.",
+                request.request_id,
+                wall_s - request.arrival_time,
+            )
+        return wait_s
+
+    def _arrived(self, request: Request) -> None:
+        slo_class, slo = self._slo_of(request)
+        arrival_s = self._arrival_s(request)
+        self._interval_log.begin(arrival_s)
+        row = self.sola_monitor.add(
+            request.request_id,
+            num_prompt_tokens=request.num_prompt_tokens,
+            max_tokens=max(1, request.max_tokens),
+            slo=slo,
+            slo_class=slo_class,
+            arrival_s=arrival_s,
+            priority=request.priority if self._honours_priority else 0,
+        )
+        if self._seams.caches_prefixes:
+            self.sola_monitor.expect_cached(row, self._seams.num_cached_tokens(request))
+        if self.sola_predictions is not None:
+            self.sola_predictions.submit(request.request_id, request.prompt_token_ids)
+
+    def _slo_of(self, request: Request) -> tuple[str, SloTarget]:
+        """Name of its SLO class, and its targets."""
+        params = request.sampling_params
+        extra_args = params.extra_args if params is not None else None
+        try:
+            target = request_target(extra_args, self._default_slo, self.sola_config.classes)
+        except SloError as error:  # the front end refuses these unless the plug-in is off
+            self._counts["num_invalid_slo"] += 1
+            if self._counts["num_invalid_slo"] == 1:
+                logger.warning("%s: using the default SLO instead. %s", request.request_id, error)
+            return DEFAULT_CLASS, self._default_slo
+        return (extra_args or {}).get(CLASS_KEY) or DEFAULT_CLASS, target
+
+    def _enqueue_waiting_request(self, request: Request) -> None:
+        self._book("booking a request that goes back to wait", self._paused, request)
+        super()._enqueue_waiting_request(request)
+
+    def _paused(self, request: Request) -> None:
+        row = self.sola_monitor.table.row_of.get(request.request_id)
+        if row is not None and self.sola_monitor.table.phase[row] == DECODE:
+            # A streaming session goes back for its next input.
+            self.sola_monitor.requeued(row, num_tokens=request.num_tokens, at_front=False)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)
+        self._book("booking a preemption", self._displaced, request)
+
+    def _displaced(self, request: Request) -> None:
+        row = self.sola_monitor.table.row_of[request.request_id]
+        self.sola_monitor.requeued(row, num_tokens=request.num_tokens, at_front=True)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._book("booking the end of a request", self._has_ended, request)
+        return super()._free_request(request, *args, **kwargs)
+
+    def _has_ended(self, request: Request) -> None:
+        by_itself = request.status in _BY_ITSELF
+        if self._is_updating:  # its last tokens are booked after the update
+            self._ended.append((request.request_id, request.status))
+        else:
+            self._book_end(request.request_id, request.status)
+        if self.sola_predictions is not None:
+            self.sola_predictions.ended(
+                request.request_id,
+                request.num_output_tokens if by_itself else 0,
+                is_cut=request.status == RequestStatus.FINISHED_LENGTH_CAPPED,
+            )
+
+    def _book_end(self, req_id: str, status: RequestStatus) -> None:
+        self.sola_monitor.finished(
+            req_id,
+            by_itself=status in _BY_ITSELF,
+            rejected=self._is_rejecting,
+            failed=status in _FAILED,
+        )
+
+    def _record(self, output: Any) -> None:
+        """Book the step that was just scheduled."""
+        self._arrivals.look(self.sola_clock())
+        monitor = self.sola_monitor
+        table = monitor.table
+        row_of = table.row_of
+        scheduled = output.num_scheduled_tokens
+        num_shown = len(self.running) - self._num_hidden
+        if len(scheduled) == num_shown:  # as nearly always: in the order of `running`
+            rows = self._rows.of(self.running)
+            rows = rows[:num_shown] if self._num_hidden else rows
+        else:
+            rows = np.fromiter(map(row_of.__getitem__, scheduled), np.int64, len(scheduled))
+        if rows is self._planned_rows and table.num_in_phase[DECODE] == len(rows):
+            monitor.scheduled(rows, _NO_ROWS, _NO_ROWS)
+            return
+        others = table.phase[rows] != DECODE
+        (places,) = others.nonzero()
+        if not len(places):
+            monitor.scheduled(rows, _NO_ROWS, _NO_ROWS)
+            return
+        prefills = rows[places]
+        tokens = []
+        for row in prefills.tolist():
+            name = table.req_id[row]
+            tokens.append(scheduled[name])
+            if table.phase[row] != PREFILL:
+                request = self.requests[name]
+                monitor.admitted(
+                    row,
+                    num_computed=request.num_computed_tokens - scheduled[name],
+                    prefill_target=request.num_tokens,
+                )
+        monitor.scheduled(rows[~others], prefills, np.array(tokens, dtype=np.int64))
+
+    def _learn(self, outputs: Any) -> None:
+        """Book the tokens and the ends of the oldest step in flight."""
+        monitor = self.sola_monitor
+        if (
+            sum(len(group.outputs) for group in outputs.values()) == monitor.num_expected
+            and self._tokens_per_decode == 1
+            and all(status in _BY_ITSELF for _, status in self._ended)
+        ):
+            monitor.completed()
+        else:
+            answers = [out for group in outputs.values() for out in group.outputs]
+            answers = [out for out in answers if out.new_token_ids]
+            rows = map(monitor.table.row_of.__getitem__, map(_id_of, answers))
+            tokens = map(len, map(_tokens_of, answers))
+            monitor.completed(
+                np.fromiter(rows, np.int64, len(answers)),
+                np.fromiter(tokens, np.int64, len(answers)),
+            )
+        for name, status in self._ended:
+            self._book_end(name, status)
+        self._ended.clear()
+        self.sola_monitor.set_busy(bool(self.requests))

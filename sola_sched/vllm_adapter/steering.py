@@ -1,0 +1,193 @@
+"""Applying a plan: what vLLM's own `schedule()` gets to see for the length of one call.
+
+A mix-in; everything that it changes is put back after the call, whatever happens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import Request, RequestStatus
+
+from sola_sched.core.monitor import StateMonitor
+from sola_sched.core.queues import PlannedQueue
+from sola_sched.core.running_rows import RunningRows
+from sola_sched.core.state import IntArray, StepPlan
+from sola_sched.reports.refusals import Refusal
+from sola_sched.vllm_adapter.guard import Guard
+from sola_sched.vllm_adapter.versions import Seams
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    _Host: type[Any] = AsyncScheduler
+else:
+    _Host = object
+
+#: The plan that changes nothing.
+NEUTRAL = StepPlan()
+
+
+class SteeringMixin(_Host):
+    """Hides, orders, limits, preempts and refuses as a plan says."""
+
+    policy: Any
+    running: list[Request]
+    waiting: PlannedQueue[Request]
+    max_num_scheduled_tokens: int
+    sola_guard: Guard
+    sola_monitor: StateMonitor
+    _seams: Seams
+    _rows: RunningRows[Request]
+    _counts: dict[str, int]
+    _has_stepped_aside: bool
+
+    def _start_steering(self) -> None:
+        # Chunks of models with aligned state must span a block, or they would never start.
+        self._min_budget = (
+            self.block_size if getattr(self, "need_mamba_block_aligned_split", False) else 1
+        )
+        self._num_hidden = 0  # of those that hold a slot: they sit this step out
+        self._is_rejecting = False
+        self._rejected: list[Request] = []
+
+    @contextmanager
+    def _applied(self, plan: StepPlan) -> Iterator[None]:
+        """Show vLLM what the plan lets it see; put everything back afterwards."""
+        if plan is NEUTRAL and not (self.lora_config and not self._has_stepped_aside):
+            yield
+            return
+        slots, running = self._seams.slots_attribute, self.running
+        num_slots, limits = getattr(self, slots), self._limits()
+        hidden: list[Request] = []
+        try:
+            hidden = self._show(plan)
+        except Exception as error:
+            self.sola_guard.failed("applying a plan", error)
+            self.running = [r for r in running if r.status == RequestStatus.RUNNING]
+            self._limits(limits)
+            self.waiting.unplan()
+        self._num_hidden = len(hidden)
+        setattr(self, slots, num_slots - len(hidden))
+        try:
+            yield
+        finally:
+            self.running.extend(hidden)
+            self._limits(limits)
+            setattr(self, slots, num_slots)
+            self.waiting.unplan()
+
+    def _limits(self, limits: tuple[Any, int, int] | None = None) -> tuple[Any, int, int]:
+        """What a plan changes for one step; put back first if `limits` are given."""
+        config = self.scheduler_config
+        if limits is not None:
+            self.policy, self.max_num_scheduled_tokens, config.long_prefill_token_threshold = limits
+        return self.policy, self.max_num_scheduled_tokens, config.long_prefill_token_threshold
+
+    def _show(self, plan: StepPlan) -> list[Request]:
+        """Do what the plan says before vLLM's own step; returns the requests that sit it out."""
+        if len(plan.reject):
+            self._reject(plan.reject)
+        if len(plan.preempt):
+            self._preempt_rows(plan.preempt)
+        # Adapters of requests about to be hidden count, so this comes before hiding them.
+        if plan.admit is not None:
+            rows = plan.admit
+            self.waiting.plan(
+                self._seams.within_max_loras(self._requests(rows)) if len(rows) else ()
+            )
+        elif self.lora_config:
+            self.waiting.plan(self._seams.within_max_loras(self.waiting))
+        run = None if plan.run is None or self._is_as_it_runs(plan.run) else plan.run
+        if plan.run is not None:  # the plan orders by class itself: vLLM's victim is the last
+            self.policy = SchedulingPolicy.FCFS
+        if plan.token_budget is not None:
+            most = self.max_num_scheduled_tokens
+            self.max_num_scheduled_tokens = min(most, max(self._min_budget, plan.token_budget))
+        if plan.prefill_cap is not None:
+            cap, config = max(self._min_budget, plan.prefill_cap), self.scheduler_config
+            config.long_prefill_token_threshold = min(
+                cap, config.long_prefill_token_threshold or cap
+            )
+        return [] if run is None else self._hide(run)
+
+    def _is_as_it_runs(self, run: IntArray) -> bool:
+        rows = self._rows.of(self.running)
+        return len(run) == len(rows) == np.count_nonzero(run == rows)
+
+    def _hide(self, run: IntArray) -> list[Request]:
+        """Reorder `running` as planned; returns the requests that sit out.
+
+        `run` names each row once; rows that have no slot (any more) are skipped.
+        """
+        running, rows = self.running, self._rows.of(self.running)
+        place_of = np.full(self.sola_monitor.table.capacity, -1)
+        place_of[rows] = np.arange(len(rows))
+        places = place_of[run]
+        places = places[places >= 0]
+        sits_out = np.ones(len(rows), dtype=bool)
+        sits_out[places] = False
+        (held,) = sits_out.nonzero()
+        hidden = [running[place] for place in held.tolist()]
+        shown = list(map(running.__getitem__, places.tolist()))
+        self._counts["num_reordered"] += bool(np.count_nonzero(places[1:] < places[:-1]))
+        self._counts["num_held"] += len(hidden)
+        self.running = shown
+        self._rows.put(shown, rows[places])
+        return hidden
+
+    def _requests(self, rows: IntArray) -> Iterable[Request]:
+        req_id, requests = self.sola_monitor.table.req_id, self.requests
+        return (requests[name] for row in rows.tolist() if (name := req_id[row]) in requests)
+
+    def _preempt_rows(self, rows: IntArray) -> None:
+        running = set(self.running)
+        victims = [
+            request
+            for request in self._requests(rows)
+            if request in running and self._seams.can_preempt(request)
+        ]
+        if not victims:
+            return
+        gone = set(victims)
+        self.running = [request for request in self.running if request not in gone]
+        timestamp = time.monotonic()
+        for request in victims:
+            self._seams.preempt(request, timestamp)
+            self._counts["num_preempted_by_policy"] += 1
+
+    def _reject(self, rows: IntArray) -> None:
+        for request in list(self._requests(rows)):
+            if request in self.waiting:
+                row = self.sola_monitor.table.row_of[request.request_id]
+                refusal = Refusal.of_row(self.sola_monitor.table, row)
+                request.stop_reason = refusal.to_stop_reason()
+                self._rejected.append(request)  # before anything can fail: it must be answered
+                self._is_rejecting = True
+                try:
+                    self.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR)
+                finally:
+                    self._is_rejecting = False
+
+    def _answer_rejected(self, outputs: Any) -> None:
+        """A rejected request is answered: its stream ends with finish reason "error"."""
+        for request in self._rejected:
+            if not request.is_finished():  # it could not be refused, and goes on
+                continue
+            answer = EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+                stop_reason=request.stop_reason,
+                events=request.take_events(),
+                trace_headers=request.trace_headers,
+            )
+            group = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            group.outputs.append(answer)
+        self._rejected.clear()
