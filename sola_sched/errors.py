@@ -37,3 +37,7 @@ class PredictorFileError(ValueError):
 
 class ReportError(ValueError):
     """An instance's report of its load cannot be true; the message names field, value and rule."""
+
+
+class InfeasibleError(ValueError):
+    """No placement or deployment meets a constraint; the message says which and by how much."""

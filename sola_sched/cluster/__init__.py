@@ -3,5 +3,5 @@
 Pure: numpy and the core, neither vLLM nor Ray. Times are seconds, memory is tokens of KV.
 
 May import: errors, config, cost, prediction, core.
-Third party: numpy, scipy.
+Third party: numpy, scipy, ruptures (scaling).
 """

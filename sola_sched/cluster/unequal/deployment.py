@@ -1,0 +1,229 @@
+"""Which tensor parallel degree each machine of an unequal cluster should have.
+
+Source: Y. Xiong et al., *High-Throughput LLM inference on Heterogeneous Clusters*, section 3. With
+t of a machine's u GPUs (memory d each) in an instance, phi of the memory usable, delta held by the
+engine, and Phi parameters of b bytes:
+
+    KVSize = t d phi - delta - Phi b                                            (Eq. 1)
+    KVSize >= KV of one request of the longest prompt and output               (Eq. 2)
+
+Algorithm 1 estimates the throughput: requests are taken in order into static batches as large as
+the memory allows, the times of the batches (Eq. 3, 4) are summed, tokens are divided by that, and
+the machine has u / t instances. All degrees that divide u are tried on each machine. Machines add
+up, so the best of each is the best of the cluster.
+
+Departures: delta is held on each GPU (the paper's text; its Eq. 1 has it once). KV of a token is
+given, as models with grouped heads have less than the paper's 2 l h. Algorithm 1 as printed returns
+t tokens / time; its text says u / t, which is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sola_sched.cluster.performance.batch_time import BatchTime
+from sola_sched.errors import ConfigError, InfeasibleError
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Sizes of the model to deploy.
+
+    Attributes:
+        weight_bytes: Phi b, of all weights.
+        kv_bytes_per_token: Of all layers.
+        longest_tokens: I_max + O_max.
+    """
+
+    weight_bytes: float
+    kv_bytes_per_token: float
+    longest_tokens: int
+
+    def __post_init__(self) -> None:
+        _require_positive(self, ("weight_bytes", "kv_bytes_per_token", "longest_tokens"))
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine with GPUs of one kind.
+
+    Attributes:
+        name: Shown in results.
+        num_gpus: u.
+        memory_bytes: d, of one GPU.
+        usable_ratio: phi, in (0, 1].
+        engine_bytes: delta, on each GPU, >= 0.
+        price_per_hour: Of the whole machine, >= 0; 0 if it does not matter.
+    """
+
+    name: str
+    num_gpus: int
+    memory_bytes: float
+    usable_ratio: float = 0.9
+    engine_bytes: float = 2e9
+    price_per_hour: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_positive(self, ("num_gpus", "memory_bytes", "usable_ratio"))
+        for name in ("engine_bytes", "price_per_hour"):
+            value = getattr(self, name)
+            if not 0.0 <= value < math.inf:
+                raise ConfigError(
+                    f"'{name}' of machine {self.name!r} must be finite and >= 0 (got {value!r})."
+                )
+        if self.usable_ratio > 1.0:
+            raise ConfigError(
+                f"'usable_ratio' of machine {self.name!r} must be <= 1 (got {self.usable_ratio!r})."
+            )
+
+    def degrees(self) -> list[int]:
+        """Tensor parallel degrees that leave no GPU unused."""
+        return [t for t in range(1, self.num_gpus + 1) if self.num_gpus % t == 0]
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Instances on one machine.
+
+    Attributes:
+        machine: The machine.
+        tensor_parallel: t.
+        num_instances: u / t.
+        kv_bytes: KVSize of one instance.
+        tokens_per_s: Estimated throughput of the machine, prompt and output tokens. Only its order
+            among deployments means something: batches are static in the estimate.
+    """
+
+    machine: Machine
+    tensor_parallel: int
+    num_instances: int
+    kv_bytes: float
+    tokens_per_s: float
+
+
+def kv_bytes_of(machine: Machine, tensor_parallel: int, model: ServedModel) -> float:
+    """Eq. 1: memory for KV of one instance; negative where the weights do not fit."""
+    per_gpu = machine.memory_bytes * machine.usable_ratio - machine.engine_bytes
+    return tensor_parallel * per_gpu - model.weight_bytes
+
+
+def estimate_throughput(
+    batch_time: BatchTime,
+    kv_bytes: float,
+    kv_bytes_per_token: float,
+    requests: Sequence[tuple[int, int]],
+    *,
+    num_instances: int = 1,
+    max_requests: int | None = None,
+) -> float:
+    """Algorithm 1: tokens per second of instances that serve static batches.
+
+    Args:
+        batch_time: p1 to p8 of an instance.
+        kv_bytes: KVSize of an instance.
+        kv_bytes_per_token: Of the model.
+        requests: Prompt and output tokens of a sample.
+        num_instances: u / t.
+        max_requests: Slots of an instance; None for no limit, as in the paper.
+
+    Raises:
+        ConfigError: There are no requests.
+        InfeasibleError: One of them does not fit in the memory alone.
+    """
+    if not requests:
+        raise ConfigError("'requests' must hold lengths of past requests (got none).")
+    total_s, begin = 0.0, 0
+    while begin < len(requests):
+        end, sum_in, longest_in, longest_out = begin, 0, 0, 0
+        for tokens_in, tokens_out in requests[begin : begin + (max_requests or len(requests))]:
+            count, longest = end + 1 - begin, max(longest_out, tokens_out)
+            if (sum_in + tokens_in + count * longest) * kv_bytes_per_token > kv_bytes:
+                break
+            end, sum_in, longest_out = end + 1, sum_in + tokens_in, longest
+            longest_in = max(longest_in, tokens_in)
+        if end == begin:
+            needed = sum(requests[begin]) * kv_bytes_per_token
+            raise InfeasibleError(
+                f"A request of {requests[begin][0]} + {requests[begin][1]} tokens must fit in the "
+                f"KV memory of an instance (needs {needed / 1e9:.2f} GB of {kv_bytes / 1e9:.2f} "
+                "GB); take more GPUs per instance."
+            )
+        total_s += float(batch_time.batch_s(end - begin, longest_in, longest_out))
+        begin = end
+    num_tokens = sum(tokens_in + tokens_out for tokens_in, tokens_out in requests)
+    return num_instances * num_tokens / total_s
+
+
+def machine_deployments(
+    machine: Machine,
+    model: ServedModel,
+    batch_times: Mapping[int, BatchTime],
+    requests: Sequence[tuple[int, int]],
+    *,
+    max_requests: int | None = None,
+) -> list[Deployment]:
+    """Every degree that meets Eq. 2 and has p1 to p8, most throughput first.
+
+    Raises:
+        InfeasibleError: None does; the message has the memory of the largest.
+    """
+    needed = model.longest_tokens * model.kv_bytes_per_token
+    found = []
+    for t in machine.degrees():
+        kv_bytes = kv_bytes_of(machine, t, model)
+        if kv_bytes < needed or t not in batch_times:
+            continue
+        number = machine.num_gpus // t
+        tokens_per_s = estimate_throughput(
+            batch_times[t], kv_bytes, model.kv_bytes_per_token, requests,
+            num_instances=number, max_requests=max_requests,
+        )  # fmt: skip
+        found.append(Deployment(machine, t, number, kv_bytes, tokens_per_s))
+    if not found:
+        most = kv_bytes_of(machine, machine.num_gpus, model)
+        raise InfeasibleError(
+            f"On {machine.name} KV of one request of {model.longest_tokens} tokens must fit beside "
+            f"the weights (Eq. 2): needs {needed / 1e9:.2f} GB, and all {machine.num_gpus} GPUs "
+            f"together leave {most / 1e9:.2f} GB, {(needed - most) / 1e9:.2f} GB too little; or "
+            f"no step times are known (got degrees {sorted(batch_times)})."
+        )
+    return sorted(found, key=lambda deployment: -deployment.tokens_per_s)
+
+
+def search_deployment(
+    machines: Sequence[Machine],
+    model: ServedModel,
+    batch_times: Mapping[str, Mapping[int, BatchTime]],
+    requests: Sequence[tuple[int, int]],
+    *,
+    max_requests: int | None = None,
+) -> list[Deployment]:
+    """The deployment with the most throughput on each machine.
+
+    Args:
+        machines: The cluster.
+        model: What to deploy.
+        batch_times: By machine name and degree.
+        requests: Prompt and output tokens of a sample of the workload.
+        max_requests: Slots of an instance; None for no limit.
+
+    Raises:
+        InfeasibleError: The model fits on a machine with no degree.
+    """
+    return [
+        machine_deployments(
+            machine, model, batch_times.get(machine.name, {}), requests, max_requests=max_requests
+        )[0]
+        for machine in machines
+    ]
+
+
+def _require_positive(thing: object, names: Sequence[str]) -> None:
+    for name in names:
+        value = getattr(thing, name)
+        if not 0.0 < value < math.inf:
+            raise ConfigError(
+                f"'{type(thing).__name__}.{name}' must be finite and > 0 (got {value!r})."
+            )
