@@ -38,7 +38,7 @@ def test_files_of_the_package_are_what_the_derivation_writes(
 def test_package_data_names_the_profiles() -> None:
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 
-    assert "profiles/*.json" in data["package-data"]["sola_sched.simulator"]
+    assert "profiles/*.json" in data["package-data"]["sola_sched.simulator.steps"]
 
 
 @pytest.mark.parametrize(
