@@ -34,6 +34,7 @@ class Reports:
         self._reported: list[InstanceView] = []
         self._sent: list[dict[str, tuple[float, RoutedRequest]]] = []
         self._is_gone: list[bool] = []
+        self._is_silent: list[bool] = []
 
     @property
     def views(self) -> Views:
@@ -51,6 +52,7 @@ class Reports:
         self._reported.append(view)
         self._sent.append({})
         self._is_gone.append(False)
+        self._is_silent.append(False)
         return len(self._views) - 1
 
     def report(self, instance: int, view: InstanceView, now_s: float) -> bool:
@@ -72,6 +74,7 @@ class Reports:
             _log.warning("A report of instance %d is ignored: %s", instance, error)
             return False
         self._reported[instance] = view
+        self._is_silent[instance] = False
         self._sent[instance] = {
             req_id: (sent_s, request)
             for req_id, (sent_s, request) in self._sent[instance].items()
@@ -100,11 +103,12 @@ class Reports:
         """Offer none that has been silent for too long; to be called now and then."""
         for instance, view in enumerate(self._views):
             if view.is_alive and now_s - view.reported_s > self._silent_s:
-                self._views[instance] = replace(view, is_alive=False)
+                self._is_silent[instance] = True
+                self._rebuild(instance)
 
     def _rebuild(self, instance: int) -> None:
         view = self._reported[instance]
-        if self._is_gone[instance]:
+        if self._is_gone[instance] or self._is_silent[instance]:
             view = replace(view, is_alive=False)
         requests = [request for _, request in self._sent[instance].values()]
         self._views[instance] = view.with_requests(requests) if requests else view

@@ -202,9 +202,15 @@ Views = Sequence[InstanceView]
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A router's answer when no instance should get the request; `reason` is a sentence."""
+    """A router's answer when no instance should get the request.
+
+    Attributes:
+        reason: A sentence.
+        is_temporary: Asking again a little later may help: hold the request instead of failing it.
+    """
 
     reason: str
+    is_temporary: bool = False
 
 
 class Router(Protocol):
@@ -239,7 +245,7 @@ def refusal(request: RoutedRequest, views: Views) -> Refusal:
     """Why `candidates` is empty."""
     alive = [view for view in views if view.is_alive]
     if not alive:
-        return Refusal(f"none of {len(views)} instances is alive")
+        return Refusal(f"none of {len(views)} instances is alive", is_temporary=True)
     most = max(min(view.max_model_len, view.kv_capacity_tokens) for view in alive)
     return Refusal(
         f"a prompt of {request.prompt_tokens} tokens and one output token do not fit into the "

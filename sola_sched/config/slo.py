@@ -16,6 +16,10 @@ TTFT_KEY = "ttft_slo_ms"
 TPOT_KEY = "tpot_slo_ms"
 CLASS_KEY = "slo_class"
 REQUEST_KEYS = (TTFT_KEY, TPOT_KEY, CLASS_KEY)
+#: Written by a gateway that sends a request again: milliseconds since it came or, with the number
+#: of output tokens that its client has already, since the first of them was sent.
+WAITED_KEY = "waited_ms"
+RESUMED_KEY = "resumed_tokens"
 #: Names that are not like the key they stand for, plain.
 _OTHER_NAMES = {"ttft": TTFT_KEY, "ttfts": TTFT_KEY, "tpot": TPOT_KEY, "tpots": TPOT_KEY}
 _LONGEST_NAME = 40

@@ -1,7 +1,7 @@
 """Virtual-time simulation of a real vLLM scheduler; vLLM loads on first use of the engine.
 
-May import: errors, config, cost, prediction, core, planner, reports, kv_swap, length_predictor,
-vllm_adapter.
+May import: errors, config, cost, prediction, core, planner, reports, cluster, kv_swap,
+length_predictor, vllm_adapter.
 Third party: numpy, scipy, vllm.
 """
 

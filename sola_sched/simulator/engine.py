@@ -96,6 +96,9 @@ class VirtualEngine:
             the processor time of the very run, None for nothing.
         swap_link: Link over which our scheduler swaps KV; None has preempted requests computed
             again.
+
+    Attributes:
+        on_finish: Called when a request ends, with its record; `run` sets it.
     """
 
     def __init__(
@@ -134,6 +137,7 @@ class VirtualEngine:
         )
         self.clock = clock if clock is not None else VirtualClock()
         self.num_steps = 0
+        self.on_finish: Callable[[RequestRecord], None] | None = None
         self._step_time = step_time
         self._stall_limit_s = stall_limit_s
         self._scheduling_time = scheduling_time
@@ -163,7 +167,6 @@ class VirtualEngine:
         self._virtual: dict[str, VirtualRequest] = {}
         self._requests: dict[str, Request] = {}
         self._records: dict[str, RequestRecord] = {}
-        self._on_finish: Callable[[RequestRecord], None] | None = None
 
     @property
     def scheduler(self) -> Any:
@@ -184,6 +187,15 @@ class VirtualEngine:
     def has_work(self) -> bool:
         """True while the engine core would keep looping without new requests."""
         return bool(self._in_flight) or self._scheduler.has_requests()
+
+    @property
+    def has_arrivals(self) -> bool:
+        """True while a request has been added that has not reached the scheduler."""
+        return bool(self._arrivals)
+
+    def record(self, req_id: str) -> RequestRecord:
+        """The record of one request."""
+        return self._records[req_id]
 
     def add(self, request: VirtualRequest) -> None:
         """Hand over a request; it reaches the scheduler in the first step after its arrival."""
@@ -224,7 +236,7 @@ class VirtualEngine:
             SchedulerStallError: The scheduler delivers nothing for `stall_limit_s`.
             RuntimeError: The scheduler forgets a request.
         """
-        self._on_finish = on_finish
+        self.on_finish = on_finish
         for request in requests:
             self.add(request)
         while self._arrivals or self.has_work:
@@ -248,6 +260,18 @@ class VirtualEngine:
             The step whose output was delivered; None if there was none, as when the pipeline
             of async scheduling is being filled.
         """
+        return None if self.start_step() is None else self.finish_step()
+
+    def start_step(self) -> float | None:
+        """First half of an iteration: admit what has arrived, and schedule and launch a step.
+
+        Between the halves nothing happens in the engine, so that a loop over several engines can
+        take them in the order of their times.
+
+        Returns:
+            When the output of the oldest step in flight is due, for `finish_step`; None if none
+            is to be delivered in this iteration.
+        """
         self._admit()
         if self._scheduler.has_requests():
             trace = self._launch()
@@ -257,7 +281,26 @@ class VirtualEngine:
                 return None
         elif not self._in_flight:
             return None
-        return self._complete()
+        return self._in_flight[0].end_s
+
+    def finish_step(self) -> StepTrace:
+        """Second half: the oldest step in flight ends, and its output is delivered.
+
+        The clock moves to its end, unless it is past that already.
+        """
+        trace = self._in_flight.popleft()
+        self._advance(trace.end_s)
+        if trace.output.total_num_scheduled_tokens:
+            self.num_steps += 1
+        elif not self._is_executing() and self._scheduler.has_unfinished_requests():
+            self._advance(self.clock.now + _IDLE_S)
+        sampled, cpu_s = self._sample(trace), time.thread_time()
+        outputs = self._scheduler.update_from_output(trace.output, sampled)
+        self._charge(trace.output, cpu_s)
+        for batch in outputs.values():
+            self._record(batch.outputs)
+        self._check_progress(delivered=any(batch.outputs for batch in outputs.values()))
+        return trace
 
     def _admit(self) -> None:
         while self._arrivals and self._arrivals[0][0] <= self.clock.now:
@@ -289,21 +332,6 @@ class VirtualEngine:
             trace.copies = self._swap_link.poll(start_s)
             self._swap_link.submit(output.kv_connector_metadata.jobs, end_s)
         self._in_flight.append(trace)
-        return trace
-
-    def _complete(self) -> StepTrace:
-        trace = self._in_flight.popleft()
-        self._advance(trace.end_s)
-        if trace.output.total_num_scheduled_tokens:
-            self.num_steps += 1
-        elif not self._is_executing() and self._scheduler.has_unfinished_requests():
-            self._advance(self.clock.now + _IDLE_S)
-        sampled, cpu_s = self._sample(trace), time.thread_time()
-        outputs = self._scheduler.update_from_output(trace.output, sampled)
-        self._charge(trace.output, cpu_s)
-        for batch in outputs.values():
-            self._record(batch.outputs)
-        self._check_progress(delivered=any(batch.outputs for batch in outputs.values()))
         return trace
 
     def _charge(self, output: SchedulerOutput, cpu_s: float) -> None:
@@ -368,5 +396,5 @@ class VirtualEngine:
         record.finish_reason = reason
         record.finished_s = self.clock.now
         record.num_preemptions = self._requests[record.req_id].num_preemptions
-        if self._on_finish is not None:
-            self._on_finish(record)
+        if self.on_finish is not None:
+            self.on_finish(record)

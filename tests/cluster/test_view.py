@@ -128,7 +128,10 @@ def test_the_silent_get_nothing_until_they_report_again() -> None:
     reports = Reports(silent_s=1.0)
     reports.join(make_view(), now_s=0.0)
 
+    reports.sent(0, make_routed("a"), 0.5)
     reports.expire(1.5)
+    assert not reports.views[0].is_alive
+    reports.ended(0, "a")
     assert not reports.views[0].is_alive
 
     reports.report(0, make_view(reported_s=1.6), now_s=1.7)

@@ -1,0 +1,145 @@
+"""What an engine is doing, for a router: its requests, its memory, its step times.
+
+The names are those of `sola_sched.cluster.view.InstanceView`, which is made of it. As text it is
+JSON; arrays are base64 of little-endian 32-bit floats, since a report with many requests must cost
+the engine microseconds, and since banks may be infinite.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sola_sched.core.state import (
+    DECODE,
+    PARKED,
+    PREFILL,
+    WAITING,
+    IntArray,
+    RequestTable,
+    StepState,
+)
+from sola_sched.cost.file import Coefficients
+from sola_sched.cost.model import CostModel
+from sola_sched.errors import ReportError
+
+FloatArray = NDArray[np.float64]
+
+_NUMBERS = ("kv_capacity_tokens", "max_num_seqs", "max_num_batched_tokens", "max_model_len",
+            "num_gpus", "kv_used_tokens", "num_waiting_lost")  # fmt: skip
+_ARRAYS = ("waiting_tokens", "waiting_outputs", "running_ctx", "running_prefill",
+           "running_outputs", "running_left", "running_bank_s", "running_lost")  # fmt: skip
+_STEPS = "step_coefficients"
+
+
+def load_of(state: StepState, *, max_model_len: int, num_gpus: int) -> dict[str, Any]:
+    """The load of an engine: `_NUMBERS`, `_ARRAYS` and the coefficients of its step times.
+
+    Args:
+        state: Of the engine now; its rows of `running` and `waiting` are not looked at.
+        max_model_len: Longest prompt and output, tokens.
+        num_gpus: GPUs that share each step.
+    """
+    table = state.table
+    phase = table.phase
+    (waiting,) = ((phase == WAITING) | (phase == PARKED)).nonzero()
+    waiting = waiting[np.argsort(table.arrival_s[waiting], kind="stable")]
+    (running,) = ((phase == PREFILL) | (phase == DECODE)).nonzero()
+    outputs = table.num_output[running]
+    prefill = np.maximum(table.prefill_target[running] - table.num_computed[running], 0)
+    is_decode = phase[running] == DECODE
+    num_used = state.num_blocks - state.num_free_blocks
+    return {
+        "kv_capacity_tokens": state.num_blocks * state.block_size,
+        "max_num_seqs": state.max_num_running,
+        "max_num_batched_tokens": state.max_num_tokens,
+        "max_model_len": max_model_len,
+        "num_gpus": num_gpus,
+        "kv_used_tokens": num_used * state.block_size,
+        "num_waiting_lost": int(is_lost(table, waiting, state.now_s).sum()),
+        _STEPS: _folded(state.cost),
+        "waiting_tokens": table.num_prompt[waiting] + table.num_output[waiting],
+        "waiting_outputs": state.remaining(waiting),
+        "running_ctx": np.where(
+            is_decode, table.num_prompt[running] + outputs, table.num_computed[running]
+        ),
+        "running_prefill": np.where(is_decode, 0, prefill),
+        "running_outputs": outputs,
+        "running_left": state.remaining(running),
+        "running_bank_s": _bank_s(table, running, state.now_s),
+        "running_lost": is_lost(table, running, state.now_s),
+    }
+
+
+def is_lost(table: RequestTable, rows: IntArray, now_s: float) -> NDArray[np.bool_]:
+    """Whether the first token of each row is late, or its TPOT would be missed at full length.
+
+    No more are lost than that: a planner knows how long a step takes as well.
+    """
+    first_s = table.first_token_s[rows]
+    has_begun = ~np.isnan(first_s)
+    is_late = np.where(has_begun, first_s, now_s) > table.due_s[rows]
+    allowed_s = table.tpot_s[rows] * np.maximum(1, table.max_tokens[rows] - 1)
+    result: NDArray[np.bool_] = is_late | (has_begun & (now_s - first_s > allowed_s))
+    return result
+
+
+def _bank_s(table: RequestTable, rows: IntArray, now_s: float) -> FloatArray:
+    """TPOT target x outputs less the time since the first token; inf where there is neither."""
+    first_s = table.first_token_s[rows]
+    with np.errstate(invalid="ignore"):  # no target and no output: 0 x inf
+        bank_s = table.tpot_s[rows] * table.num_output[rows] - (now_s - first_s)
+    return np.where(np.isnan(bank_s), math.inf, bank_s)
+
+
+def _folded(cost: CostModel) -> list[float] | None:
+    """Coefficients with the present correction in them; None before there are any."""
+    if not cost.is_ready:
+        return None
+    found, gamma = cost.coefficients, cost.gamma
+    prefill, decode = gamma.prefill, gamma.decode
+    d0, c1 = found.d0 * prefill, found.c1 * decode
+    return [
+        found.a0 * prefill, found.b0 * prefill, found.c0 * prefill, d0,
+        found.a1 * decode, found.b1 * decode, c1, min(found.overlap, d0, c1),
+    ]  # fmt: skip
+
+
+def to_json(load: Mapping[str, Any]) -> str:
+    """One line."""
+    plain = {name: load[name] for name in (*_NUMBERS, _STEPS)}
+    packed = {
+        name: base64.b64encode(np.asarray(load[name], dtype="<f4").tobytes()).decode()
+        for name in _ARRAYS
+    }
+    return json.dumps(plain | packed, separators=(",", ":"), allow_nan=False)
+
+
+def from_json(text: str | bytes) -> dict[str, Any]:
+    """What `to_json` wrote; arrays as float64, and under `model` a `CostModel` or None.
+
+    Raises:
+        ReportError: It is nothing of that kind. Whether the values can be true is not looked at.
+    """
+    try:
+        value = json.loads(text)
+        load = {name: value[name] for name in _NUMBERS}
+        for name in _ARRAYS:
+            load[name] = np.frombuffer(base64.b64decode(value[name], validate=True), "<f4").astype(
+                np.float64
+            )
+        steps = value[_STEPS]
+        load["model"] = None
+        if steps is not None:
+            load["model"] = CostModel.from_coefficients(Coefficients(*steps))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ReportError(
+            f"a load must be what `load.to_json` writes (got {text[:80]!r}: {error!r})."
+        ) from None
+    return load

@@ -1,0 +1,8 @@
+"""The running system: a gateway before several vLLM servers, and both of them on Ray Serve.
+
+`gateway`, and what it is made of, is aiohttp alone. `ray_app` and `ray_router` are the doors to Ray
+Serve, `engine` is vLLM's own server inside a replica.
+
+May import: errors, config, cost, prediction, core, reports, length_predictor, cluster.
+Third party: aiohttp, numpy, prometheus_client, ray (ray_*), uvicorn (engine), vllm (engine).
+"""

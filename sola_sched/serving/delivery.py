@@ -1,0 +1,352 @@
+"""One request from its arrival to its answer, on as many replicas as it takes.
+
+What has been sent to a client is never sent again. Until the first event nothing has been, so the
+request starts anew elsewhere; after it a stream is resumed (`resume.py`). A replica that refuses
+(HTTP 503) is not asked again; when all have, the client gets the refusal that asks it to come back
+soonest. The SLO clock is the first arrival's: later attempts tell the engine how long it has run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Protocol
+
+import aiohttp
+
+from sola_sched.config.slo import RESUMED_KEY, WAITED_KEY
+from sola_sched.serving import events
+from sola_sched.serving.call import Call, Lengths
+from sola_sched.serving.replicas import Attempt, Replica, Replicas
+from sola_sched.serving.resume import DivergedError, Ending, Rewrite, resume
+from sola_sched.serving.slo_headers import XARGS
+from sola_sched.serving.transcript import Transcript
+
+logger = logging.getLogger(__name__)
+
+_EVENT_STREAM = "text/event-stream"
+#: Answers that another replica may do better than.
+_FAILURES = frozenset((500, 502, 504))
+
+
+@dataclass(frozen=True)
+class GatewayOptions:
+    """How long a gateway waits, and how often it tries.
+
+    Attributes:
+        stall_s: A replica that has requests and has computed nothing for so long has stalled.
+        patience_s: How long a request waits for a replica, when none can be reached.
+        avoid_s: A replica gets nothing for so long after a connection to it has failed.
+        connect_s: Most that a connection may take.
+        max_failures: Failed attempts after which a request is given up; one may be what kills them.
+    """
+
+    stall_s: float = 15.0
+    patience_s: float = 60.0
+    avoid_s: float = 1.0
+    connect_s: float = 5.0
+    max_failures: int = 4
+
+
+class Client(Protocol):
+    """Who has sent the request."""
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        """Begin the answer."""
+
+    async def write(self, data: bytes) -> None:
+        """More of the answer."""
+
+
+class CutError(Exception):
+    """An attempt has ended before the answer was whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A whole answer of a replica."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def retry_after_s(self) -> float:
+        """When it asks to be tried again; later than all if it does not say."""
+        try:
+            return float(self.headers.get("Retry-After", "inf"))
+        except ValueError:  # a date
+            return float("inf")
+
+
+class Delivery:
+    """Delivers one request.
+
+    Args:
+        call: The request.
+        client: Gets the answer.
+        replicas: Where it may go.
+        session: Connections to them.
+        lengths: Estimates for the router.
+        options: Waits and limits.
+        counts: Of what happened, by name.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        client: Client,
+        *,
+        replicas: Replicas,
+        session: aiohttp.ClientSession,
+        lengths: Lengths,
+        options: GatewayOptions,
+        counts: Counter[str],
+    ) -> None:
+        self._call, self._client = call, client
+        self._replicas, self._session = replicas, session
+        self._lengths, self._options, self._counts = lengths, options, counts
+        self._path, self._body = call.path, call.body
+        self._rewrite: Rewrite | None = None
+        self._sent: list[bytes] = []
+        self._first_token_s: float | None = None
+        self._num_resumed: int | None = None
+        self._has_started = self._has_waited = False
+        self._refused_by: set[Replica] = set()
+        self._avoid: set[int] = set()
+        self._refusal: _Answer | None = None
+        self._num_attempts = self._num_failures = 0
+
+    async def run(self) -> None:
+        """Deliver it; the client has a whole answer in the end, or an error."""
+        while True:
+            replica = await self._place()
+            if replica is None:
+                return
+            try:
+                is_done = await self._try(replica)
+            except DivergedError as error:
+                await self._give_up(f"the answer could not be repeated elsewhere: {error}")
+                return
+            except (CutError, TimeoutError, aiohttp.ClientError, OSError) as error:
+                is_done = await self._failed(replica, error)
+            if is_done:
+                return
+
+    async def _place(self) -> Replica | None:
+        """Wait for a replica; None once the client has been told that there is none."""
+        limit_s = self._replicas.clock() + self._options.patience_s
+        while True:
+            changed = self._replicas.changed
+            request = self._lengths.routed(
+                self._call, self._name(), self._num_resumed, frozenset(self._avoid)
+            )
+            choice = self._replicas.choose(request, self._refused_by)
+            if isinstance(choice, Replica):
+                return choice
+            if self._refusal is not None:  # all that can be reached have refused
+                await self._answer(self._refusal)
+                return None
+            left_s = limit_s - self._replicas.clock()
+            if left_s <= 0.0:
+                await self._give_up(choice.reason, HTTPStatus.SERVICE_UNAVAILABLE)
+                return None
+            self._has_waited = True
+            try:  # a replica that was avoided comes back without an event
+                await asyncio.wait_for(changed.wait(), min(left_s, self._options.avoid_s))
+            except TimeoutError:
+                continue
+
+    def _name(self) -> str:
+        return f"{self._call.request_id}#{self._num_attempts}"
+
+    async def _try(self, replica: Replica) -> bool:
+        """One attempt; whether it has answered."""
+        request = self._lengths.routed(
+            self._call, self._name(), self._num_resumed, frozenset(self._avoid)
+        )
+        async with asyncio.timeout(None) as limit:
+            with self._replicas.attempt(replica, request, limit) as attempt:
+                self._num_attempts += 1
+                async with self._session.request(
+                    self._call.method,
+                    replica.url + self._path,
+                    headers=self._call.headers,
+                    json=self._timed_body(),
+                    data=self._call.data if self._body is None else None,
+                    allow_redirects=False,
+                ) as reply:
+                    if reply.content_type == _EVENT_STREAM:
+                        return await self._relay(reply, replica, attempt)
+                    answer = _Answer(reply.status, _passed_back(reply.headers), await reply.read())
+        return await self._answered(replica, answer)
+
+    def _timed_body(self) -> dict[str, Any] | None:
+        """The body; after a wait with how long the request has run already."""
+        if self._body is None or (self._num_attempts == 1 and not self._has_waited):
+            return self._body
+        now_s = self._replicas.clock()
+        xargs = dict(self._body.get(XARGS) or {})
+        since_s = self._call.arrival_s
+        if self._num_resumed and self._first_token_s is not None:
+            since_s = self._first_token_s
+            xargs[RESUMED_KEY] = self._num_resumed + (xargs.get(RESUMED_KEY) or 0)
+        waited_ms = 1e3 * (now_s - since_s)
+        xargs[WAITED_KEY] = round(waited_ms + (xargs.get(WAITED_KEY) or 0.0), 3)
+        return {**self._body, XARGS: xargs}
+
+    async def _relay(
+        self, reply: aiohttp.ClientResponse, replica: Replica, attempt: Attempt
+    ) -> bool:
+        """Pass a stream on, event by event.
+
+        Raises:
+            CutError: It ended before its end.
+        """
+        splitter = events.EventSplitter()
+        is_resumable, strips = self._call.is_stream, not self._call.wants_ids
+        rewrite, sent = self._rewrite, self._sent
+        async for data in reply.content.iter_any():
+            if not is_resumable:
+                await self._write(reply, data)
+                continue
+            out: list[bytes] = []
+            is_over = False
+            for event in splitter.feed(data):
+                if events.is_error(event) and not events.is_of_client(event):
+                    await self._write(reply, b"".join(out))
+                    raise CutError(event.decode(errors="replace").strip())
+                is_over |= event == events.DONE
+                changed = rewrite.feed(event) if rewrite is not None else event
+                if changed:
+                    sent.append(changed)
+                    out.append(events.without_token_ids(changed) if strips else changed)
+            if out:
+                attempt.has_begun = True
+                self._replicas.progressed(replica)
+                await self._write(reply, b"".join(out))
+            if is_over:
+                self._learn()
+                return True
+        if is_resumable:
+            raise CutError("the stream ended without its end")
+        return True
+
+    async def _write(self, reply: aiohttp.ClientResponse, data: bytes) -> None:
+        if not data:
+            return
+        if not self._has_started:
+            self._first_token_s = self._replicas.clock()
+            await self._start(reply.status, _passed_back(reply.headers))
+        await self._client.write(data)
+
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        self._has_started = True
+        await self._client.start(status, headers)
+
+    async def _answered(self, replica: Replica, answer: _Answer) -> bool:
+        """Whether a whole answer is one for the client."""
+        self._replicas.progressed(replica)
+        if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            self._counts["refused"] += 1
+            self._refused_by.add(replica)
+            best = self._refusal
+            if best is None or answer.retry_after_s < best.retry_after_s:
+                self._refusal = answer
+            return False
+        if answer.status in _FAILURES and self._num_failures + 1 < self._options.max_failures:
+            raise CutError(f"HTTP {answer.status}: {answer.body[:200].decode(errors='replace')}")
+        if self._has_started and answer.status != HTTPStatus.OK:
+            raise CutError(f"HTTP {answer.status}: {answer.body[:200].decode(errors='replace')}")
+        await self._answer(answer)
+        return True
+
+    async def _answer(self, answer: _Answer) -> None:
+        if self._has_started:
+            await self._give_up("no other replica takes the rest of the answer")
+            return
+        await self._start(answer.status, answer.headers)
+        await self._client.write(answer.body)
+
+    async def _failed(self, replica: Replica, error: Exception) -> bool:
+        """After a failed attempt: whether the request has ended with it."""
+        self._num_failures += 1
+        self._counts["failed_attempts"] += 1
+        self._avoid.add(replica.position)
+        if isinstance(error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError):
+            self._replicas.failed(replica, self._options.avoid_s)
+        what = str(error) or type(error).__name__
+        logger.warning("request %s on %s: %s", self._call.request_id, replica.name, what)
+        if self._num_failures >= self._options.max_failures:
+            await self._give_up(f"{self._num_failures} attempts have failed, the last one: {what}")
+            return True
+        if not self._sent:
+            if self._has_started:  # of a stream that cannot be resumed
+                await self._give_up(what)
+                return True
+            self._counts["retried"] += 1
+            return False
+        return await self._resume()
+
+    async def _resume(self) -> bool:
+        """Prepare the rest of a stream; whether there is nothing more to be had."""
+        sent = Transcript.of(self._sent)
+        body = self._call.body or {}
+        plan = resume(self._call.path, body, sent)
+        if plan is None:
+            await self._give_up(
+                "the replica was lost, and a sampled answer with stop strings, a format, tools or "
+                "several choices cannot go on elsewhere; give a 'seed' to have it repeated"
+            )
+            return True
+        if isinstance(plan, Ending):
+            await self._client.write(b"".join(plan.events))
+            self._learn()
+            return True
+        self._counts["replayed" if plan.is_replay else "continued"] += 1
+        self._path, self._body, self._rewrite = plan.path, plan.body, plan.rewrite
+        self._num_resumed = None if plan.is_replay else sent.num_tokens
+        return False
+
+    async def _give_up(self, reason: str, status: HTTPStatus = HTTPStatus.BAD_GATEWAY) -> None:
+        """Tell the client."""
+        self._counts["given_up"] += 1
+        error = openai_error(reason, status)
+        if self._has_started:
+            await self._client.write(events.write(error) + events.DONE)
+            return
+        headers = {"Content-Type": "application/json"}
+        if status == HTTPStatus.SERVICE_UNAVAILABLE:
+            headers["Retry-After"] = "1"
+        await self._start(status, headers)
+        await self._client.write(events.write(error).removeprefix(b"data: ").strip())
+
+    def _learn(self) -> None:
+        """Take in the lengths of a stream that is complete."""
+        if self._call.body is None or not self._sent:
+            return
+        first = Transcript.of(self._sent[:1])
+        if first.prompt_ids:
+            self._lengths.learn_prompt(self._call.body, len(first.prompt_ids))
+        # As good as always one token an event; the rest of the events is not worth reading.
+        self._lengths.learn_output(self._call.body, len(self._sent) - 1)
+
+
+def openai_error(message: str, status: HTTPStatus) -> dict[str, Any]:
+    """An error as vLLM writes them."""
+    kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "ServiceUnavailableError"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status.value}}
+
+
+_OF_CONNECTION = frozenset(
+    ("connection", "content-encoding", "content-length", "date", "keep-alive", "server",
+     "transfer-encoding")
+)  # fmt: skip
+
+
+def _passed_back(headers: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in headers.items() if k.lower() not in _OF_CONNECTION}

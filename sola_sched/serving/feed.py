@@ -1,0 +1,87 @@
+"""The gateway's end of a replica's load feed: reports are pushed, a line each.
+
+A server that is told `load_interval_s` answers `GET /sola/load` with a stream that does not end: a
+line for each report of its scheduler, and an empty one each second, so that silence means
+something. One that has no such path is routed to by what was sent to it alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from http import HTTPStatus
+
+import aiohttp
+
+from sola_sched.cluster.view import InstanceView
+from sola_sched.errors import ReportError
+from sola_sched.reports.load import from_json
+from sola_sched.serving.replicas import ANY_STEPS, Replica, Replicas
+
+logger = logging.getLogger(__name__)
+
+LOAD_PATH = "/sola/load"
+#: A feed that says nothing for so long has stopped; it speaks each second.
+SILENT_S = 3.0
+#: Pauses before it is asked again: one that cannot be reached, one that has no feed.
+_AGAIN_S, _WITHOUT_S = 0.25, 10.0
+_LONGEST_LINE = 2**24
+
+
+async def follow(replica: Replica, replicas: Replicas, session: aiohttp.ClientSession) -> None:
+    """Take in a replica's reports until cancelled."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENT_S, sock_read=SILENT_S)
+    while True:
+        pause_s = _AGAIN_S
+        try:
+            async with session.get(
+                replica.url + LOAD_PATH, timeout=timeout, read_bufsize=_LONGEST_LINE
+            ) as reply:
+                replica.has_feed = reply.status == HTTPStatus.OK
+                replicas.found(replica)
+                if replica.has_feed:
+                    await _read(reply, replica, replicas)
+                else:
+                    pause_s = _WITHOUT_S
+        except aiohttp.ClientConnectorError:
+            if not replica.is_gone:
+                logger.warning("replica %s is not to be reached at %s", replica.name, replica.url)
+                replicas.lost(replica)
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            # It may be its end, or only the feed's: what runs there goes on until it fails.
+            logger.warning("replica %s: the feed has stopped: %r", replica.name, error)
+            replicas.failed(replica, SILENT_S)
+        await asyncio.sleep(pause_s)
+
+
+async def _read(reply: aiohttp.ClientResponse, replica: Replica, replicas: Replicas) -> None:
+    async for line in reply.content:
+        try:
+            view = read_line(line, replicas.clock())
+        except ReportError as error:
+            replicas.ignore(replica, error)
+            continue
+        if view is not None:
+            replicas.reported(replica, view)
+
+
+def read_line(line: bytes, now_s: float) -> InstanceView | None:
+    """The view that a line of a feed describes; None for a sign of life.
+
+    A line is the report's age in seconds, a space, and the load as JSON; or empty.
+
+    Raises:
+        ReportError: It is no line of a feed.
+    """
+    age, _, text = line.strip().partition(b" ")
+    if not age:
+        return None
+    try:
+        age_s = float(age)
+    except ValueError:
+        raise ReportError(
+            f"a line of a feed must begin with the report's age, seconds (got {line[:80]!r})."
+        ) from None
+    load = from_json(text)
+    load["model"] = load["model"] or ANY_STEPS
+    return InstanceView(reported_s=now_s - age_s, **load)

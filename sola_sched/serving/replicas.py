@@ -1,0 +1,252 @@
+"""The replicas that a gateway knows: which can be used, what runs there, where a request goes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from sola_sched.cluster.reports import Reports
+from sola_sched.cluster.view import InstanceView, Refusal, RoutedRequest, Router
+from sola_sched.cost.file import Coefficients
+from sola_sched.cost.model import CostModel
+from sola_sched.errors import ReportError
+
+logger = logging.getLogger(__name__)
+
+#: Of a replica that has not said what it is, only how many requests it has matters: its limits
+#: are beyond any request, and its step times those of some GPU.
+_UNKNOWN = 2**31 - 1
+_LONG_AGO_S = 1e6
+#: What a request may take to an engine's queue.
+_DELIVERY_S = 0.02
+ANY_STEPS = CostModel.from_coefficients(
+    Coefficients(a0=0.0, b0=0.0, c0=1e-4, d0=0.01, a1=1e-4, b1=0.0, c1=0.01, overlap=0.01)
+)
+
+
+def unknown_view(now_s: float) -> InstanceView:
+    """The view of a replica that has sent no report."""
+    return InstanceView(
+        model=ANY_STEPS,
+        kv_capacity_tokens=_UNKNOWN,
+        max_num_seqs=_UNKNOWN,
+        max_num_batched_tokens=8192,
+        max_model_len=_UNKNOWN,
+        reported_s=now_s - _LONG_AGO_S,
+    )
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One request on one replica.
+
+    Attributes:
+        limit: Ends it at once when it is rescheduled.
+        has_begun: Whether a token has come.
+    """
+
+    limit: asyncio.Timeout
+    has_begun: bool = False
+
+
+@dataclass(eq=False)
+class Replica:
+    """One vLLM server.
+
+    Attributes:
+        name, url: Its own; the URL without a trailing slash.
+        position: In the order in which replicas joined; `Router` speaks of positions.
+        has_feed: Whether it sends reports; None until it is known.
+        is_gone: It has left, or is not to be reached; the feed may bring it back.
+        avoid_until_s: Nobody is sent there before, after a connection has failed.
+        alive_s: When it last was known to make progress, or was given its first request since.
+        attempts: Requests that are there.
+    """
+
+    name: str
+    url: str
+    position: int
+    has_feed: bool | None = None
+    is_gone: bool = False
+    avoid_until_s: float = 0.0
+    alive_s: float = 0.0
+    attempts: set[Attempt] = field(default_factory=set)
+
+
+class Replicas:
+    """All replicas, the last report of each, and the router's view of them.
+
+    Not thread-safe: it belongs to one event loop.
+
+    Args:
+        router: Decides where requests go.
+        clock: Monotonic time in seconds.
+
+    Attributes:
+        reports: The last reports and what was sent since.
+        changed: Set, and replaced, whenever a replica may have become usable.
+    """
+
+    def __init__(self, router: Router, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.reports = Reports(delivery_s=_DELIVERY_S)
+        self.changed = asyncio.Event()
+        self._router = router
+        self._all: list[Replica] = []
+
+    def __iter__(self) -> Iterator[Replica]:
+        """Those that have not left."""
+        return iter(self._all)
+
+    def sync(self, urls: Mapping[str, str]) -> tuple[list[Replica], list[Replica]]:
+        """Make these, names to URLs, the replicas that there are.
+
+        Returns:
+            Those that are new, and those that have left.
+        """
+        left = [r for r in self if urls.get(r.name) != r.url]
+        for replica in left:
+            self._leave(replica)
+        known = {replica.name for replica in self}
+        new = [self._join(name, url) for name, url in urls.items() if name not in known]
+        return new, left
+
+    def _join(self, name: str, url: str) -> Replica:
+        now_s = self.clock()
+        position = self.reports.join(unknown_view(now_s), now_s)
+        replica = Replica(name, url.rstrip("/"), position, alive_s=now_s)
+        self._all.append(replica)
+        self.wake()
+        logger.info("replica %s joins: %s", name, replica.url)
+        return replica
+
+    def _leave(self, replica: Replica) -> None:
+        """It takes nothing more; what runs there may end."""
+        logger.info("replica %s leaves", replica.name)
+        replica.is_gone = True
+        self.reports.died(replica.position)
+        self._all.remove(replica)
+
+    def wake(self) -> None:
+        """Let those look again that wait for a replica."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def is_usable(self, replica: Replica) -> bool:
+        """Whether it may be sent a request."""
+        return not replica.is_gone and self.clock() >= replica.avoid_until_s
+
+    def choose(self, request: RoutedRequest, refused_by: Collection[Replica]) -> Replica | Refusal:
+        """The replica that gets the request.
+
+        Args:
+            refused_by: Those that have refused this very request.
+        """
+        usable = {r.position: r for r in self if self.is_usable(r) and r not in refused_by}
+        if not usable:
+            return Refusal("no replica can be reached")
+        views = self._views(usable)
+        place = self._router.choose(request, views, self.clock())
+        return place if isinstance(place, Refusal) else usable[place]
+
+    def _views(self, usable: Collection[int]) -> Sequence[InstanceView]:
+        views = self.reports.views
+        if len(usable) == len(views):
+            return views
+        return [
+            view if position in usable or not view.is_alive else replace(view, is_alive=False)
+            for position, view in enumerate(views)
+        ]
+
+    @contextmanager
+    def attempt(
+        self, replica: Replica, request: RoutedRequest, limit: asyncio.Timeout
+    ) -> Iterator[Attempt]:
+        """The time that a request spends on a replica."""
+        attempt = Attempt(limit)
+        if not replica.attempts:
+            replica.alive_s = self.clock()
+        replica.attempts.add(attempt)
+        self.reports.sent(replica.position, request, self.clock())
+        try:
+            yield attempt
+        finally:
+            replica.attempts.discard(attempt)
+            self.reports.ended(replica.position, request.req_id)
+            self._router.ended(request.req_id, replica.position)
+
+    def reported(self, replica: Replica, view: InstanceView) -> None:
+        """A report has come; one that cannot be true is ignored and counted."""
+        # A feed that was opened again begins with a report that is known, give or take its way.
+        last_s = self.reports.views[replica.position].reported_s
+        view = replace(view, reported_s=max(view.reported_s, last_s))
+        if self.reports.report(replica.position, view, self.clock()):
+            self.progressed(replica)
+
+    def ignore(self, replica: Replica, error: ReportError) -> None:
+        """A report could not even be read."""
+        self.reports.num_ignored += 1
+        logger.warning("a report of replica %s is ignored: %s", replica.name, error)
+
+    def progressed(self, replica: Replica) -> None:
+        """The replica has computed something."""
+        replica.alive_s = self.clock()
+        if replica.avoid_until_s:
+            replica.avoid_until_s = 0.0
+            self.wake()
+
+    def failed(self, replica: Replica, avoid_s: float) -> None:
+        """A connection to the replica has failed: it gets nothing for so long."""
+        replica.avoid_until_s = self.clock() + avoid_s
+
+    def lost(self, replica: Replica) -> None:
+        """The replica is known to be dead: those that are there go elsewhere at once."""
+        replica.is_gone = True
+        self._end_attempts(replica)
+
+    def found(self, replica: Replica) -> None:
+        """The replica can be reached."""
+        replica.is_gone, replica.avoid_until_s = False, 0.0
+        replica.alive_s = self.clock()
+        self.wake()
+
+    def end_stalled(self, stall_s: float) -> list[Replica]:
+        """Send the requests of stalled replicas elsewhere, if there is such a place.
+
+        A replica has stalled when it has had requests for `stall_s` and computed nothing. One that
+        sends no reports shows by its streams alone that it works, so it needs one that has begun.
+
+        Returns:
+            Those that have stalled.
+        """
+        now_s = self.clock()
+        stalled = [
+            replica
+            for replica in self
+            if now_s - replica.alive_s > stall_s and _must_progress(replica)
+        ]
+        others = [r for r in self if self.is_usable(r) and r not in stalled]
+        if not others:
+            return []
+        for replica in stalled:
+            logger.warning(
+                "replica %s has computed nothing for %.1f s with %d requests: they go elsewhere",
+                replica.name, now_s - replica.alive_s, len(replica.attempts),
+            )  # fmt: skip
+            replica.avoid_until_s = now_s + stall_s
+            self._end_attempts(replica)
+        return stalled
+
+    def _end_attempts(self, replica: Replica) -> None:
+        loop_s = asyncio.get_running_loop().time()
+        for attempt in replica.attempts:
+            attempt.limit.reschedule(loop_s)
+
+
+def _must_progress(replica: Replica) -> bool:
+    if replica.has_feed:
+        return bool(replica.attempts)
+    return any(attempt.has_begun for attempt in replica.attempts)

@@ -1,0 +1,86 @@
+"""SLO headers of the Gateway API's inference extension and of llm-d, as vLLM's free arguments.
+
+| header | key of `vllm_xargs` |
+| --- | --- |
+| `x-slo-ttft-ms`, `x-llm-d-slo-ttft-ms` | `ttft_slo_ms` |
+| `x-slo-tpot-ms`, `x-llm-d-slo-tpot-ms` | `tpot_slo_ms` |
+| `x-gateway-inference-objective` | `slo_class` |
+
+The body wins: a key that it has is taken from it, and one that names a class has said both targets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from sola_sched.config.slo import CLASS_KEY, TPOT_KEY, TTFT_KEY
+from sola_sched.errors import SloError
+
+XARGS = "vllm_xargs"
+_MILLISECONDS = {
+    "x-slo-ttft-ms": TTFT_KEY,
+    "x-llm-d-slo-ttft-ms": TTFT_KEY,
+    "x-slo-tpot-ms": TPOT_KEY,
+    "x-llm-d-slo-tpot-ms": TPOT_KEY,
+}
+_OBJECTIVE = "x-gateway-inference-objective"
+#: All of them, in lower case.
+SLO_HEADERS = frozenset((*_MILLISECONDS, _OBJECTIVE))
+
+
+def keys_from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
+    """The per-request keys that HTTP headers ask for.
+
+    Args:
+        headers: Any mapping that ignores case, or one with names in lower case.
+
+    Raises:
+        SloError: A value is no finite number of milliseconds > 0, or two headers disagree.
+    """
+    keys: dict[str, Any] = {}
+    for name, key in _MILLISECONDS.items():
+        text = headers.get(name)
+        if text is None:
+            continue
+        value = _milliseconds(name, text)
+        if keys.setdefault(key, value) != value:
+            raise SloError(
+                f"headers for '{key}' must agree (got {keys[key]:g} and {value:g} milliseconds); "
+                f"send one of them."
+            )
+    if (objective := headers.get(_OBJECTIVE)) is not None:
+        keys[CLASS_KEY] = objective
+    return keys
+
+
+def with_slo_headers(body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
+    """A copy of a request's `body` in which its headers' targets are `vllm_xargs`.
+
+    Raises:
+        SloError: A header is wrong, or `vllm_xargs` is no object.
+    """
+    asked = keys_from_headers(headers)
+    own = body.get(XARGS)
+    if own is None:
+        own = {}
+    if not isinstance(own, dict):
+        raise SloError(f"'{XARGS}' must be an object (got {own!r}).")
+    if own.get(CLASS_KEY) is not None:
+        asked = {}
+    merged = asked | {key: value for key, value in own.items() if value is not None}
+    return {**body, XARGS: merged} if merged else dict(body)
+
+
+def _milliseconds(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 < value < math.inf:
+        raise SloError(
+            f"header '{name}' must be a finite number of milliseconds > 0 (got {text!r}); "
+            f"leave it out to use the server's default."
+        )
+    return value

@@ -1,0 +1,1 @@
+"""Many engines, a router and what goes wrong, in virtual time; vLLM loads with `real` only."""

@@ -1,0 +1,366 @@
+"""The gateway loses no request: replicas that die, stall, refuse or talk nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from fake_replica import FakeReplica, output_of
+from gateway_clients import Client, gateway_before, until
+
+WHOLE = output_of("hello", 12)
+
+
+def run(test: Callable[[Client], Awaitable[None]], *fakes: FakeReplica) -> None:
+    async def whole() -> None:
+        async with asyncio.timeout(20), gateway_before(*fakes) as client:
+            await test(client)
+
+    asyncio.run(whole())
+
+
+def test_a_stream_passes_as_it_is_and_without_the_ids_that_nobody_asked_for() -> None:
+    async def test(client: Client) -> None:
+        got = await client.complete(temperature=0)
+
+        assert (got.status, got.text, got.is_ended) == (200, WHOLE, True)
+        assert got.headers["content-type"].startswith("text/event-stream")
+        assert len(got.chunks) == 12
+        assert all(chunk["choices"][0]["token_ids"] is None for chunk in got.chunks)
+        assert got.chunks[0]["choices"][0]["prompt_token_ids"] is None
+
+    run(test, FakeReplica())
+
+
+def test_ids_that_the_client_asks_for_are_passed_on() -> None:
+    async def test(client: Client) -> None:
+        got = await client.complete(return_token_ids=True)
+
+        assert got.chunks[0]["choices"][0]["prompt_token_ids"] == [ord(x) for x in "hello"]
+        ids = [i for chunk in got.chunks for i in chunk["choices"][0]["token_ids"]]
+        assert "".join(map(chr, ids)) == WHOLE
+
+    run(test, FakeReplica())
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1.0}, {}])
+def test_a_stream_whose_replica_dies_goes_on_elsewhere_from_its_tokens(options: dict) -> None:
+    dying, other = FakeReplica(die_after=5), FakeReplica()
+
+    async def test(client: Client) -> None:
+        got = await client.complete(**options)
+
+        assert (got.text, got.is_ended) == (WHOLE, True)
+        assert {chunk["id"] for chunk in got.chunks} == {got.chunks[0]["id"]}
+        assert client.gateway.counts["continued"] == 1
+        (rest,) = other.bodies
+        assert rest["prompt"] == [ord(x) for x in "hello" + WHOLE[:5]]
+        assert rest["max_tokens"] == 7
+
+    run(test, dying, other)
+
+
+def test_a_chat_goes_on_as_a_completion_and_stays_a_chat() -> None:
+    async def test(client: Client) -> None:
+        got = await client.post(
+            {
+                "messages": [{"role": "user", "content": "hello"}],
+                "max_completion_tokens": 12,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            },
+            "/v1/chat/completions",
+        )
+
+        assert (got.text, got.is_ended) == (WHOLE, True)
+        *parts, usage = got.chunks
+        assert {chunk["object"] for chunk in got.chunks} == {"chat.completion.chunk"}
+        assert [part["choices"][0]["delta"].get("role") for part in parts].count("assistant") == 1
+        assert parts[-1]["choices"][0]["finish_reason"] == "length"
+        assert usage["usage"] == {
+            "prompt_tokens": 5, "completion_tokens": 12, "total_tokens": 17
+        }  # fmt: skip
+
+    run(test, FakeReplica(cut_after=5), FakeReplica())
+
+
+@pytest.mark.parametrize("per_event", [1, 4])
+@pytest.mark.parametrize("extra", [{"stop": ["zz"]}, {"presence_penalty": 0.5}, {"echo": False}])
+def test_what_more_than_tokens_decides_is_repeated_and_what_was_sent_is_left_out(
+    extra: dict, per_event: int
+) -> None:
+    dying, other = FakeReplica(cut_after=5), FakeReplica(per_event=per_event)
+
+    async def test(client: Client) -> None:
+        got = await client.complete(temperature=0, return_token_ids=True, **extra)
+
+        ids = [i for chunk in got.chunks for i in chunk["choices"][0]["token_ids"]]
+        assert (got.text, got.is_ended) == (WHOLE, True)
+        assert "".join(map(chr, ids)) == WHOLE
+        is_replay = "echo" not in extra
+        assert client.gateway.counts["replayed" if is_replay else "continued"] == 1
+
+    run(test, dying, other)
+
+
+def test_a_repetition_that_comes_out_otherwise_ends_with_an_error() -> None:
+    class Other(FakeReplica):
+        async def _stream(self, request, body, prompt, num_tokens, is_chat):  # type: ignore[no-untyped-def]
+            return await super()._stream(request, body, "another", num_tokens, is_chat)
+
+    async def test(client: Client) -> None:
+        got = await client.complete(temperature=0, stop=["zz"])
+
+        assert got.text == WHOLE[:5]
+        assert "could not be repeated" in got.chunks[-1]["error"]["message"]
+
+    run(test, FakeReplica(cut_after=5), Other())
+
+
+def test_a_sampled_stream_with_state_beside_its_tokens_ends_with_an_error_that_says_why() -> None:
+    async def test(client: Client) -> None:
+        got = await client.complete(temperature=1.0, stop=["zz"])
+
+        assert got.text == WHOLE[:5]
+        assert got.is_ended
+        assert "'seed'" in got.chunks[-1]["error"]["message"]
+
+    run(test, FakeReplica(cut_after=5), FakeReplica())
+
+
+def test_a_stream_cut_between_its_last_token_and_its_end_is_ended_without_a_replica() -> None:
+    other = FakeReplica()
+
+    async def test(client: Client) -> None:
+        got = await client.complete(stream_options={"include_usage": True})
+
+        assert (got.text, got.is_ended) == (WHOLE, True)
+        assert got.chunks[-1]["usage"]["completion_tokens"] == 12
+        assert other.bodies == []
+
+    run(test, FakeReplica(cut_after=12), other)
+
+
+def test_a_stream_may_lose_one_replica_after_the_other() -> None:
+    fakes = [FakeReplica(cut_after=3), FakeReplica(cut_after=4), FakeReplica()]
+
+    async def test(client: Client) -> None:
+        got = await client.complete()
+
+        assert (got.text, got.is_ended) == (WHOLE, True)
+        assert [len(fake.bodies) for fake in fakes] == [1, 1, 1]
+        assert fakes[2].bodies[0]["max_tokens"] == 5
+
+    run(test, *fakes)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_whose_replica_dies_before_its_answer_begins_anew_elsewhere(stream: bool) -> None:
+    async def test(client: Client) -> None:
+        got = await client.complete(stream=stream)
+
+        text = got.text if stream else got.json["choices"][0]["text"]
+        assert (got.status, text) == (200, WHOLE)
+        assert client.gateway.counts["retried"] == 1
+
+    run(test, FakeReplica(cut_after=-1), FakeReplica())
+
+
+def test_an_error_event_of_the_server_is_a_cut() -> None:
+    async def test(client: Client) -> None:
+        got = await client.complete()
+
+        assert (got.text, got.is_ended) == (WHOLE, True)
+        assert not any("error" in chunk for chunk in got.chunks)
+
+    run(test, FakeReplica(error_after=5), FakeReplica())
+
+
+def test_a_stalled_stream_goes_on_elsewhere() -> None:
+    stalled, other = FakeReplica(stall_after=5), FakeReplica()
+
+    async def test(client: Client) -> None:
+        got = await client.complete()
+
+        assert (got.text, got.is_ended) == (WHOLE, True)
+        assert client.gateway.counts["stalls"] == 1
+        # The engine that stalled is told to let go.
+        await until(lambda: stalled.num_gone == 1)
+        assert (await client.complete()).text == WHOLE
+        assert len(stalled.bodies) == 1
+
+    run(test, stalled, other)
+
+
+def test_a_lone_replica_that_stalls_is_waited_for() -> None:
+    slow = FakeReplica(token_s=0.6)
+
+    async def test(client: Client) -> None:
+        got = await client.complete(3)
+
+        assert got.text == output_of("hello", 3)
+        assert client.gateway.counts["stalls"] == 0
+
+    run(test, slow)
+
+
+def test_a_refused_request_goes_to_another_replica() -> None:
+    fakes = [FakeReplica(refuse_s=3), FakeReplica()]
+
+    async def test(client: Client) -> None:
+        assert (await client.complete()).text == WHOLE
+        assert client.gateway.counts["refused"] == 1
+        assert client.gateway.counts["failed_attempts"] == 0
+
+    run(test, *fakes)
+
+
+def test_when_all_refuse_the_client_is_told_to_come_back_soonest() -> None:
+    fakes = [FakeReplica(refuse_s=9), FakeReplica(refuse_s=2), FakeReplica(refuse_s=5)]
+
+    async def test(client: Client) -> None:
+        got = await client.complete()
+
+        assert (got.status, got.headers["retry-after"]) == (503, "2")
+        assert [len(fake.bodies) for fake in fakes] == [1, 1, 1]
+
+    run(test, *fakes)
+
+
+def test_a_refused_rest_of_a_stream_ends_with_an_error() -> None:
+    async def test(client: Client) -> None:
+        got = await client.complete()
+
+        assert got.text == WHOLE[:5]
+        assert "error" in got.chunks[-1]
+
+    run(test, FakeReplica(die_after=5), FakeReplica(refuse_s=1))
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 429])
+def test_an_answer_that_is_the_requests_own_fault_is_passed_on(status: int) -> None:
+    fakes = [FakeReplica(status=status), FakeReplica()]
+
+    async def test(client: Client) -> None:
+        assert (await client.complete()).status == status
+        assert fakes[1].bodies == []
+
+    run(test, *fakes)
+
+
+def test_an_internal_error_is_tried_elsewhere() -> None:
+    async def test(client: Client) -> None:
+        assert (await client.complete()).text == WHOLE
+
+    run(test, FakeReplica(status=500), FakeReplica())
+
+
+def test_a_request_that_kills_what_it_comes_to_is_given_up() -> None:
+    fakes = [FakeReplica(die_after=0) for _ in range(6)]
+
+    async def test(client: Client) -> None:
+        got = await client.complete()
+
+        assert got.status == 502
+        assert sum(len(fake.bodies) for fake in fakes) == 4
+
+    run(test, *fakes)
+
+
+def test_without_any_replica_a_request_waits_and_then_is_told_so() -> None:
+    async def test(client: Client) -> None:
+        client.gateway.sync({})
+        got = await client.complete()
+
+        assert (got.status, got.headers["retry-after"]) == (503, "1")
+        assert "no replica" in got.json["error"]["message"]
+
+    run(test)
+
+
+def test_a_request_that_waits_goes_to_the_replica_that_joins() -> None:
+    late = FakeReplica()
+
+    async def test(client: Client) -> None:
+        client.gateway.sync({})
+        waiting = asyncio.create_task(client.complete())
+        await asyncio.sleep(0.1)
+        client.gateway.sync({"late": late.url})
+
+        assert (await waiting).text == WHOLE
+        # It has told the engine how long it has waited.
+        assert late.bodies[0]["vllm_xargs"]["waited_ms"] >= 90.0
+
+    run(test, late)
+
+
+def test_an_attempt_after_another_keeps_its_arrival() -> None:
+    first, second = FakeReplica(cut_after=-1, token_s=0.0), FakeReplica()
+
+    async def test(client: Client) -> None:
+        await client.complete(vllm_xargs={"ttft_slo_ms": 200})
+
+        assert first.bodies[0]["vllm_xargs"] == {"ttft_slo_ms": 200}
+        again = second.bodies[0]["vllm_xargs"]
+        assert again["ttft_slo_ms"] == 200
+        assert again["waited_ms"] > 0.0
+        assert "resumed_tokens" not in again
+
+    run(test, first, second)
+
+
+def test_a_resumed_stream_tells_how_far_it_is() -> None:
+    first, second = FakeReplica(cut_after=5, token_s=0.02), FakeReplica()
+
+    async def test(client: Client) -> None:
+        await client.complete()
+
+        told = second.bodies[0]["vllm_xargs"]
+        assert told["resumed_tokens"] == 5
+        assert told["waited_ms"] >= 75.0  # since its first token, after which came four more
+
+    run(test, first, second)
+
+
+def test_a_client_that_goes_ends_its_request_on_the_replica() -> None:
+    fake = FakeReplica(token_s=0.05)
+
+    async def test(client: Client) -> None:
+        asking = asyncio.create_task(client.complete(200))
+        await until(lambda: fake.bodies)
+        await asyncio.sleep(0.1)
+        asking.cancel()
+
+        await until(lambda: fake.num_gone == 1)
+        assert all(not replica.attempts for replica in client.gateway.replicas)
+
+    run(test, fake)
+
+
+def test_other_paths_pass_through() -> None:
+    async def test(client: Client) -> None:
+        async with client.session.get(client.url + "/v1/models") as reply:
+            assert (await reply.json())["data"][0]["id"] == "fake"
+        async with client.session.get(client.url + "/health") as reply:
+            assert reply.status == 200
+        async with client.session.get(client.url + "/metrics") as reply:
+            assert "sola_gateway_requests_total" in await reply.text()
+
+    run(test, FakeReplica())
+
+
+def test_half_of_the_replicas_die_under_load_and_nothing_is_lost() -> None:
+    fakes = [FakeReplica(token_s=0.002, die_after=7), FakeReplica(token_s=0.002)]
+
+    async def test(client: Client) -> None:
+        prompts = [f"prompt {i}" for i in range(60)]
+        answers = await asyncio.gather(*(client.complete(20, prompt) for prompt in prompts))
+
+        for prompt, got in zip(prompts, answers, strict=True):
+            assert (got.status, got.text, got.is_ended) == (200, output_of(prompt, 20), True)
+
+    run(test, *fakes)

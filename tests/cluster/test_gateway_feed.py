@@ -1,0 +1,157 @@
+"""Replicas push their load to the gateway; what cannot be true is ignored and counted."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from fake_replica import FakeReplica
+from gateway_clients import gateway_before, until
+
+from sola_sched.cluster.routers import JoinShortestQueue, LeastPredictedTtft
+from sola_sched.reports.load import to_json
+
+STEPS = [0.0, 0.0, 1e-4, 0.01, 1e-4, 1e-8, 0.01, 0.01]
+
+
+def load(waiting: int = 0, running: int = 0, **changes: Any) -> dict[str, Any]:
+    """The load of an engine with so many requests of a hundred tokens."""
+    return {
+        "kv_capacity_tokens": 10_000,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 2048,
+        "max_model_len": 4096,
+        "num_gpus": 1,
+        "kv_used_tokens": 100 * running,
+        "num_waiting_lost": 0,
+        "step_coefficients": STEPS,
+        "waiting_tokens": np.full(waiting, 100.0),
+        "waiting_outputs": np.full(waiting, 50.0),
+        "running_ctx": np.full(running, 100.0),
+        "running_prefill": np.zeros(running),
+        "running_outputs": np.full(running, 10.0),
+        "running_left": np.full(running, 40.0),
+        "running_bank_s": np.full(running, math.inf),
+        "running_lost": np.zeros(running),
+    } | changes
+
+
+def line(age_s: float = 0.0, **changes: Any) -> bytes:
+    """A line of a feed."""
+    return f"{age_s:g} {to_json(load(**changes))}".encode()
+
+
+def test_reports_reach_the_router() -> None:
+    busy, idle = FakeReplica(load=[line(waiting=3, running=2)]), FakeReplica(load=[line()])
+
+    async def whole() -> None:
+        async with gateway_before(busy, idle, router=JoinShortestQueue()) as client:
+            views = client.gateway.replicas.reports.views
+            await until(lambda: views[0].num_waiting == 3)
+            for _ in range(4):
+                await client.complete(1)
+
+        assert views[0].num_running == 2
+        assert (len(busy.bodies), len(idle.bodies)) == (0, 4)
+
+    asyncio.run(whole())
+
+
+def test_the_router_predicts_from_the_step_times_that_an_engine_reports() -> None:
+    slow = FakeReplica(load=[line(running=1, step_coefficients=[x * 50 for x in STEPS])])
+    fast = FakeReplica(load=[line(running=1)])
+
+    async def whole() -> None:
+        async with gateway_before(slow, fast, router=LeastPredictedTtft()) as client:
+            views = client.gateway.replicas.reports.views
+            await until(lambda: views[0].num_running + views[1].num_running == 2)
+            for _ in range(4):
+                await client.complete(1)
+
+        assert (len(slow.bodies), len(fast.bodies)) == (0, 4)
+
+    asyncio.run(whole())
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"not a report",
+        b"0.0",
+        b"0.0 []",
+        b'0.0 {"kv_capacity_tokens": 3}',
+        line(kv_used_tokens=-1),
+        line(kv_used_tokens=20_000),
+        line(num_gpus=0),
+        line(running=1, running_ctx=np.array([math.nan])),
+        line(running=2, running_ctx=np.array([1.0])),
+        line(age_s=-50.0),
+        line(step_coefficients=[-1.0] * 8),
+    ],
+)
+def test_nonsense_is_ignored_and_counted_and_the_replica_keeps_serving(nonsense: bytes) -> None:
+    fake = FakeReplica(load=[line(waiting=2), nonsense])
+
+    async def whole() -> None:
+        async with gateway_before(fake) as client:
+            await until(lambda: client.gateway.replicas.reports.num_ignored == 1)
+            assert client.gateway.replicas.reports.views[0].num_waiting == 2
+
+            assert (await client.complete(3)).is_ended
+            async with client.session.get(client.url + "/metrics") as reply:
+                assert "sola_gateway_ignored_reports_total 1.0" in await reply.text()
+
+    asyncio.run(whole())
+
+
+def test_the_end_of_a_feed_keeps_new_requests_away_at_once() -> None:
+    dying, other = FakeReplica(load=[line()]), FakeReplica(load=[line()])
+
+    async def whole() -> None:
+        async with gateway_before(dying, other) as client:
+            replica = next(iter(client.gateway.replicas))
+            dying._is_dead = True
+            await until(lambda: not client.gateway.replicas.is_usable(replica))
+            for _ in range(4):
+                assert (await client.complete(1)).status == 200
+
+        assert len(dying.bodies) == 0
+
+    asyncio.run(whole())
+
+
+def test_an_engine_that_reports_is_stalled_when_neither_tokens_nor_reports_come() -> None:
+    stalled, other = FakeReplica(load=[line()], stall_after=0), FakeReplica(load=[line()])
+
+    async def whole() -> None:
+        async with gateway_before(stalled, other) as client:
+            got = await client.complete(5, stream=False)
+
+            assert got.status == 200
+            assert client.gateway.counts["stalls"] == 1
+
+    asyncio.run(whole())
+
+
+def test_a_slow_request_on_an_engine_that_reports_is_left_alone() -> None:
+    slow, other = FakeReplica(load=[line()], token_s=0.3), FakeReplica(load=[line()])
+
+    async def whole() -> None:
+        async with gateway_before(slow, other) as client:
+            asking = asyncio.create_task(client.complete(4, stream=False))
+            while not asking.done():  # its steps go on
+                assert slow.load is not None
+                slow.load.append(line(running=1))
+                await asyncio.sleep(0.05)
+
+            assert (await asking).status == 200
+            assert client.gateway.counts["stalls"] == 0
+            assert other.bodies == []
+
+    asyncio.run(whole())

@@ -1,0 +1,109 @@
+"""A gateway before fake replicas, in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp.test_utils import TestServer
+from fake_replica import FakeReplica
+
+from sola_sched.cluster.routers import RoundRobin
+from sola_sched.cluster.view import Router
+from sola_sched.serving.delivery import GatewayOptions
+from sola_sched.serving.gateway import Gateway
+
+#: Waits of tests: long against what an event loop needs, short against a test's patience.
+QUICK = GatewayOptions(stall_s=0.4, patience_s=0.6, avoid_s=0.05, connect_s=1.0)
+
+
+@dataclass
+class Got:
+    """What a client has received.
+
+    Attributes:
+        status: Of HTTP.
+        headers: Of the answer, names in lower case.
+        chunks: Of a stream.
+        is_ended: Whether the stream has had its `[DONE]`.
+        raw: The whole body.
+    """
+
+    status: int
+    headers: dict[str, str]
+    chunks: list[dict[str, Any]] = field(default_factory=list)
+    is_ended: bool = False
+    raw: bytes = b""
+
+    @property
+    def text(self) -> str:
+        """All text of the stream."""
+        parts = [choice for chunk in self.chunks for choice in chunk.get("choices") or ()]
+        return "".join(
+            part.get("text") or part.get("delta", {}).get("content", "") for part in parts
+        )
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The body as an object."""
+        value: dict[str, Any] = json.loads(self.raw)
+        return value
+
+
+@dataclass
+class Client:
+    """Sends requests to the gateway."""
+
+    gateway: Gateway
+    url: str
+    session: aiohttp.ClientSession
+
+    async def post(
+        self, body: dict[str, Any], path: str = "/v1/completions", **headers: str
+    ) -> Got:
+        """One request and its whole answer; `_` in names of headers is `-`."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with self.session.post(self.url + path, json=body, headers=named) as reply:
+            raw = await reply.read()
+            got = Got(reply.status, {k.lower(): v for k, v in reply.headers.items()}, raw=raw)
+        if reply.content_type == "text/event-stream":
+            for event in raw.decode().split("\n\n")[:-1]:
+                data = event.removeprefix("data: ")
+                got.is_ended |= data == "[DONE]"
+                if data != "[DONE]":
+                    got.chunks.append(json.loads(data))
+        return got
+
+    async def complete(self, num_tokens: int = 12, prompt: Any = "hello", **options: Any) -> Got:
+        """A streamed completion."""
+        body = {"model": "fake", "prompt": prompt, "max_tokens": num_tokens, "stream": True}
+        return await self.post(body | options)
+
+
+@asynccontextmanager
+async def gateway_before(
+    *fakes: FakeReplica, options: GatewayOptions = QUICK, router: Router | None = None
+) -> AsyncIterator[Client]:
+    """A gateway that knows these replicas, in that order; round robin unless told otherwise."""
+    async with AsyncExitStack() as stack:
+        for fake in fakes:
+            await stack.enter_async_context(fake.running())
+        gateway = Gateway(router or RoundRobin(), options)
+        gateway.sync({f"r{i}": fake.url for i, fake in enumerate(fakes)})
+        server = TestServer(gateway.app(), host="127.0.0.1")
+        await stack.enter_async_context(server)
+        await until(lambda: all(r.has_feed is not None for r in gateway.replicas))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        yield Client(gateway, str(server.make_url("")).rstrip("/"), session)
+
+
+async def until(condition: Any, limit_s: float = 5.0) -> None:
+    """Wait for something to become true."""
+    async with asyncio.timeout(limit_s):
+        while not condition():
+            await asyncio.sleep(0.005)
