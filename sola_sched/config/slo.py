@@ -20,6 +20,7 @@ REQUEST_KEYS = (TTFT_KEY, TPOT_KEY, CLASS_KEY)
 #: of output tokens that its client has already, since the first of them was sent.
 WAITED_KEY = "waited_ms"
 RESUMED_KEY = "resumed_tokens"
+GATEWAY_KEYS = (WAITED_KEY, RESUMED_KEY)
 #: Names that are not like the key they stand for, plain.
 _OTHER_NAMES = {"ttft": TTFT_KEY, "ttfts": TTFT_KEY, "tpot": TPOT_KEY, "tpots": TPOT_KEY}
 _LONGEST_NAME = 40
@@ -65,7 +66,7 @@ class SloTarget:
 
 def meant_key(name: Any) -> str | None:
     """The key of ours that a request's key is or was meant to be; None for foreign ones."""
-    if name in REQUEST_KEYS:
+    if name in REQUEST_KEYS or name in GATEWAY_KEYS:
         return str(name)
     # Clients choose these names: long ones are not looked at.
     return _near_key(name) if isinstance(name, str) and len(name) <= _LONGEST_NAME else None
@@ -84,7 +85,9 @@ def request_target(
     """Resolve the targets of one request from its flat per-request keys.
 
     ``slo_class`` picks a configured class; ``ttft_slo_ms`` and ``tpot_slo_ms`` (milliseconds)
-    then override single targets. Keys that are absent or None leave the default in force.
+    then override single targets. Keys that are absent or None leave the default in force. Of a
+    request that is resumed, the next token is due when TPOT says so: `RESUMED_KEY` times that
+    after the first one.
 
     Args:
         extra_args: The request's free arguments, or None. Foreign keys are ignored, unless they
@@ -99,7 +102,7 @@ def request_target(
     if not extra_args:
         return default
     for key in extra_args:
-        if key not in REQUEST_KEYS and (meant := meant_key(key)):
+        if (meant := meant_key(key)) and meant != key:
             unit = "" if meant == CLASS_KEY else ", in milliseconds"
             raise SloError(
                 f"{key!r} must be written '{meant}'{unit} (the keys for targets are "
@@ -116,9 +119,34 @@ def request_target(
         target = classes[name]
     ttft_s = _milliseconds(extra_args, TTFT_KEY, target.ttft_s)
     tpot_s = _milliseconds(extra_args, TPOT_KEY, target.tpot_s)
+    _, num_resumed = history(extra_args)
+    if num_resumed and tpot_s < math.inf:
+        ttft_s = num_resumed * tpot_s
     if ttft_s == target.ttft_s and tpot_s == target.tpot_s:
         return target
     return SloTarget(ttft_s=ttft_s, tpot_s=tpot_s)
+
+
+def history(extra_args: Mapping[str, Any] | None) -> tuple[float, int]:
+    """What a request has behind it that a gateway sends again; nothing for any other.
+
+    Returns:
+        Seconds since it came, or since the first of its tokens was sent; and how many were.
+
+    Raises:
+        SloError: They are no time >= 0 and no count.
+    """
+    waited_ms = (extra_args or {}).get(WAITED_KEY) or 0.0
+    if (
+        isinstance(waited_ms, bool)
+        or not isinstance(waited_ms, int | float)
+        or not 0 <= waited_ms < math.inf
+    ):
+        raise SloError(f"'{WAITED_KEY}' must be milliseconds >= 0 (got {waited_ms!r}).")
+    num_resumed = (extra_args or {}).get(RESUMED_KEY) or 0
+    if isinstance(num_resumed, bool) or not isinstance(num_resumed, int) or num_resumed < 0:
+        raise SloError(f"'{RESUMED_KEY}' must be a number of tokens >= 0 (got {num_resumed!r}).")
+    return waited_ms / 1e3, num_resumed
 
 
 def _milliseconds(extra_args: Mapping[str, Any], key: str, fallback_s: float) -> float:

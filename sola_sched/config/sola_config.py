@@ -73,6 +73,8 @@ class SolaConfig:
         predictor_encoder: Sentence encoder of ``retrieval``, a name or folder; None is the
             default one.
         log_interval_s: Seconds between two summary lines in the log; 0 disables them.
+        load_interval_s: Seconds between two reports of the load to routers, which a server of one
+            engine streams at ``/sola/load``, > 0; None for none.
         plan_limit_s: Processor time that one plan may take, seconds, > 0; longer ones count as
             failures, and repeated failures leave the engine to vLLM's own scheduling. None for no
             limit.
@@ -97,6 +99,7 @@ class SolaConfig:
     predictor_save_s: float = 0.0
     predictor_encoder: str | None = None
     log_interval_s: float = 10.0
+    load_interval_s: float | None = None
     plan_limit_s: float | None = 0.1
     swap: SwapConfig = field(default_factory=SwapConfig)
 
@@ -111,7 +114,7 @@ class SolaConfig:
         rules.number("alpha", self.alpha, low=0.0, low_open=True, high=1.0)
         rules.number("safety", self.safety, low=0.0, high=1.0, high_open=True)
         rules.number("log_interval_s", self.log_interval_s, low=0.0)
-        for name in ("aging_s", "plan_limit_s"):
+        for name in ("aging_s", "plan_limit_s", "load_interval_s"):
             value = getattr(self, name)
             if value is not None:
                 rules.number(name, value, low=0.0, low_open=True, hint="use null to disable it")

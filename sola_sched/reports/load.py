@@ -28,6 +28,7 @@ from sola_sched.core.state import (
 from sola_sched.cost.file import Coefficients
 from sola_sched.cost.model import CostModel
 from sola_sched.errors import ReportError
+from sola_sched.reports.telemetry import is_lost
 
 FloatArray = NDArray[np.float64]
 
@@ -75,19 +76,6 @@ def load_of(state: StepState, *, max_model_len: int, num_gpus: int) -> dict[str,
         "running_bank_s": _bank_s(table, running, state.now_s),
         "running_lost": is_lost(table, running, state.now_s),
     }
-
-
-def is_lost(table: RequestTable, rows: IntArray, now_s: float) -> NDArray[np.bool_]:
-    """Whether the first token of each row is late, or its TPOT would be missed at full length.
-
-    No more are lost than that: a planner knows how long a step takes as well.
-    """
-    first_s = table.first_token_s[rows]
-    has_begun = ~np.isnan(first_s)
-    is_late = np.where(has_begun, first_s, now_s) > table.due_s[rows]
-    allowed_s = table.tpot_s[rows] * np.maximum(1, table.max_tokens[rows] - 1)
-    result: NDArray[np.bool_] = is_late | (has_begun & (now_s - first_s > allowed_s))
-    return result
 
 
 def _bank_s(table: RequestTable, rows: IntArray, now_s: float) -> FloatArray:

@@ -14,9 +14,10 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sola_sched.core.monitor import StateMonitor
-from sola_sched.core.state import FREE, RequestTable
+from sola_sched.core.state import FREE, IntArray, RequestTable
 
 #: Seconds between two reports while the engine works.
 REPORT_INTERVAL_S = 1.0
@@ -41,6 +42,7 @@ class TelemetryReport:
         num_lost: Unfinished requests that cannot meet their targets any more.
         step_model_error: Mean relative error of the step-time model; None before any.
         prediction_error: Mean abs(log(predicted / true length)); None without predictions.
+        load: For routers, see `load.to_json`; None where it is not asked for or not known.
     """
 
     requests: dict[str, list[int]] = field(default_factory=dict)
@@ -52,6 +54,7 @@ class TelemetryReport:
     num_lost: int = 0
     step_model_error: float | None = None
     prediction_error: float | None = None
+    load: str | None = None
 
     def to_text(self) -> str:
         """One line of JSON."""
@@ -68,10 +71,12 @@ class Telemetry:
 
     Args:
         is_heard: Whether anybody reads reports; without, times of plans are not kept.
+        interval_s: Seconds between two reports while the engine works.
     """
 
-    def __init__(self, *, is_heard: bool = True) -> None:
+    def __init__(self, *, is_heard: bool = True, interval_s: float = REPORT_INTERVAL_S) -> None:
         self.is_heard = is_heard
+        self._interval_s = interval_s
         self._num_planned = 0
         self._num_unplanned: Counter[str] = Counter()
         self._plan_us: list[int] = []
@@ -107,7 +112,7 @@ class Telemetry:
             now_s: On the monitor's clock.
             swapped_bytes: Since start, in the order of `DIRECTIONS`.
         """
-        self._next_report_s = now_s + REPORT_INTERVAL_S
+        self._next_report_s = now_s + self._interval_s
         report = TelemetryReport(
             requests=self._new_ends(monitor),
             num_planned=self._num_planned,
@@ -139,17 +144,22 @@ class Telemetry:
 
 
 def num_lost(table: RequestTable, now_s: float) -> int:
-    """Live requests whose first token is late, or whose TPOT would be missed at full length.
+    """Live requests that have lost a target; see `is_lost`."""
+    (rows,) = (table.phase != FREE).nonzero()
+    return int(np.count_nonzero(is_lost(table, rows, now_s)))
+
+
+def is_lost(table: RequestTable, rows: IntArray, now_s: float) -> NDArray[np.bool_]:
+    """Whether the first token of each row is late, or its TPOT would be missed at full length.
 
     A lower bound of those that a planner gives up: it knows how long a step takes as well.
     """
-    (rows,) = (table.phase != FREE).nonzero()
     first_s = table.first_token_s[rows]
     has_begun = ~np.isnan(first_s)
     is_late = np.where(has_begun, first_s, now_s) > table.due_s[rows]
     allowed_s = table.tpot_s[rows] * np.maximum(1, table.max_tokens[rows] - 1)
-    is_slow = has_begun & (now_s - first_s > allowed_s)
-    return int(np.count_nonzero(is_late | is_slow))
+    result: NDArray[np.bool_] = is_late | (has_begun & (now_s - first_s > allowed_s))
+    return result
 
 
 def _finite(value: float) -> float | None:

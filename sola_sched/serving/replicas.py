@@ -59,7 +59,8 @@ class Replica:
     Attributes:
         name, url: Its own; the URL without a trailing slash.
         position: In the order in which replicas joined; `Router` speaks of positions.
-        has_feed: Whether it sends reports; None until it is known.
+        has_feed: Whether it answers with a feed; None until it is known.
+        has_reported: Whether a report has come.
         is_gone: It has left, or is not to be reached; the feed may bring it back.
         avoid_until_s: Nobody is sent there before, after a connection has failed.
         alive_s: When it last was known to make progress, or was given its first request since.
@@ -70,6 +71,7 @@ class Replica:
     url: str
     position: int
     has_feed: bool | None = None
+    has_reported: bool = False
     is_gone: bool = False
     avoid_until_s: float = 0.0
     alive_s: float = 0.0
@@ -184,6 +186,7 @@ class Replicas:
         last_s = self.reports.views[replica.position].reported_s
         view = replace(view, reported_s=max(view.reported_s, last_s))
         if self.reports.report(replica.position, view, self.clock()):
+            replica.has_reported = True
             self.progressed(replica)
 
     def ignore(self, replica: Replica, error: ReportError) -> None:
@@ -247,6 +250,6 @@ class Replicas:
 
 
 def _must_progress(replica: Replica) -> bool:
-    if replica.has_feed:
+    if replica.has_reported:
         return bool(replica.attempts)
     return any(attempt.has_begun for attempt in replica.attempts)

@@ -149,20 +149,24 @@ PARTS = (
     ),
     Part(
         "vllm.config.ModelConfig",
-        _names("runner_type is_multimodal_model is_encoder_decoder is_hybrid"),
+        _names("runner_type is_multimodal_model is_encoder_decoder is_hybrid max_model_len"),
         at="vllm_config.model_config",
     ),
     Part("vllm.config.CacheConfig", _names("mamba_cache_mode"), at="vllm_config.cache_config"),
     Part(
         "vllm.config.SchedulerConfig",
-        _names("enable_chunked_prefill long_prefill_token_threshold prefill_schedule_interval"),
+        _names(
+            """
+            enable_chunked_prefill long_prefill_token_threshold max_num_batched_tokens
+            prefill_schedule_interval
+            """
+        ),
         _names("scheduler_cls"),
         at="vllm_config.scheduler_config",
     ),
     Part(
         "vllm.config.ParallelConfig",
-        _names("pipeline_parallel_size data_parallel_size"),
-        _names("world_size"),
+        _names("pipeline_parallel_size data_parallel_size world_size"),
         at="vllm_config.parallel_config",
     ),
     Part(

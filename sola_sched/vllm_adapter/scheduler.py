@@ -25,7 +25,7 @@ from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.ewt import update_waits
 from sola_sched.core.monitor import LiveRequest, StateMonitor
 from sola_sched.core.queues import PlannedQueue
-from sola_sched.core.state import IntArray, StepPlan
+from sola_sched.core.state import IntArray, StepPlan, StepState
 from sola_sched.cost.model import CostModel
 from sola_sched.length_predictor.client import make_client
 from sola_sched.length_predictor.histogram import LengthHistogram
@@ -36,6 +36,7 @@ from sola_sched.planner import (
     with_padding,
     with_room_to_resume,
 )
+from sola_sched.reports import load
 from sola_sched.reports.log import IntervalLog, engine_stats, waits_for_slots_alone
 from sola_sched.vllm_adapter.booking import BookingMixin
 from sola_sched.vllm_adapter.engine_facts import differences, facts_of
@@ -121,7 +122,10 @@ class SolaSchedulerMixin(BookingMixin, SteeringMixin, SwapMixin):
         self._num_plans = 0
         self._short_of_slots = 0.0
         self._plan_s = 0.0
-        self._telemetry = TelemetrySender(log_stats=bool(getattr(self, "log_stats", False)))
+        self._telemetry = TelemetrySender(
+            log_stats=bool(getattr(self, "log_stats", False)),
+            load_interval_s=config.load_interval_s,
+        )
         logger.info(
             "sola_sched: policy %s, targets by default: %s%s; cost model %s",
             config.policy,
@@ -333,8 +337,34 @@ class SolaSchedulerMixin(BookingMixin, SteeringMixin, SwapMixin):
             is_idle=not self.requests,
             is_followed=not self.sola_guard.is_lost,
             swapped_bytes=self._swapped_bytes,
+            load=self._load,
         )
         return outputs
+
+    def _load(self) -> str:
+        """What routers are told."""
+        state = StepState(
+            now_s=self.sola_clock(),
+            table=self.sola_monitor.table,
+            running=_NO_ROWS,
+            num_ahead=_NO_ROWS,
+            waiting=_NO_ROWS,
+            lengths=self.sola_monitor.lengths,
+            cost=self.sola_monitor.cost,
+            max_num_tokens=self.scheduler_config.max_num_batched_tokens,
+            max_num_running=self._seams.num_slots,
+            num_free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
+            num_blocks=self._num_blocks,
+            block_size=self.block_size,
+            trusts_predictions=self.sola_monitor.trust.is_trusted,
+        )
+        return load.to_json(
+            load.load_of(
+                state,
+                max_model_len=self.vllm_config.model_config.max_model_len,
+                num_gpus=self.vllm_config.parallel_config.world_size,
+            )
+        )
 
     # Figures --------------------------------------------------------------------------------
 

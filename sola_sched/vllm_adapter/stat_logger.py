@@ -17,6 +17,7 @@ from sola_sched.config.slo import DEFAULT_CLASS
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.reports import carrier as telemetry_carrier
 from sola_sched.reports.telemetry import DIRECTIONS, OUTCOMES, TelemetryReport
+from sola_sched.vllm_adapter.load_feed import FEED
 
 logger = init_logger("vllm.sola_sched")
 
@@ -40,6 +41,7 @@ class SolaStatLogger(AggregateStatLoggerBase):  # type: ignore[misc, unused-igno
     def __init__(self, vllm_config: Any, engine_indexes: Sequence[int] = (0,), **_: Any) -> None:
         self._model_name = vllm_config.model_config.served_model_name
         self._is_broken = False
+        self._is_alone = len(engine_indexes) == 1  # a feed is of one engine
         try:
             self._start(vllm_config, engine_indexes)
         except Exception:
@@ -108,6 +110,8 @@ class SolaStatLogger(AggregateStatLoggerBase):  # type: ignore[misc, unused-igno
         """Nothing to say: the scheduler has said it."""
 
     def _add(self, report: TelemetryReport, engine: str) -> None:
+        if self._is_alone:
+            FEED.publish(report.load)
         at = (self._model_name, engine)
         for name, counts in report.requests.items():
             for outcome, count in zip(OUTCOMES, counts, strict=True):

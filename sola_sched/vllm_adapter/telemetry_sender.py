@@ -14,7 +14,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from sola_sched.core.monitor import StateMonitor
 from sola_sched.reports import carrier as telemetry_carrier
-from sola_sched.reports.telemetry import Telemetry
+from sola_sched.reports.telemetry import REPORT_INTERVAL_S, Telemetry
 
 logger = init_logger("vllm.sola_sched")
 
@@ -27,9 +27,10 @@ class TelemetrySender:
 
     Args:
         log_stats: Whether vLLM sends statistics.
+        load_interval_s: Seconds between two reports with the load in them; None for none.
     """
 
-    def __init__(self, *, log_stats: bool) -> None:
+    def __init__(self, *, log_stats: bool, load_interval_s: float | None = None) -> None:
         reason, allowed = None, getattr(envs, "VLLM_PLUGINS", None)
         if not log_stats:
             reason = "vLLM's statistics are off"
@@ -39,7 +40,9 @@ class TelemetrySender:
             reason = "this vLLM's SchedulerStats cannot carry them"
         if reason:
             logger.info("sola_sched: no metrics: %s", reason)
-        self._counts = Telemetry(is_heard=reason is None)
+        self._sends_load = load_interval_s is not None
+        interval_s = min(REPORT_INTERVAL_S, load_interval_s or REPORT_INTERVAL_S)
+        self._counts = Telemetry(is_heard=reason is None, interval_s=interval_s)
         self._has_failed = False
 
     def count_step(self, plan_s: float, num_held: int, why_unplanned: Callable[[], str]) -> None:
@@ -67,6 +70,7 @@ class TelemetrySender:
         is_idle: bool,
         is_followed: bool,
         swapped_bytes: Callable[[], tuple[int, int]],
+        load: Callable[[], str],
     ) -> None:
         """Send what is new with a step's `outputs`, now and then.
 
@@ -76,6 +80,7 @@ class TelemetrySender:
             is_idle: Whether no request is left.
             is_followed: Whether the monitor follows the engine.
             swapped_bytes: Gives those to the host and back, since start.
+            load: Gives the load, for routers.
         """
         try:
             now_s = monitor.clock()
@@ -86,6 +91,8 @@ class TelemetrySender:
                 report = self._counts.report(monitor, now_s, swapped_bytes())
                 if not is_followed:  # nobody knows
                     report.num_held = report.num_lost = 0
+                elif self._sends_load:
+                    report.load = load()
                 telemetry_carrier.put(carrier, report.to_text())
         except Exception:
             self._failed()

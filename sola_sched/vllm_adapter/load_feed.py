@@ -1,0 +1,105 @@
+"""The load of the engine, pushed to routers: `GET /sola/load` on vLLM's own server.
+
+Asked for with the option `load_interval_s`. The answer does not end. Each report of the scheduler
+is a line: its age in seconds and the load (`reports/load.py`), or `!` where the scheduler does not
+follow the engine. A line each second is empty, so that silence means something too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from typing import Any
+
+from sola_sched.config.sola_config import SolaConfig
+
+LOAD_PATH = "/sola/load"
+MIDDLEWARE = "sola_sched.vllm_adapter.load_feed.LoadFeedMiddleware"
+_SIGN_OF_LIFE_S = 1.0
+
+_Message = MutableMapping[str, Any]
+_Send = Callable[[_Message], Awaitable[None]]
+_Receive = Callable[[], Awaitable[_Message]]
+
+
+class LoadFeed:
+    """The last report of this process' engine, and who waits for the next one.
+
+    Belongs to the event loop of the server, in which vLLM's loggers run too.
+    """
+
+    def __init__(self) -> None:
+        self._line: str | None = None
+        self._made_s = 0.0
+        self._changed = asyncio.Event()
+
+    def publish(self, load: str | None) -> None:
+        """A report has come, without a load where that is not known."""
+        self._line, self._made_s = load or "!", time.monotonic()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """The last report and all after it, while they come faster than they are sent the last."""
+        told_s = 0.0
+        while True:
+            changed, line = self._changed, self._line
+            if line is None or self._made_s == told_s:
+                yield b"\n"
+            else:
+                told_s = self._made_s
+                age_s = time.monotonic() - told_s
+                yield f"{line}\n".encode() if line == "!" else f"{age_s:.4f} {line}\n".encode()
+            try:
+                await asyncio.wait_for(changed.wait(), _SIGN_OF_LIFE_S)
+            except TimeoutError:
+                continue
+
+
+FEED = LoadFeed()
+
+
+class LoadFeedMiddleware:
+    """Answers the one path.
+
+    Args:
+        app: The ASGI application.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: _Receive, send: _Send) -> None:
+        """Answer one connection."""
+        if scope["type"] != "http" or scope["path"] != LOAD_PATH or scope["method"] != "GET":
+            await self.app(scope, receive, send)
+            return
+        sending = asyncio.create_task(_send_lines(send))
+        try:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        finally:
+            sending.cancel()
+
+
+async def _send_lines(send: _Send) -> None:
+    headers = [(b"content-type", b"text/plain; charset=utf-8")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async for line in FEED.lines():
+        await send({"type": "http.response.body", "body": line, "more_body": True})
+
+
+def add_middleware(args: Any, engine_args: Any) -> None:
+    """Add the feed to a server whose engine reports its load.
+
+    Args:
+        args: The server's arguments.
+        engine_args: Those of its engine, with a scheduler of this package.
+    """
+    middleware = getattr(args, "middleware", None)  # none: not the arguments of a server
+    if not isinstance(middleware, list) or MIDDLEWARE in middleware:
+        return
+    config = SolaConfig.from_additional(engine_args.additional_config)
+    if config.load_interval_s is not None:
+        args.middleware = [*middleware, MIDDLEWARE]
