@@ -50,6 +50,8 @@ from sola_sched.vllm_adapter.versions import Seams, check_version
 # A child of vLLM's logger: its level and handlers are the ones an operator has set up.
 logger = init_logger("vllm.sola_sched")
 
+_NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
+
 _id_of = operator.attrgetter("request_id")
 #: vLLM's order of waiting requests under its priority policy.
 _place_of = operator.attrgetter("priority", "arrival_time", "request_id")
