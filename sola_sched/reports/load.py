@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sola_sched.core.monitor import StateMonitor
 from sola_sched.core.state import (
     DECODE,
     PARKED,
@@ -37,17 +38,43 @@ _NUMBERS = ("kv_capacity_tokens", "max_num_seqs", "max_num_batched_tokens", "max
 _ARRAYS = ("waiting_tokens", "waiting_outputs", "running_ctx", "running_prefill",
            "running_outputs", "running_left", "running_bank_s", "running_lost")  # fmt: skip
 _STEPS = "step_coefficients"
+_NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 
 
-def load_of(state: StepState, *, max_model_len: int, num_gpus: int) -> dict[str, Any]:
+def load_of(
+    monitor: StateMonitor,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    num_gpus: int,
+    num_free_blocks: int,
+    num_blocks: int,
+    block_size: int,
+) -> dict[str, Any]:
     """The load of an engine: `_NUMBERS`, `_ARRAYS` and the coefficients of its step times.
 
     Args:
-        state: Of the engine now; its rows of `running` and `waiting` are not looked at.
-        max_model_len: Longest prompt and output, tokens.
-        num_gpus: GPUs that share each step.
+        monitor: Of its requests.
+        max_num_seqs, max_num_batched_tokens, max_model_len, num_gpus: As in `InstanceView`.
+        num_free_blocks, num_blocks, block_size: KV cache; sizes in blocks and tokens.
     """
-    table = state.table
+    table, now_s = monitor.table, monitor.clock()
+    state = StepState(
+        now_s=now_s,
+        table=table,
+        running=_NO_ROWS,
+        num_ahead=_NO_ROWS,
+        waiting=_NO_ROWS,
+        lengths=monitor.lengths,
+        cost=monitor.cost,
+        max_num_tokens=max_num_batched_tokens,
+        max_num_running=max_num_seqs,
+        num_free_blocks=num_free_blocks,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        trusts_predictions=monitor.trust.is_trusted,
+    )
     phase = table.phase
     (waiting,) = ((phase == WAITING) | (phase == PARKED)).nonzero()
     waiting = waiting[np.argsort(table.arrival_s[waiting], kind="stable")]
@@ -55,16 +82,15 @@ def load_of(state: StepState, *, max_model_len: int, num_gpus: int) -> dict[str,
     outputs = table.num_output[running]
     prefill = np.maximum(table.prefill_target[running] - table.num_computed[running], 0)
     is_decode = phase[running] == DECODE
-    num_used = state.num_blocks - state.num_free_blocks
     return {
-        "kv_capacity_tokens": state.num_blocks * state.block_size,
-        "max_num_seqs": state.max_num_running,
-        "max_num_batched_tokens": state.max_num_tokens,
+        "kv_capacity_tokens": num_blocks * block_size,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
         "max_model_len": max_model_len,
         "num_gpus": num_gpus,
-        "kv_used_tokens": num_used * state.block_size,
-        "num_waiting_lost": int(is_lost(table, waiting, state.now_s).sum()),
-        _STEPS: _folded(state.cost),
+        "kv_used_tokens": (num_blocks - num_free_blocks) * block_size,
+        "num_waiting_lost": int(is_lost(table, waiting, now_s).sum()),
+        _STEPS: _folded(monitor.cost),
         "waiting_tokens": table.num_prompt[waiting] + table.num_output[waiting],
         "waiting_outputs": state.remaining(waiting),
         "running_ctx": np.where(
@@ -73,8 +99,8 @@ def load_of(state: StepState, *, max_model_len: int, num_gpus: int) -> dict[str,
         "running_prefill": np.where(is_decode, 0, prefill),
         "running_outputs": outputs,
         "running_left": state.remaining(running),
-        "running_bank_s": _bank_s(table, running, state.now_s),
-        "running_lost": is_lost(table, running, state.now_s),
+        "running_bank_s": _bank_s(table, running, now_s),
+        "running_lost": is_lost(table, running, now_s),
     }
 
 

@@ -25,7 +25,7 @@ from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.ewt import update_waits
 from sola_sched.core.monitor import LiveRequest, StateMonitor
 from sola_sched.core.queues import PlannedQueue
-from sola_sched.core.state import IntArray, StepPlan, StepState
+from sola_sched.core.state import IntArray, StepPlan
 from sola_sched.cost.model import CostModel
 from sola_sched.length_predictor.client import make_client
 from sola_sched.length_predictor.histogram import LengthHistogram
@@ -50,7 +50,6 @@ from sola_sched.vllm_adapter.versions import Seams, check_version
 # A child of vLLM's logger: its level and handlers are the ones an operator has set up.
 logger = init_logger("vllm.sola_sched")
 
-_NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 
 _id_of = operator.attrgetter("request_id")
 #: vLLM's order of waiting requests under its priority policy.
@@ -345,30 +344,18 @@ class SolaSchedulerMixin(BookingMixin, SteeringMixin, SwapMixin):
 
     def _load(self) -> str:
         """What routers are told."""
-        state = StepState(
-            now_s=self.sola_clock(),
-            table=self.sola_monitor.table,
-            running=_NO_ROWS,
-            num_ahead=_NO_ROWS,
-            waiting=_NO_ROWS,
-            lengths=self.sola_monitor.lengths,
-            cost=self.sola_monitor.cost,
-            max_num_tokens=self.scheduler_config.max_num_batched_tokens,
-            max_num_running=self._seams.num_slots,
-            num_free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
-            num_blocks=self._num_blocks,
-            block_size=self.block_size,
-            trusts_predictions=self.sola_monitor.trust.is_trusted,
-        )
         return load.to_json(
             load.load_of(
-                state,
+                self.sola_monitor,
+                max_num_seqs=self._seams.num_slots,
+                max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
                 max_model_len=self.vllm_config.model_config.max_model_len,
                 num_gpus=self.vllm_config.parallel_config.world_size,
+                num_free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
+                num_blocks=self._num_blocks,
+                block_size=self.block_size,
             )
         )
-
-    # Figures --------------------------------------------------------------------------------
 
     def sola_stats(self) -> dict[str, Any]:
         """Counters since start: requests, attainment, interventions, cost-model error."""
