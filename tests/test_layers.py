@@ -197,6 +197,17 @@ def test_the_rules_allow_no_circle() -> None:
     assert set(order.static_order()) == packages | {"errors"}
 
 
+def test_the_structure_page_lists_each_package_above_what_it_may_import() -> None:
+    drawing = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8").split("```")[1]
+    listed = re.findall(r"^ {3}(\w+)", drawing, flags=re.M)
+    packages = {module.split(".")[1] for module, _, _ in SOURCES if module.count(".") > 1}
+
+    assert sorted(listed) == sorted(packages | {"errors"})
+    for position, name in enumerate(listed):
+        if name != "errors":
+            assert rules_of(name).own <= set(listed[position + 1 :]), name
+
+
 @pytest.mark.parametrize(
     "docstring", ["Nothing of the kind.", "May import: errors.", "Third party: numpy."]
 )

@@ -1,0 +1,113 @@
+"""What the documentation names is there: files, headings, options, commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.config.swap import SwapConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "k*/*.md", "length_predictor/*.md")
+    for path in ROOT.glob(pattern)
+)
+#: What the page of results may hold, so that it stays one page.
+MAX_RESULT_LINES = 150
+
+
+def prose(path: Path) -> str:
+    """The page without its code blocks."""
+    return re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def anchors(path: Path) -> set[str]:
+    """The names under which the page's headings can be linked to, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", prose(path), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            broken.append(target)
+
+    assert broken == []
+
+
+def rows(text: str) -> dict[str, str]:
+    """Name and default of each option in the page's tables."""
+    return {
+        name: default
+        for names, default in re.findall(r"^\| (`[^|]+`) \| ([^|]*) \|", text, flags=re.M)
+        for name in re.findall(r"`([^`]+)`", names)
+    }
+
+
+def options() -> dict[str, object]:
+    """Default of every option, by its name."""
+    defaults: dict[str, object] = {
+        field.name: getattr(SolaConfig(), field.name)
+        for field in dataclasses.fields(SolaConfig)
+        if field.name != "swap"
+    }
+    for field in dataclasses.fields(SwapConfig):
+        defaults[f"swap.{field.name}"] = getattr(SwapConfig(), field.name)
+    return defaults
+
+
+def test_every_option_is_listed_with_its_default() -> None:
+    listed = rows((ROOT / "docs" / "options.md").read_text(encoding="utf-8"))
+
+    assert {name for name in listed if not name.startswith(("slo_", "ttft_slo", "tpot_slo"))} == (
+        set(options())
+    )
+    for name, default in options().items():
+        if default is None:  # `none`, or what the default stands for
+            assert re.fullmatch(r"\w+", listed[name]), name
+        else:
+            shown = listed[name].strip("`")
+            assert shown == default or json.loads(shown) == default, name
+
+
+def test_the_short_table_of_the_readme_has_the_same_defaults() -> None:
+    whole = rows((ROOT / "docs" / "options.md").read_text(encoding="utf-8"))
+    short = rows((ROOT / "README.md").read_text(encoding="utf-8"))
+
+    assert short
+    for name, default in short.items():
+        if "," not in default:
+            assert whole[name] == default, name
+    assert short["ttft_s"] == f"{whole['ttft_s']}, {whole['tpot_s']}"
+
+
+def test_the_commands_of_the_readme_exist() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.M))
+    commands = re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.M)
+    modules = re.findall(r"python -m ([\w.]+)", text)
+
+    assert {"bench", "test"} <= set(commands) <= targets
+    assert modules
+    for module in modules:
+        assert importlib.util.find_spec(f"{module}.__main__") is not None, module
+
+
+def test_the_results_stay_one_page() -> None:
+    lines = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
+
+    assert len(lines) <= MAX_RESULT_LINES
