@@ -16,7 +16,13 @@ from sola_sched.config.swap import SwapConfig
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "k*/*.md", "length_predictor/*.md")
+    for pattern in (
+        "*.md",
+        "docs/**/*.md",
+        "benchmarks/**/*.md",
+        "k*/*.md",
+        "length_predictor/*.md",
+    )
     for path in ROOT.glob(pattern)
 )
 #: What the page of results may hold, so that it stays one page.
