@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sola_sched.simulator.steps.curves import StepCurves
+from sola_sched.simulator.steps.tables import Points, StepTables
 from sola_sched.simulator.steps.time import MeasuredStepTime, StepTimeModel
 
 
@@ -42,6 +43,8 @@ def floors_of(step_time: Any) -> Sequence[StepFloor]:
 
     - `StepTimeModel`: max(weights, per token) is at least either of the two. Over many steps the
       larger of the two sums is what evenly filled steps take, so nothing between them is needed.
+    - `StepTables`: few tokens, and many, under the curve of tokens; of attention the steepest lines
+      from the origin, with half of the shortest kernel under each of its two kinds.
     - `MeasuredStepTime` with curves: their constant and the steepest lines from the origin below
       them. Otherwise the smallest of the constants of its three kinds of step. A chunk's
       a0 c n + b0 n^2 is at least min(a0, 2 b0) n (c + n / 2), however the prompt is cut.
@@ -54,6 +57,8 @@ def floors_of(step_time: Any) -> Sequence[StepFloor]:
         return [step_time]
     if isinstance(step_time, StepTimeModel):
         return _roofline_floors(step_time)
+    if isinstance(step_time, StepTables):
+        return _table_floors(step_time)
     if isinstance(step_time, MeasuredStepTime):
         if step_time.curves is not None:
             return [_curved_floor(step_time.curves)]
@@ -61,8 +66,8 @@ def floors_of(step_time: Any) -> Sequence[StepFloor]:
     floors = getattr(step_time, "floors", None)
     if floors is None:
         raise TypeError(
-            f"'step_time' must be a StepTimeModel, a MeasuredStepTime, a StepFloor or have a "
-            f"method floors() (got {type(step_time).__name__})."
+            f"'step_time' must be a StepTimeModel, StepTables, a MeasuredStepTime, a StepFloor or "
+            f"have a method floors() (got {type(step_time).__name__})."
         )
     named: Sequence[StepFloor] = floors()
     return named
@@ -81,6 +86,32 @@ def _roofline_floors(model: StepTimeModel) -> list[StepFloor]:
     if not model.per_token_s or not model.weights_s:
         return [floor(model.weights_s, model.per_token_s)]
     return [floor(0.0, model.per_token_s), floor(model.weights_s, 0.0)]
+
+
+def _table_floors(tables: StepTables) -> list[StepFloor]:
+    allowance_s = 0.5 * tables.attention_s
+    rows = [tuple(zip(tables.decode_context, row, strict=True)) for row in tables.decode_s]
+    per_ctx_s = min(_least_slope(row, allowance_s) for row in rows)
+    per_pair_s = _least_slope(tables.pairs, allowance_s)
+    base_s = tables.host_s + tables.requests[0][1]
+
+    def floor(per_token_s: float) -> StepFloor:
+        return StepFloor(
+            base_s=base_s + min(y - per_token_s * x for x, y in tables.tokens),
+            per_decode_s=per_token_s,
+            per_ctx_s=per_ctx_s,
+            per_prefill_token_s=per_token_s + tables.per_prompt_token_s,
+            per_prefill_attn_s=per_pair_s,
+        )
+
+    return [floor(0.0), floor(_least_slope(tables.tokens, 0.0))]
+
+
+def _least_slope(points: Points, allowance_s: float) -> float:
+    """Largest s with allowance + curve(x) >= s x for every x >= 0."""
+    (x0, y0), (x1, y1) = points[-2:]
+    chords = [(allowance_s + y) / x for x, y in points if x > 0]
+    return max(0.0, min([*chords, (y1 - y0) / (x1 - x0)]))
 
 
 def _measured_floor(step_time: MeasuredStepTime) -> StepFloor:

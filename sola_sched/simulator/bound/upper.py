@@ -64,6 +64,7 @@ from dataclasses import dataclass, field
 from sola_sched.simulator.bound.floors import HasFloors, StepFloor, floors_of
 from sola_sched.simulator.bound.program import Program
 from sola_sched.simulator.bound.trace import BoundRequest, Trace
+from sola_sched.simulator.steps.tables import StepTables
 from sola_sched.simulator.steps.time import MeasuredStepTime, StepTimeModel
 
 __all__ = ["Bound", "BoundRequest", "upper_bound"]
@@ -104,7 +105,7 @@ class Bound:
 
 def upper_bound(
     requests: Iterable[BoundRequest],
-    step_time: StepTimeModel | MeasuredStepTime | StepFloor | HasFloors,
+    step_time: StepTimeModel | StepTables | MeasuredStepTime | StepFloor | HasFloors,
     *,
     max_num_seqs: int,
     num_kv_tokens: int,

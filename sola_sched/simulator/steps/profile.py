@@ -12,6 +12,7 @@ from typing import Any
 from sola_sched.cost import file as cost_file
 from sola_sched.cost.model import CostModel
 from sola_sched.errors import ProfileError
+from sola_sched.simulator.steps.tables import SECTION, StepTables
 from sola_sched.simulator.steps.time import MeasuredStepTime, StepTimeModel
 
 FORMAT = "sola_sched.step_profile"
@@ -42,12 +43,12 @@ class StepProfile:
         tensor_parallel: GPUs that share each step.
         kv_bytes_per_token: KV of one token on each GPU; None if unknown.
         pcie_bytes_per_s: From host to device on each GPU, one direction; None if unknown.
-        async_scheduling: Mode of the engine that was measured; None for a computed profile.
-        max_num_batched_tokens: Its token budget; None for a computed profile.
+        async_scheduling: Mode of the engine that was measured; None for a profile of the package.
+        max_num_batched_tokens: Its token budget; None likewise.
     """
 
     name: str
-    step_time: StepTimeModel | MeasuredStepTime
+    step_time: StepTimeModel | StepTables | MeasuredStepTime
     shape: Mapping[str, int]
     max_model_len: int | None = None
     num_blocks: int | None = None
@@ -122,7 +123,7 @@ def load_step_profile(name_or_path: str) -> StepProfile:
     if isinstance(document, dict) and document.get("format") == cost_file.FORMAT:
         return _measured(path)
     try:
-        return _computed(document)
+        return _of_package(document)
     except ProfileError as error:
         raise ProfileError(f"Profile {str(path)!r}: {error}") from error
 
@@ -139,7 +140,7 @@ def _measured(path: Path) -> StepProfile:
     )
 
 
-def _computed(document: Any) -> StepProfile:
+def _of_package(document: Any) -> StepProfile:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else type(document).__name__
         raise ProfileError(
@@ -155,7 +156,11 @@ def _computed(document: Any) -> StepProfile:
     engine = _section(document, "engine")
     return StepProfile(
         name=str(document.get("name")),
-        step_time=StepTimeModel(**_step_time(_section(document, "step_time"))),
+        step_time=(
+            StepTables.from_json(document[SECTION])
+            if SECTION in document
+            else StepTimeModel(**_step_time(_section(document, "step_time")))
+        ),
         shape={key: _count(shape, "model", key) for key in _SHAPE_KEYS},
         max_model_len=_count(engine, "engine", "max_model_len"),
         num_blocks=_count(engine, "engine", "num_blocks"),

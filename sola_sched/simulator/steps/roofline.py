@@ -78,8 +78,8 @@ class Model:
     @property
     def layer_parameters(self) -> int:
         """Matrices of all layers; biases and norms (< 0.1 %) are left out."""
-        head_dim = self.hidden_size // self.num_heads
-        attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * head_dim
+        heads = self.num_heads + self.num_kv_heads
+        attention = 2 * self.hidden_size * heads * self.head_dim
         mlp = self.mlp_matrices * self.hidden_size * self.intermediate_size
         return self.num_layers * (attention + mlp)
 
@@ -92,11 +92,50 @@ class Model:
         return self.layer_parameters + (1 if self.is_tied else 2) * self.embedding_parameters
 
     @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def gpu_heads(self) -> int:
+        """Query heads on one GPU."""
+        return self.num_heads // self.tensor_parallel
+
+    @property
+    def gpu_kv_heads(self) -> int:
+        """KV heads on one GPU; with fewer heads than GPUs, each is on several."""
+        return max(1, self.num_kv_heads // self.tensor_parallel)
+
+    @property
+    def layer_products(self) -> list[tuple[int, int]]:
+        """(Output, input width) on one GPU of QKV, attention output, MLP up (and gate), down."""
+        inner = self.intermediate_size // self.tensor_parallel
+        heads = self.gpu_heads * self.head_dim
+        return [
+            (heads + 2 * self.gpu_kv_heads * self.head_dim, self.hidden_size),
+            (self.hidden_size, heads),
+            ((self.mlp_matrices - 1) * inner, self.hidden_size),
+            (self.hidden_size, inner),
+        ]
+
+    @property
+    def elementwise_bytes(self) -> int:
+        """Bytes that a token moves on one GPU beside matrix products and attention, in a layer.
+
+        Two norms that add the residual (two vectors read, two written), rotary embedding and KV
+        write (read and written), activation (all but the down projection's input read, that
+        written).
+        """
+        norms = 2 * 4 * self.hidden_size
+        rotary = 2 * (self.gpu_heads + self.gpu_kv_heads) * self.head_dim
+        kv = 2 * 2 * self.gpu_kv_heads * self.head_dim
+        activation = self.mlp_matrices * self.intermediate_size // self.tensor_parallel
+        return _BYTES * (norms + rotary + kv + activation)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """On one GPU: keys and values of all layers, heads shared out."""
-        head_dim = self.hidden_size // self.num_heads
-        heads = self.num_kv_heads // self.tensor_parallel
-        return 2 * self.num_layers * heads * head_dim * _BYTES
+        return 2 * self.num_layers * self.gpu_kv_heads * self.head_dim * _BYTES
 
 
 @dataclass(frozen=True)
@@ -221,8 +260,19 @@ def make_profile(
     model_key: str, gpu_key: str, assumed: Assumptions | None = None
 ) -> dict[str, Any]:
     """The content of the file `<model_key>-<gpu_key>.json`."""
+    assumed = assumed or Assumptions()
+    document = describe(model_key, gpu_key, assumed)
+    engine = document.pop("engine")
+    document["step_time"] = {
+        name: {"value": float(f"{value:.4g}"), "unit": "s", "from": why}
+        for name, (value, why) in step_time(MODELS[model_key], GPUS[gpu_key], assumed).items()
+    }
+    return document | {"engine": engine}
+
+
+def describe(model_key: str, gpu_key: str, assumed: Assumptions | None = None) -> dict[str, Any]:
+    """The same without step times: model, hardware, and the memory of the engine."""
     model, gpu, assumed = MODELS[model_key], GPUS[gpu_key], assumed or Assumptions()
-    coefficients = step_time(model, gpu, assumed)
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -252,10 +302,6 @@ def make_profile(
         },
         "assumptions": {
             name: {"value": getattr(assumed, name), "from": why} for name, why in _WHY.items()
-        },
-        "step_time": {
-            name: {"value": float(f"{value:.4g}"), "unit": "s", "from": why}
-            for name, (value, why) in coefficients.items()
         },
         "engine": {
             "tensor_parallel": model.tensor_parallel,

@@ -4,11 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from sola_sched.cost.model import CostModel
 from sola_sched.simulator.steps.curves import META_KEY, StepCurves, batch_of
 from sola_sched.vllm_adapter.step_shape import shape_of
+
+
+class StepCounts(NamedTuple):
+    """What a step computes. One token, also the last of a prompt, counts as a decode.
+
+    Attributes:
+        num_decodes: Requests with one token.
+        decode_ctx: Tokens that these have computed, in all.
+        num_prefills: Requests with more tokens.
+        prefill_tokens: Tokens of these.
+        pairs: Sum of n * (c + n / 2) over them, for n tokens after c computed ones.
+    """
+
+    num_decodes: int = 0
+    decode_ctx: int = 0
+    num_prefills: int = 0
+    prefill_tokens: int = 0
+    pairs: float = 0.0
+
+    @classmethod
+    def of(cls, output: Any, requests: Mapping[str, Any]) -> StepCounts:
+        """Count the step `output`, right after the `schedule()` call that made it.
+
+        Args:
+            output: vLLM's `SchedulerOutput`.
+            requests: Live requests by id; their `num_computed_tokens` include this step.
+        """
+        num_decodes = num_ctx = num_prefills = num_prefill_tokens = 0
+        num_pairs = 0.0
+        for req_id, n in output.num_scheduled_tokens.items():
+            has = requests[req_id].num_computed_tokens - n
+            if n == 1:
+                num_decodes += 1
+                num_ctx += has
+            else:
+                num_prefills += 1
+                num_prefill_tokens += n
+                num_pairs += n * (has + 0.5 * n)
+        return cls(num_decodes, num_ctx, num_prefills, num_prefill_tokens, num_pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,32 +86,21 @@ class StepTimeModel:
     per_token_s: float = 0.0
 
     def __call__(self, output: Any, requests: Mapping[str, Any]) -> float:
-        """Seconds of the step `output`, right after the `schedule()` call that made it.
+        """Seconds of the step `output`; arguments as for `StepCounts.of`."""
+        return self.seconds(StepCounts.of(output, requests))
 
-        Args:
-            output: vLLM's `SchedulerOutput`.
-            requests: Live requests by id; their `num_computed_tokens` include this step.
-        """
-        scheduled = output.num_scheduled_tokens
-        if not scheduled:
+    def seconds(self, counts: StepCounts) -> float:
+        """Seconds of a step with this work; 0 without tokens."""
+        num_tokens = counts.num_decodes + counts.prefill_tokens
+        if not num_tokens:
             return 0.0
-        num_decodes = num_ctx = num_prefill_tokens = 0
-        num_pairs = 0.0
-        for req_id, n in scheduled.items():
-            has = requests[req_id].num_computed_tokens - n
-            if n == 1:
-                num_decodes += 1
-                num_ctx += has
-            else:
-                num_prefill_tokens += n
-                num_pairs += n * (has + 0.5 * n)
         return (
             self.base_s
-            + max(self.weights_s, self.per_token_s * (num_decodes + num_prefill_tokens))
-            + self.per_decode_s * num_decodes
-            + self.per_ctx_s * num_ctx
-            + self.per_prefill_token_s * num_prefill_tokens
-            + self.per_prefill_attn_s * num_pairs
+            + max(self.weights_s, self.per_token_s * num_tokens)
+            + self.per_decode_s * counts.num_decodes
+            + self.per_ctx_s * counts.decode_ctx
+            + self.per_prefill_token_s * counts.prefill_tokens
+            + self.per_prefill_attn_s * counts.pairs
         )
 
 
