@@ -20,6 +20,7 @@ from sola_sched.bench.research.points import BOUND, SYNTHETIC, Point, make_workl
 from sola_sched.bench.research.sweep import Row
 from sola_sched.config.slo import SloTarget
 from sola_sched.core import metrics
+from sola_sched.simulator.steps.time import StepCounts
 
 DATASETS = {
     "sharegpt": "sharegpt_lengths_llama2.csv.gz",
@@ -241,7 +242,8 @@ def _guessed_rate(base: Point, data: Path | None) -> float:
     requests = make_workload(point, backend.limits, data).requests
     prompt = sum(len(r.prompt_token_ids) for r in requests) / len(requests)
     output = sum(r.output_tokens for r in requests) / len(requests)
-    step = backend.options.profile.step_time
-    token_s = step.per_prefill_token_s + step.per_token_s
-    decode_s = (step.base_s + step.weights_s) / 64 + step.per_decode_s + step.per_ctx_s * prompt
+    seconds = backend.options.profile.step_time.seconds
+    chunks = [seconds(StepCounts(0, 0, 1, tokens)) for tokens in (2048, 4096)]
+    token_s = (chunks[1] - chunks[0]) / 2048
+    decode_s = seconds(StepCounts(64, 64 * round(prompt))) / 64
     return 0.8 / (prompt * token_s + output * decode_s)
