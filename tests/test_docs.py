@@ -100,6 +100,17 @@ def test_the_short_table_of_the_readme_has_the_same_defaults() -> None:
     assert short["ttft_s"] == f"{whole['ttft_s']}, {whole['tpot_s']}"
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/options.md", "length_predictor/README.md"])
+def test_the_configurations_that_a_page_shows_are_valid(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+
+    shown = re.findall(r"--additional-config[\s\\]+'([^']*)'", text)
+
+    assert shown
+    for each in shown:
+        SolaConfig.from_additional(json.loads(each))
+
+
 def test_the_commands_of_the_readme_exist() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
