@@ -50,6 +50,7 @@ class _Member:
     engine: ClusterEngine
     streams: dict[str, _Stream] = field(default_factory=dict)
     is_dead: bool = False
+    stalled_from_s: float = 0.0
     stalled_until_s: float = 0.0
 
 
@@ -274,6 +275,8 @@ class VirtualCluster:
         if isinstance(fault, Slowdown):
             member.engine.slow_down(fault.factor)
         elif isinstance(fault, Stall):
+            if self._now_s >= member.stalled_until_s:
+                member.stalled_from_s = self._now_s
             member.stalled_until_s = max(member.stalled_until_s, fault.at_s + fault.for_s)
             silent_s = fault.at_s + self._links.silent_s + self._links.report_period_s
             self._at(silent_s, _GATEWAY, lambda: self._reports.expire(self._now_s))
@@ -284,11 +287,17 @@ class VirtualCluster:
     def _die(self, member: _Member, fault: Death) -> None:
         member.is_dead = True
         for stream in member.streams.values():
-            _take(stream.record, member.engine.progress(stream.engine_id, self._now_s))
+            self._take_tokens(member, stream)
             self._at(self._now_s + self._links.failure_s, _GATEWAY, self._fail, stream)
         member.streams.clear()
         noticed_s = self._now_s + self._links.notice_s
         self._at(noticed_s, _GATEWAY, self._reports.died, fault.instance)
+
+    def _take_tokens(self, member: _Member, stream: _Stream) -> None:
+        """Book what an attempt has delivered that does not go on; a stall delivers nothing."""
+        is_stalled = self._now_s < member.stalled_until_s
+        alive_s = member.stalled_from_s if is_stalled else self._now_s
+        _take(stream.record, member.engine.progress(stream.engine_id, alive_s))
 
     def _give_up(self, member: _Member) -> None:
         """Take the streams of an instance elsewhere that has been silent for too long."""
@@ -296,7 +305,7 @@ class VirtualCluster:
             return
         streams, member.streams = list(member.streams.values()), {}
         for stream in streams:
-            _take(stream.record, member.engine.progress(stream.engine_id, self._now_s))
+            self._take_tokens(member, stream)
             member.engine.remove(stream.engine_id, self._now_s)
             self._fail(stream)
 

@@ -1,0 +1,298 @@
+"""The fast model against real schedulers, and against its own rules where there are none."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sola_sched.cluster.routers import ROUTERS
+from sola_sched.config.slo import SloTarget
+from sola_sched.prediction.length import LengthPrediction
+from sola_sched.simulator.cluster.cluster import VirtualCluster
+from sola_sched.simulator.cluster.engine import ClusterRequest, Ended
+from sola_sched.simulator.cluster.fast import FastInstance
+from sola_sched.simulator.cluster.fast_slo import FastSloInstance
+from sola_sched.simulator.cluster.faults import Death, Slowdown, Stall
+from sola_sched.simulator.cluster.step_model import BatchTime
+from sola_sched.simulator.request import VirtualRequest
+from sola_sched.simulator.steps.profile import load_step_profile
+from sola_sched.simulator.steps.time import StepTimeModel
+
+STEPS = StepTimeModel(
+    base_s=0.01, per_decode_s=2e-4, per_ctx_s=1e-6, per_prefill_token_s=1e-4,
+    per_prefill_attn_s=1e-8, weights_s=0.01, per_token_s=2e-5,
+)  # fmt: skip
+SLO = SloTarget(ttft_s=1.0, tpot_s=0.05)
+ENGINES = [FastInstance, FastSloInstance]
+
+
+def make_requests(
+    count: int, rate_per_s: float, seed: int = 0, longest: int = 120
+) -> list[VirtualRequest]:
+    rng = np.random.default_rng(seed)
+    arrivals = np.cumsum(rng.exponential(1 / rate_per_s, count))
+    return [
+        VirtualRequest(
+            f"r{i}",
+            float(arrivals[i]),
+            int(rng.integers(1, longest)),
+            prompt_len=int(rng.integers(2, 900)),
+        )
+        for i in range(count)
+    ]
+
+
+def make_engine(cls: type[FastInstance] = FastInstance, **options: Any) -> FastInstance:
+    defaults: dict[str, Any] = {
+        "kv_capacity_tokens": 400 * 16,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 512,
+        "max_model_len": 2048,
+    }
+    return cls(BatchTime(STEPS), **(defaults | options))
+
+
+def serve(engine: FastInstance, requests: Sequence[VirtualRequest]) -> dict[str, Ended]:
+    """Every request's end, by name; each arrives at its time."""
+    ended: dict[str, Ended] = {}
+    waiting = list(requests)
+    while waiting or math.isfinite(engine.next_s):
+        if waiting and waiting[0].arrival_s <= engine.next_s:
+            request = waiting.pop(0)
+            length = LengthPrediction.exactly(request.output_len)
+            engine.add(request, SLO, length, request.arrival_s)
+            continue
+        for end in engine.advance(engine.next_s):
+            assert end.req_id not in ended
+            ended[end.req_id] = end
+    return ended
+
+
+def real_times(
+    requests: Sequence[VirtualRequest], is_async: bool, **options: Any
+) -> list[tuple[float, float]]:
+    pytest.importorskip("vllm")
+    from virtual_model import TINY_MODEL
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    from sola_sched.simulator import VirtualEngine
+
+    settings: dict[str, Any] = {
+        "num_blocks": 401, "max_num_seqs": 16, "max_num_batched_tokens": 512,
+    }  # fmt: skip
+    engine = VirtualEngine(
+        AsyncScheduler, model=TINY_MODEL, max_model_len=2048, step_time=STEPS,
+        async_scheduling=is_async, **(settings | options),
+    )  # fmt: skip
+    records = engine.run(requests)
+    return [(r.first_token_s or 0.0, r.last_token_s or 0.0) for r in records]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("rate_per_s", [2.0, 8.0])
+def test_with_memory_and_slots_to_spare_the_model_is_exact(
+    is_async: bool, rate_per_s: float
+) -> None:
+    requests = make_requests(60, rate_per_s)
+    real = real_times(requests, is_async, num_blocks=3000, max_num_seqs=64)
+    fast = serve(
+        make_engine(is_async=is_async, kv_capacity_tokens=2999 * 16, max_num_seqs=64), requests
+    )
+
+    times = [fast[request.req_id].progress[1:] for request in requests]
+
+    assert np.array(times) == pytest.approx(np.array(real), abs=2e-3)
+
+
+@pytest.mark.vllm
+def test_with_slots_and_memory_short_the_model_is_near() -> None:
+    requests = make_requests(150, 12.0)
+    real = np.array(real_times(requests, True))
+    ends = serve(make_engine(), requests)
+    fast = np.array([ends[request.req_id].progress[1:] for request in requests])
+    arrivals = np.array([request.arrival_s for request in requests])
+
+    for q in (50, 90):
+        of_real = np.percentile(real[:, 0] - arrivals, q)
+        assert np.percentile(fast[:, 0] - arrivals, q) == pytest.approx(of_real, rel=0.1)
+        of_real = np.percentile(real[:, 1] - real[:, 0], q)
+        assert np.percentile(fast[:, 1] - fast[:, 0], q) == pytest.approx(of_real, rel=0.1)
+
+
+@pytest.mark.parametrize("cls", ENGINES)
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    rate_per_s=st.sampled_from([1.0, 10.0, 1000.0]),
+    slots=st.integers(1, 20),
+    kv_tokens=st.integers(1100, 6000),
+    is_async=st.booleans(),
+)
+def test_every_request_ends_once_with_all_tokens_whatever_is_short(
+    cls: type[FastInstance],
+    seed: int,
+    rate_per_s: float,
+    slots: int,
+    kv_tokens: int,
+    is_async: bool,
+) -> None:
+    requests = make_requests(40, rate_per_s, seed)
+    engine = make_engine(cls, kv_capacity_tokens=kv_tokens, max_num_seqs=slots, is_async=is_async)
+
+    ended = serve(engine, requests)
+
+    for request in requests:
+        done = ended[request.req_id].progress
+        assert done.num_tokens == request.output_len
+        assert request.arrival_s < done.first_s <= done.last_s
+        # No token takes less than the shortest step.
+        assert done.last_s - done.first_s >= (request.output_len - 1) * 0.02 - 1e-9
+    view = engine.view(1e9)
+    assert view.num_requests == view.kv_used_tokens == 0
+
+
+@pytest.mark.parametrize("cls", ENGINES)
+def test_what_is_asked_in_between_changes_nothing_and_only_grows(cls: type[FastInstance]) -> None:
+    requests = make_requests(30, 10.0)
+    undisturbed = serve(make_engine(cls), requests)
+    engine, waiting = make_engine(cls), list(requests)
+    tokens: dict[str, int] = {}
+    for now_s in np.arange(0.0, 60.0, 0.13):
+        while waiting and waiting[0].arrival_s <= min(now_s, engine.next_s):
+            request = waiting.pop(0)
+            length = LengthPrediction.exactly(request.output_len)
+            engine.add(request, SLO, length, request.arrival_s)
+        while engine.next_s <= now_s:
+            if waiting and waiting[0].arrival_s <= engine.next_s:
+                request = waiting.pop(0)
+                length = LengthPrediction.exactly(request.output_len)
+                engine.add(request, SLO, length, request.arrival_s)
+                continue
+            for end in engine.advance(engine.next_s):
+                assert end == undisturbed.pop(end.req_id)
+                tokens.pop(end.req_id, None)
+        engine.view(now_s).check(now_s)
+        for req_id in list(undisturbed):
+            progress = engine.progress(req_id, now_s)
+            assert progress.num_tokens >= tokens.get(req_id, 0)
+            assert progress.last_s <= now_s
+            tokens[req_id] = progress.num_tokens
+    assert not undisturbed
+
+
+@pytest.mark.parametrize("cls", ENGINES)
+def test_removed_requests_leave_slot_and_memory(cls: type[FastInstance]) -> None:
+    engine = make_engine(cls)
+    for request in make_requests(30, 1e6):
+        engine.add(request, SLO, LengthPrediction.exactly(request.output_len), 0.0)
+    for _ in range(25):
+        engine.advance(engine.next_s)
+    alive = [f"r{i}" for i in range(30) if engine.progress(f"r{i}", engine.next_s).num_tokens]
+    assert 0 < len(alive) < 30
+
+    for i in range(30):
+        engine.remove(f"r{i}", engine.next_s)
+        engine.remove(f"r{i}", engine.next_s)
+
+    assert engine.view(engine.next_s).num_requests == 0
+    assert engine.view(engine.next_s).kv_used_tokens == 0
+    request = VirtualRequest("new", engine.next_s, 3, prompt_len=10)
+    engine.add(request, SLO, LengthPrediction.exactly(3), engine.next_s)
+    ended: list[Ended] = []
+    while not ended:
+        ended.extend(engine.advance(engine.next_s))
+    assert ended[0].progress.num_tokens == 3
+
+
+def test_the_slo_variant_keeps_more_within_both_targets_under_overload() -> None:
+    requests = make_requests(300, 14.0, longest=200)
+    met = []
+    for cls in ENGINES:
+        ended = serve(make_engine(cls, kv_capacity_tokens=40_000, max_num_seqs=64), requests)
+        met.append(
+            sum(
+                done.first_s - r.arrival_s <= SLO.ttft_s
+                and done.last_s - done.first_s <= SLO.tpot_s * max(1, done.num_tokens - 1)
+                for r in requests
+                for done in [ended[r.req_id].progress]
+            )
+        )
+
+    assert met[1] > 1.5 * met[0]
+
+
+def test_a_report_of_the_model_tells_what_runs_and_waits() -> None:
+    engine = make_engine(max_num_seqs=2)
+    for i in range(4):
+        request = VirtualRequest(f"r{i}", 0.0, 100, prompt_len=100 + i)
+        engine.add(request, SLO, LengthPrediction.exactly(100), 0.0)
+    while engine.next_s < 0.5:
+        engine.advance(engine.next_s)
+
+    view = engine.view(0.5)
+
+    view.check(0.5)
+    assert view.num_running == view.num_waiting == 2
+    assert (view.running_left == 100 - view.running_outputs).all()
+    assert (view.running_ctx == np.array([100, 101]) + view.running_outputs - 1).all()
+
+
+@pytest.mark.parametrize("cls", ENGINES)
+@settings(max_examples=8, deadline=None)
+@given(
+    name=st.sampled_from(sorted(ROUTERS)),
+    seed=st.integers(0, 999),
+    at_s=st.floats(0.0, 4.0),
+)
+def test_a_cluster_of_fast_engines_loses_nothing(
+    cls: type[FastInstance], name: str, seed: int, at_s: float
+) -> None:
+    requests = [ClusterRequest(r, SLO) for r in make_requests(60, 20.0, seed)]
+    cluster = VirtualCluster(
+        [make_engine(cls) for _ in range(3)],
+        ROUTERS[name](seed),
+        faults=[Death(at_s, 0), Stall(at_s, 1, 7.0), Slowdown(at_s, 2, 2.0)],
+        seed=seed,
+    )
+
+    result = cluster.run(requests)
+
+    assert all(record.completed for record in result.records)
+    assert [r.num_output_tokens for r in result.records] == [r.request.output_len for r in requests]
+    assert all(r.arrival_s <= r.first_token_s <= r.last_token_s for r in result.records)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timing
+def test_the_model_is_a_hundred_times_faster_than_vllms_scheduler() -> None:
+    pytest.importorskip("vllm")
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    from sola_sched.simulator import VirtualEngine
+
+    profile = load_step_profile("llama-3-8b-a100")
+    assert profile.num_blocks is not None
+    requests = make_requests(200, 10.0, longest=700)
+    engine = VirtualEngine(
+        AsyncScheduler, model=profile.model_config(), num_blocks=profile.num_blocks,
+        async_scheduling=True, step_time=profile.step_time,
+    )  # fmt: skip
+    fast = FastInstance(
+        BatchTime(profile.step_time), kv_capacity_tokens=(profile.num_blocks - 1) * 16
+    )
+    begin_s = time.process_time()
+    engine.run(requests)
+    real_s = time.process_time() - begin_s
+    begin_s = time.process_time()
+    serve(fast, requests)
+
+    assert real_s > 100.0 * (time.process_time() - begin_s)
