@@ -13,7 +13,7 @@ export VENV PYTHON DEVICE WORKERS
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow test-timing test-gpu test-versions check bench clean
+.PHONY: help install test test-slow test-timing test-gpu test-versions test-cluster check cluster bench clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -40,6 +40,12 @@ check: install  ## Run the linter, the format check and the type checker
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	.ci/typecheck
+
+test-cluster: install  ## Run the tests that start two engines and the gateway on Ray Serve
+	$(VENV)/bin/pytest -n 0 -m "ray and slow" tests/cluster $(ARGS)
+
+cluster: install  ## Two CPU replicas of a tiny model on Ray Serve, requests, and one replica killed
+	$(VENV)/bin/python benchmarks/cluster/bench_gateway.py --parts kill $(ARGS)
 
 bench: install  ## Run the benchmark
 	$(VENV)/bin/python -m sola_sched.bench $(ARGS)

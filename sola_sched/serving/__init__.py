@@ -4,5 +4,6 @@
 Serve, `engine` is vLLM's own server inside a replica.
 
 May import: errors, config, cost, prediction, core, reports, length_predictor, cluster.
-Third party: aiohttp, numpy, prometheus_client, ray (ray_*), uvicorn (engine), vllm (engine).
+Third party: aiohttp, numpy, prometheus_client, pydantic (ray_app), ray (__main__, ray_*),
+uvicorn (engine), vllm (engine).
 """

@@ -149,10 +149,12 @@ class Replicas:
         """
         usable = {r.position: r for r in self if self.is_usable(r) and r not in refused_by}
         if not usable:
-            return Refusal("no replica can be reached")
+            return Refusal("no replica can be reached", is_temporary=True)
         views = self._views(usable)
         place = self._router.choose(request, views, self.clock())
-        return place if isinstance(place, Refusal) else usable[place]
+        if isinstance(place, Refusal):  # for good: a replica gives the reason better
+            return place if place.is_temporary else next(iter(usable.values()))
+        return usable[place]
 
     def _views(self, usable: Collection[int]) -> Sequence[InstanceView]:
         views = self.reports.views

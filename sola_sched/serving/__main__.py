@@ -1,0 +1,125 @@
+"""`python -m sola_sched.serving`: the gateway alone, or the whole on Ray Serve."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from sola_sched.serving.delivery import GatewayOptions
+from sola_sched.serving.gateway import Gateway
+from sola_sched.serving.policies import DEFAULT, NAMES, make_router
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m sola_sched.serving", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    gateway = commands.add_parser("gateway", help="a gateway before vLLM servers that run already")
+    gateway.add_argument("--replica", action="append", required=True, metavar="URL")
+    whole = commands.add_parser(
+        "ray", help="engines and gateway on Ray Serve; further arguments are those of `vllm serve`"
+    )
+    whole.add_argument("model")
+    whole.add_argument("--num-replicas", type=int, default=2)
+    whole.add_argument("--num-gpus", type=float, default=1.0, help="of each replica")
+    whole.add_argument("--address", help="of a Ray cluster; a local one is started without")
+    for each in (gateway, whole):
+        each.add_argument("--host", default="127.0.0.1")
+        each.add_argument("--port", type=int, default=8000)
+        each.add_argument("--router", choices=NAMES, default=DEFAULT)
+        for field in dataclasses.fields(GatewayOptions):
+            name = "--" + field.name.replace("_", "-")
+            kind = int if field.name == "max_failures" else float
+            each.add_argument(name, type=kind, default=field.default)
+    return parser
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The gateway's options as they were given."""
+    return {f.name: getattr(args, f.name) for f in dataclasses.fields(GatewayOptions)}
+
+
+async def _run_gateway(args: argparse.Namespace) -> None:
+    gateway = Gateway(make_router(args.router), GatewayOptions(**options_of(args)))
+    gateway.sync({url: url for url in args.replica})
+    runner = web.AppRunner(gateway.app(), handler_cancellation=True, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, args.host, args.port).start()
+    print(f"gateway: http://{args.host}:{args.port}", flush=True)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()
+
+
+def _run_on_ray(args: argparse.Namespace, more: Sequence[str]) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    from ray import serve
+
+    from sola_sched.serving.ray_app import build
+
+    ray.init(address=args.address, ignore_reinit_error=True)
+    serve.start(proxy_location="Disabled")
+    group = {"num_replicas": args.num_replicas, "num_gpus": args.num_gpus}
+    cluster = {
+        "model": args.model,
+        "options": _by_name(more),
+        "engines": [group],
+        "router": args.router,
+        "host": args.host,
+        "port": args.port,
+        "gateway": options_of(args),
+    }
+    serve.run(build(cluster), name="sola", route_prefix=None)
+    print(f"gateway: http://{args.host}:{args.port}", flush=True)
+    try:
+        while True:
+            time.sleep(3600)
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def _by_name(arguments: Sequence[str]) -> dict[str, Any]:
+    """`--max-num-seqs 8 --enforce-eager` as options by name."""
+    options: dict[str, Any] = {}
+    name = ""
+    for each in arguments:
+        if each.startswith("--"):
+            name, _, value = each[2:].partition("=")
+            options[name] = value or True
+        elif name:
+            options[name] = each
+        else:
+            raise SystemExit(f"arguments of `vllm serve` must begin with -- (got {each!r}).")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    parser = make_parser()
+    args, more = parser.parse_known_args(argv)
+    if args.command == "ray":
+        _run_on_ray(args, more)
+        return
+    if more:
+        parser.error(f"unknown arguments: {' '.join(more)}")
+    try:
+        asyncio.run(_run_gateway(args))
+    except KeyboardInterrupt:
+        return
+
+
+if __name__ == "__main__":
+    main()

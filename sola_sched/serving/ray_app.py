@@ -1,0 +1,244 @@
+"""The application on Ray Serve: engines, and the gateway or Serve's own proxy before them.
+
+`build` is what a Serve configuration names as `import_path`; its `args` are those of `ClusterArgs`.
+Ray starts, watches and scales; requests travel by plain HTTP, which costs a hundredth of the time
+that an actor message for each token does (`docs/cluster.md`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from sola_sched.serving.delivery import GatewayOptions
+from sola_sched.serving.gateway import Gateway
+from sola_sched.serving.policies import DEFAULT, NAMES, make_router
+from sola_sched.serving.ray_router import URL, SolaRequestRouter, listen
+
+logger = logging.getLogger(__name__)
+
+#: Serve must not queue: the queue belongs to the scheduler.
+_MAX_ONGOING = 100_000
+_HEALTH_PERIOD_S = 2.0
+
+
+class EngineGroup(BaseModel):
+    """Replicas of one kind.
+
+    Attributes:
+        num_replicas: How many; None leaves it to `autoscaling`.
+        num_gpus: GPUs of each; tensor parallel engines of several take them on one node.
+        resources: Other resources of Ray that each needs, e.g. an accelerator type.
+        options: Arguments of `vllm serve` beside those of all engines, by name.
+        env: Environment variables.
+        autoscaling: Serve's `autoscaling_config`.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    num_replicas: int | None = Field(default=1, ge=1)
+    num_gpus: float = Field(default=0.0, ge=0.0)
+    resources: dict[str, float] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict)
+    env: dict[str, str] = Field(default_factory=dict)
+    autoscaling: dict[str, Any] | None = None
+
+
+class ClusterArgs(BaseModel):
+    """What the application is made of.
+
+    Attributes:
+        model: Name or folder.
+        options: Arguments of `vllm serve` for all engines, by name.
+        engines: Groups of replicas; unequal ones differ in options or resources.
+        router: One of `policies.NAMES`.
+        front: `gateway`, or `serve` for Serve's own proxy, which retries and resumes nothing.
+        host: Address that the gateway and the engines listen on; None is the node's own.
+        port: Of the gateway.
+        gateway_resources: Ray resources that the gateway needs, e.g. to tie it to one node.
+        gateway: Fields of `GatewayOptions`.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    engines: list[EngineGroup] = Field(default_factory=lambda: [EngineGroup()], min_length=1)
+    router: str = Field(default=DEFAULT, pattern=f"^({'|'.join(NAMES)})$")
+    front: str = Field(default="gateway", pattern="^(gateway|serve)$")
+    host: str | None = None
+    port: int = Field(default=8000, ge=0, le=65535)
+    gateway_resources: dict[str, float] = Field(default_factory=dict)
+    gateway: dict[str, float] = Field(default_factory=dict)
+
+
+class Engine:
+    """One vLLM server in a replica, on a port of its own.
+
+    Args:
+        options: Arguments of `vllm serve`, by name.
+        host: Address to listen on; None is the node's own.
+    """
+
+    def __init__(self, options: dict[str, Any], host: str | None) -> None:
+        self._options = options
+        self._host = host or ray.util.get_node_ip_address()
+        self._server: Any = None
+        self._lock = asyncio.Lock()
+
+    async def _started(self) -> Any:
+        from sola_sched.serving.engine import EngineServer, to_arguments
+
+        async with self._lock:
+            if self._server is None:
+                server = await EngineServer.start(to_arguments(self._options))
+                await server.serve(self._host)
+                self._server = server
+        return self._server
+
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """Asked once, before the replica counts as ready: where it is."""
+        return {URL: (await self._started()).url}
+
+    async def check_health(self) -> None:
+        """Asked every few seconds; a replica whose engine is dead is replaced."""
+        if self._server is not None:
+            await self._server.check()
+
+    async def __del__(self) -> None:
+        """End the engine's processes."""
+        if self._server is not None:
+            await self._server.stop()
+
+
+@serve.ingress()
+class IngressEngine(Engine):
+    """One whose requests come through Serve's own proxy as well."""
+
+    async def __serve_build_asgi_app__(self) -> Any:
+        """vLLM's application."""
+        return (await self._started()).app
+
+
+class GatewayServer:
+    """The gateway in a replica, on the public port.
+
+    Args:
+        engines: Handles of the engines' deployments.
+        args: Of the application.
+    """
+
+    def __init__(self, engines: list[DeploymentHandle], args: Mapping[str, Any]) -> None:
+        self._args = ClusterArgs(**args)
+        options = GatewayOptions(**self._args.gateway)  # type: ignore[arg-type]
+        self._gateway = Gateway(make_router(self._args.router), options)
+        self._engines = engines
+        self._urls: dict[str, Mapping[str, str]] = {}
+        self._runner: web.AppRunner | None = None
+        self._asking: list[asyncio.Task[None]] = []
+
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """Asked once, before the replica counts as ready: starts the server."""
+        loop = asyncio.get_running_loop()
+        listen(lambda name, urls: _tell(loop, self._sync, name, urls))
+        self._runner = web.AppRunner(
+            self._gateway.app(), handler_cancellation=True, access_log=None
+        )
+        await self._runner.setup()
+        host = self._args.host or "0.0.0.0"
+        site = web.TCPSite(self._runner, host, self._args.port)
+        await site.start()
+        self._asking = [asyncio.create_task(_wake_router(engine)) for engine in self._engines]
+        port = self._runner.addresses[0][1]
+        logger.info("the gateway listens on %s:%d", host, port)
+        return {URL: f"http://{host}:{port}"}
+
+    def _sync(self, name: str, urls: Mapping[str, str]) -> None:
+        self._urls[name] = urls
+        self._gateway.sync({k: v for each in self._urls.values() for k, v in each.items()})
+
+    async def counts(self) -> dict[str, int]:
+        """What the gateway has counted."""
+        return dict(self._gateway.counts)
+
+    async def __del__(self) -> None:
+        """Stop listening."""
+        for task in self._asking:
+            task.cancel()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, action: Any, name: str, urls: Mapping[str, str]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: the replica ends
+        loop.call_soon_threadsafe(action, name, urls)
+
+
+async def _wake_router(engine: DeploymentHandle) -> None:
+    """Have Serve make the deployment's router in this process; it hears of the replicas then."""
+    with contextlib.suppress(Exception):  # what it chooses is of no interest
+        async with engine.choose_replica(_reserve=False):
+            pass
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """The application.
+
+    Args:
+        args: Of `ClusterArgs`.
+    """
+    cluster = ClusterArgs(**args)
+    is_behind_proxy = cluster.front == "serve"
+    engines = [
+        _engine(cluster, group, i, is_behind_proxy) for i, group in enumerate(cluster.engines)
+    ]
+    if is_behind_proxy:
+        if len(engines) > 1:
+            raise ValueError(
+                f"'front' must be 'gateway' where there are several groups of engines "
+                f"(got {len(engines)}): Serve's proxy knows one deployment."
+            )
+        return engines[0]
+    gateway = serve.deployment(GatewayServer).options(
+        name="gateway",
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0, "resources": cluster.gateway_resources},
+    )
+    return gateway.bind(engines, cluster.model_dump())
+
+
+def _engine(
+    cluster: ClusterArgs, group: EngineGroup, place: int, is_behind_proxy: bool
+) -> serve.Application:
+    options = {"model": cluster.model, **cluster.options, **group.options}
+    if is_behind_proxy:
+        options.setdefault("middleware", "sola_sched.serving.slo_middleware.SloHeaders")
+    scale: dict[str, Any] = {"num_replicas": group.num_replicas}
+    if group.autoscaling is not None:
+        scale = {"autoscaling_config": group.autoscaling}
+    deployment = serve.deployment(IngressEngine if is_behind_proxy else Engine).options(
+        name=f"engine-{place}",
+        max_ongoing_requests=_MAX_ONGOING,
+        health_check_period_s=_HEALTH_PERIOD_S,
+        request_router_config=RequestRouterConfig(
+            request_router_class=SolaRequestRouter, request_router_kwargs={"router": cluster.router}
+        ),
+        ray_actor_options={
+            "num_cpus": 0,
+            "num_gpus": group.num_gpus,
+            "resources": group.resources,
+            "runtime_env": {"env_vars": group.env},
+        },
+        **scale,
+    )
+    return deployment.bind(options, cluster.host)

@@ -1,0 +1,139 @@
+"""Ray Serve's request router, as a thin shell around ours; all of Ray's alpha interface is here.
+
+Serve makes one router in each process that calls a deployment. In the gateway's it only says which
+replicas there are: the gateway chooses and sends by itself. In Serve's own proxy it chooses, by the
+headers of the request alone, since Serve gives a router no body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import pickle
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import aiohttp
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from sola_sched.cluster.view import Refusal
+from sola_sched.errors import SloError
+from sola_sched.serving.call import Call, Lengths
+from sola_sched.serving.feed import follow
+from sola_sched.serving.policies import DEFAULT, make_router
+from sola_sched.serving.replicas import Attempt, Replica, Replicas
+from sola_sched.serving.slo_headers import with_slo_headers
+
+logger = logging.getLogger(__name__)
+
+#: Of a request whose body nobody has read, characters of what is not its prompt.
+_OTHER_BYTES = 200
+URL = "url"
+
+#: Told of the replicas of a deployment, names to URLs, whenever they change; one in a process.
+_listeners: list[Callable[[str, Mapping[str, str]], None]] = []
+
+
+def listen(listener: Callable[[str, Mapping[str, str]], None]) -> None:
+    """Have this process' routers tell which replicas there are, instead of following them.
+
+    Args:
+        listener: Called with the name of a deployment and its replicas, from any thread.
+    """
+    _listeners.append(listener)
+
+
+class SolaRequestRouter(RequestRouter):
+    """Serve's door to a `Router`."""
+
+    def initialize_state(self, router: str = DEFAULT, seed: int = 0) -> None:
+        """Called once by Serve, with the deployment's `request_router_kwargs`."""
+        self._mine = Replicas(make_router(router, seed), time.monotonic)
+        self._lengths = Lengths()
+        self._session: aiohttp.ClientSession | None = None
+        self._followers: dict[Replica, asyncio.Task[None]] = {}
+        self._in_flight: dict[str, tuple[Any, Attempt]] = {}
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Take in which replicas there are."""
+        super().update_replicas(replicas)
+        urls = {
+            replica.replica_id.unique_id: replica.replica_metadata[URL]
+            for replica in replicas
+            if URL in replica.replica_metadata
+        }
+        if _listeners:
+            for listener in _listeners:
+                listener(self._deployment_id.name, urls)
+            return
+        new, left = self._mine.sync(urls)
+        for replica in left:
+            if (task := self._followers.pop(replica, None)) is not None:
+                task.cancel()
+        if self._session is None:
+            self._session = aiohttp.ClientSession(auto_decompress=False)
+        for replica in new:
+            self._followers[replica] = asyncio.create_task(
+                follow(replica, self._mine, self._session)
+            )
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Our choice first, the rest in case that it is full."""
+        able = self.select_available_replicas(candidate_replicas)
+        if pending_request is None or len(able) < 2:
+            return [able] if able else []
+        request = self._lengths.routed(
+            _call_of(pending_request), pending_request.metadata.request_id, None, frozenset()
+        )
+        there = {replica.replica_id.unique_id for replica in able}
+        choice = self._mine.choose(request, [r for r in self._mine if r.name not in there])
+        if isinstance(choice, Refusal):
+            return [able]
+        best = [replica for replica in able if replica.replica_id.unique_id == choice.name]
+        return [best, [replica for replica in able if replica not in best]]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
+        """The replica has accepted the request."""
+        for replica in self._mine:
+            if replica.name == replica_id.unique_id:
+                name = pending_request.metadata.internal_request_id
+                request = self._lengths.routed(_call_of(pending_request), name, None, frozenset())
+                attempt = self._mine.attempt(replica, request, asyncio.timeout(None))
+                self._in_flight[name] = (attempt, attempt.__enter__())
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """The request is over, or was not accepted."""
+        if (entered := self._in_flight.pop(internal_request_id, None)) is not None:
+            entered[0].__exit__(None, None, None)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """The replica is dead."""
+        super().on_replica_actor_died(replica_id)
+        for replica in self._mine:
+            if replica.name == replica_id.unique_id:
+                self._mine.lost(replica)
+
+
+def _call_of(pending_request: PendingRequest) -> Call:
+    """What Serve shows of a request: of HTTP the headers, of a handle's call a mapping."""
+    first = pending_request.args[0] if pending_request.args else None
+    body: dict[str, Any] = dict(first) if isinstance(first, dict) else {}
+    if isinstance(first, bytes):
+        first = pickle.loads(first)  # made by Serve's own proxy, in this process
+    scope = getattr(first, "asgi_scope", None)
+    if scope is not None:
+        headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
+        size = int(headers.get("content-length") or 0)
+        body = {"prompt": "x" * max(1, size - _OTHER_BYTES)}
+        with contextlib.suppress(SloError):  # the replica refuses it
+            body = with_slo_headers(body, headers)
+    name = pending_request.metadata.request_id
+    return Call("POST", "/", {}, b"", body, name, time.monotonic())
