@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from sola_sched.config.slo import SloTarget, request_target
 from sola_sched.errors import SloError
 from sola_sched.serving.slo_headers import with_slo_headers
+from sola_sched.serving.slo_middleware import SloHeaders
 
 
 @pytest.mark.parametrize(
@@ -103,3 +105,65 @@ def test_the_gateway_passes_targets_on_in_the_body_and_refuses_wrong_ones() -> N
             assert len(fake.bodies) == 1
 
     asyncio.run(whole())
+
+
+async def _through_middleware(
+    body: bytes, headers: dict[str, str], method: str = "POST"
+) -> tuple[list[Any], list[dict[str, Any]]]:
+    """What the application gets, and what is answered."""
+    seen: list[Any] = []
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+        seen.append((dict(scope["headers"]), message["body"]))
+
+    parts = iter(
+        [
+            {"type": "http.request", "body": body[:7], "more_body": True},
+            {"type": "http.request", "body": body[7:], "more_body": False},
+        ]
+    )
+
+    async def receive() -> dict[str, Any]:
+        return next(parts)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    raw = [(k.encode(), v.encode()) for k, v in headers.items()]
+    scope = {"type": "http", "method": method, "path": "/v1/completions", "headers": raw}
+    await SloHeaders(app)(scope, receive, send)
+    return seen, sent
+
+
+def test_a_server_without_gateway_reads_the_headers_by_its_middleware() -> None:
+    body = json.dumps({"prompt": "p"}).encode()
+    headers = {"X-SLO-TTFT-MS": "250", "content-length": str(len(body)), "other": "1"}
+
+    ((passed, data),), sent = asyncio.run(_through_middleware(body, headers))
+
+    assert json.loads(data) == {"prompt": "p", "vllm_xargs": {"ttft_slo_ms": 250.0}}
+    assert passed[b"content-length"] == str(len(data)).encode()
+    assert (passed[b"other"], sent) == (b"1", [])
+
+
+def test_the_middleware_refuses_a_wrong_header() -> None:
+    seen, sent = asyncio.run(_through_middleware(b'{"prompt": 1}', {"x-slo-ttft-ms": "soon"}))
+
+    assert seen == []
+    assert sent[0]["status"] == 400
+    assert "'x-slo-ttft-ms' must be" in json.loads(sent[1]["body"])["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [(b'{"prompt": "p"}', {}), (b"not json at all", {"x-slo-ttft-ms": "250"})],
+)
+def test_the_middleware_leaves_other_bodies_as_they_are(
+    body: bytes, headers: dict[str, str]
+) -> None:
+    ((_, data),), sent = asyncio.run(_through_middleware(body, headers))
+
+    assert data in (body, body[:7])  # untouched, in one piece or as it came
+    assert sent == []
