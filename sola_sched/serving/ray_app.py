@@ -23,13 +23,14 @@ from ray.serve.handle import DeploymentHandle
 from sola_sched.serving.delivery import GatewayOptions
 from sola_sched.serving.gateway import Gateway
 from sola_sched.serving.policies import DEFAULT, NAMES, make_router
-from sola_sched.serving.ray_router import URL, SolaRequestRouter, listen
+from sola_sched.serving.ray_router import URL, listen
 
 logger = logging.getLogger(__name__)
 
 #: Serve must not queue: the queue belongs to the scheduler.
 _MAX_ONGOING = 100_000
 _HEALTH_PERIOD_S = 2.0
+ROUTER_CLASS = "sola_sched.serving.ray_router.SolaRequestRouter"
 
 
 class EngineGroup(BaseModel):
@@ -231,7 +232,9 @@ def _engine(
         max_ongoing_requests=_MAX_ONGOING,
         health_check_period_s=_HEALTH_PERIOD_S,
         request_router_config=RequestRouterConfig(
-            request_router_class=SolaRequestRouter, request_router_kwargs={"router": cluster.router}
+            # By name: a class would travel as a copy, with module variables of its own.
+            request_router_class=ROUTER_CLASS,
+            request_router_kwargs={"router": cluster.router},
         ),
         ray_actor_options={
             "num_cpus": 0,
