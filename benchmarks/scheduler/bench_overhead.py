@@ -114,7 +114,7 @@ class ClosedLoop(VirtualEngine):
         self.num_running: list[int] = []
         self._spent_ns = [0, 0]
         self._requests_to_come = requests(kind, random.Random(seed))
-        self._on_finish = lambda _: self._next(1.0)
+        self.on_finish = lambda _: self._next(1.0)
         for name in ("schedule", "update_from_output"):
             setattr(self.scheduler, name, self._timed(getattr(self.scheduler, name)))
         left = random.Random(seed + 1)

@@ -8,7 +8,8 @@ from unittest import mock
 import numpy as np
 
 from sola_sched.config.sola_config import CONFIG_KEY
-from sola_sched.planner import attain_step, paper
+from sola_sched.planner import paper
+from sola_sched.planner.attain import entry
 from sola_sched.planner.base import peak_tokens
 from sola_sched.simulator.baselines.base import STOCK, Rule
 from sola_sched.simulator.baselines.rules import ShortestJobFirst
@@ -20,7 +21,7 @@ class WithoutPeakMemory(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         with (
-            mock.patch.object(attain_step, "num_that_fit", _all_fit),
+            mock.patch.object(entry, "num_that_fit", _all_fit),
             mock.patch.object(paper, "num_that_fit", _all_fit),
         ):
             return super().schedule(*args, **kwargs)
@@ -62,5 +63,5 @@ class PeakMemoryAlone(ShortestJobFirst):
         return self._lengths.remaining(classes, done, limits)
 
 
-def _all_fit(state: Any, growing: Any, index: Any, left: Any, num_ahead: Any = 0) -> int:
+def _all_fit(state: Any, growing: Any, index: Any, *_args: Any, **_kwargs: Any) -> int:
     return len(index)

@@ -32,8 +32,6 @@ from sola_sched.prediction.trust import PredictionTrust
 
 #: Weight of the newest step in the running averages of the system state.
 _AVERAGING = 0.05
-#: Weight of the newest displacement or end among them.
-_DISPLACED_WEIGHT = 0.01
 
 #: Phases of requests that hold a slot.
 _HOLD_SLOT = (PREFILL, DECODE)
@@ -115,7 +113,6 @@ class StateMonitor:
         self._slot_s = math.nan  # time of all slots held, since the latest of them that ended
         self._num_freed = 0  # ends of slots that are not averaged yet
         self.end_interval_s = math.nan
-        self.displaced_share = 0.0
         self._parked: set[int] = set()
         self._outcomes: dict[int, ClassOutcomes] = {}  # by row, where not those of the default
         self._to_begin: set[int] = set()  # sample their first token in a step in flight
@@ -264,7 +261,6 @@ class StateMonitor:
         table.prefill_target[row] = num_tokens
         if at_front:
             table.num_preemptions[row] += 1
-            self.displaced_share += _DISPLACED_WEIGHT * (1.0 - self.displaced_share)
             table.queue_pos[row] = self._front_pos
             self._front_pos -= 1
 
@@ -377,7 +373,6 @@ class StateMonitor:
         self._count_end(row, by_itself, rejected, failed)
         if table.phase[row] in _HOLD_SLOT:
             self._num_freed += 1
-            self.displaced_share -= _DISPLACED_WEIGHT * self.displaced_share
         self._to_begin.discard(row)
         for record in self._in_flight:
             record.sampling = record.sampling[record.sampling != row]
@@ -511,7 +506,6 @@ class StateMonitor:
             elapsed_s=elapsed,
             prefill_share=self.prefill_share,
             end_interval_s=self.end_interval_s,
-            displaced_share=self.displaced_share,
             has_slo=self._num_limited > 0,
             has_classes=self._num_ranked > 0,
             trusts_predictions=self.trust.is_trusted,

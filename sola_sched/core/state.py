@@ -283,8 +283,6 @@ class StepState:
         prefill_share: Recent share of engine time spent on prefill, in [0, 1).
         end_interval_s: Recent mean time between two ends of requests that held a slot, seconds,
             as it is while all slots are held; NaN at first.
-        displaced_share: Displacements as a share of recent displacements and such ends, in
-            [0, 1).
         has_slo: Whether any live request has a target.
         has_classes: Whether the priorities of live requests may differ.
         trusts_predictions: Whether a row's own prediction is used; see `PredictionTrust`.
@@ -310,7 +308,6 @@ class StepState:
     elapsed_s: float = 0.0
     prefill_share: float = 0.0
     end_interval_s: float = math.nan
-    displaced_share: float = 0.0
     has_slo: bool = True
     has_classes: bool = True
     trusts_predictions: bool = True

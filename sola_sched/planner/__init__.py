@@ -1,7 +1,7 @@
 """The per-step optimization: `make_planner(config).plan(StepState) -> StepPlan`.
 
 May import: errors, config, cost, core.
-Third party: numpy, scipy.
+Third party: numpy, scipy, numba (attain*).
 """
 
 from __future__ import annotations
@@ -12,20 +12,16 @@ from sola_sched.config.sola_config import SolaConfig
 from sola_sched.planner.alise import AlisePlanner
 from sola_sched.planner.attain import AttainPlanner
 from sola_sched.planner.base import Planner
-from sola_sched.planner.classes import in_class_order
-from sola_sched.planner.padding import with_padding
 from sola_sched.planner.paper import PaperPlanner
-from sola_sched.planner.resuming import with_room_to_resume
+from sola_sched.planner.passes import pass_through
 
 __all__ = [
     "AlisePlanner",
     "AttainPlanner",
     "PaperPlanner",
     "Planner",
-    "in_class_order",
     "make_planner",
-    "with_padding",
-    "with_room_to_resume",
+    "pass_through",
 ]
 
 

@@ -14,7 +14,6 @@ from sola_sched.planner.alise_step import AliseStep, Recompute
 from sola_sched.planner.base import learning
 from sola_sched.planner.kept import PlanCache
 from sola_sched.planner.levels import PriorityLevels
-from sola_sched.planner.whole import with_whole_prompts
 
 #: Waits are estimated once in so many plans where they decide who is refused.
 _REJECT_PLANS = 4
@@ -74,7 +73,7 @@ class AlisePlanner:
         num_decodes = int(np.count_nonzero(table.phase[state.running] == DECODE))
         self._batch += _AVERAGING * (max(1, num_decodes) - self._batch)
         step = AliseStep(state, rows, self.levels, took_part, self._batch, self._again)
-        plan = with_whole_prompts(state, step.plan())
+        plan = step.plan()
         if self.rejects:
             self._reject(state, plan)
         self._took_part[rows] = False

@@ -1,11 +1,8 @@
-"""Plans that hold for more than a step: the one cache of all planners."""
+"""Plans that hold for more than a step: the one cache of plans."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
 
 from sola_sched.core.state import StepPlan, StepState, are_equal
 from sola_sched.planner.base import most_blocks
@@ -20,8 +17,6 @@ class KeptPlan:
         made: The state that it was made for.
         epoch: `RequestTable.epoch` by then: nobody has come or gone or begun to decode since.
         most_steps: Steps for which it may be kept, at most.
-        until_s: When it is to be reviewed at the latest, on the clock of the table.
-        holds: What else the planner wants to see: the state and the steps since the plan was made.
         num_steps: Steps for which it has been kept.
     """
 
@@ -29,8 +24,6 @@ class KeptPlan:
     made: StepState
     epoch: int
     most_steps: int
-    until_s: float
-    holds: Callable[[StepState, int], bool] | None
     num_steps: int = 0
 
 
@@ -44,22 +37,9 @@ class PlanCache:
     def __init__(self) -> None:
         self.kept: KeptPlan | None = None
 
-    def keep(
-        self,
-        plan: StepPlan,
-        state: StepState,
-        most_steps: int,
-        *,
-        until_s: float = np.inf,
-        holds: Callable[[StepState, int], bool] | None = None,
-    ) -> None:
+    def keep(self, plan: StepPlan, state: StepState, most_steps: int) -> None:
         """Keep `plan`, which was made for `state`; the rest as in `KeptPlan`."""
-        epoch = state.table.epoch
-        self.kept = KeptPlan(plan, state, epoch, most_steps, until_s, holds)
-
-    def forget(self) -> None:
-        """Have the next step planned anew."""
-        self.kept = None
+        self.kept = KeptPlan(plan, state, state.table.epoch, most_steps)
 
     def again(self, state: StepState) -> StepPlan | None:
         """The kept plan if it holds for `state` too; otherwise it is forgotten.
@@ -73,10 +53,8 @@ class PlanCache:
         if (
             kept.epoch == state.table.epoch
             and kept.num_steps <= kept.most_steps
-            and state.now_s <= kept.until_s
             and most_blocks(state, kept.plan) < state.num_free_blocks <= kept.made.num_free_blocks
             and are_equal(kept.made.running, state.running)
-            and (kept.holds is None or kept.holds(state, kept.num_steps))
         ):
             return kept.plan
         self.kept = None

@@ -17,7 +17,6 @@ from sola_sched.planner.base import (
     priority_victims,
     with_useful_victims,
 )
-from sola_sched.planner.whole import with_whole_prompts
 
 #: KV use below which the peak-memory prediction is skipped (section 6.4).
 _MEMORY_THRESHOLD = 0.5
@@ -52,8 +51,7 @@ class PaperPlanner:
             return StepPlan()
         if not state.cost.is_ready:
             return learning(state)
-        plan = with_useful_victims(state, priority_victims(state), self._plan)
-        return with_whole_prompts(state, plan)
+        return with_useful_victims(state, priority_victims(state), self._plan)
 
     def _plan(self, state: StepState, victims: IntArray) -> StepPlan:
         table, rows = state.table, state.running

@@ -29,13 +29,7 @@ from sola_sched.core.state import IntArray, StepPlan
 from sola_sched.cost.model import CostModel
 from sola_sched.length_predictor.client import make_client
 from sola_sched.length_predictor.histogram import LengthHistogram
-from sola_sched.planner import (
-    Planner,
-    in_class_order,
-    make_planner,
-    with_padding,
-    with_room_to_resume,
-)
+from sola_sched.planner import Planner, make_planner, pass_through
 from sola_sched.reports import load
 from sola_sched.reports.log import IntervalLog, engine_stats, waits_for_slots_alone
 from sola_sched.vllm_adapter.booking import BookingMixin
@@ -285,10 +279,12 @@ class SolaSchedulerMixin(BookingMixin, SteeringMixin, SwapMixin):
         if self._seams.caches_prefixes:
             self._expect_cached(state.waiting)
         self._expect_loads(state)
-        plan = in_class_order(state, self._with_swaps(state, self.sola_planner.plan(state)))
-        plan = with_padding(state, plan)
-        if resuming := self._seams.resuming():
-            plan = with_room_to_resume(state, plan, list(map(self._tokens_to_resume, resuming)))
+        plan = pass_through(
+            state,
+            self.sola_planner.plan(state),
+            with_swaps=self._with_swaps,
+            resuming=list(map(self._tokens_to_resume, self._seams.resuming())),
+        )
         self._num_plans += 1
         if self._num_plans % _REVIEW_PLANS == 1 and state.cost.is_ready:
             if self.sola_swap is not None or self._num_plans % _REPORT_PLANS == 1:

@@ -48,16 +48,20 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("scheduler", "inside", "outside"),
     [
-        ("stock", ("simulator/engine.py", "simulator/host.py", "bench/points.py", "__init__.py"),
-         ("planner/attain.py", "scheduler.py", "bench/report.py", "plugin.py")),
-        ("sola", ("prediction.py", "execution.py", "trust.py", "ewt.py", "swapping.py",
-                  "planner/attain.py", "bench/sweep.py"),
-         ("bench/report.py", "bench/cli.py", "bench/results.py", "simulator/bound.py",
-          "plugin.py")),
-        ("sjf", ("simulator/baselines.py", "cost_fit.py"), ("bench/plots.py",)),
-        (BOUND, ("simulator/bound_program.py", "simulator/step_curves.py"),
-         ("scheduler.py", "simulator/engine.py")),
-        (HINDSIGHT, ("bench/sim_hindsight.py", "planner/deadlines.py"), ("simulator/bound.py",)),
+        ("stock", ("simulator/engine.py", "simulator/host.py", "bench/research/points.py",
+                   "__init__.py"),
+         ("planner/attain/planner.py", "vllm_adapter/scheduler.py", "bench/report/table.py",
+          "vllm_adapter/plugin.py")),
+        ("sola", ("prediction/length.py", "cost/execution.py", "prediction/trust.py",
+                  "core/ewt.py", "vllm_adapter/swapping.py", "planner/attain/planner.py",
+                  "bench/research/sweep.py"),
+         ("bench/report/table.py", "bench/cli.py", "bench/report/results.py",
+          "simulator/bound/program.py", "vllm_adapter/plugin.py")),
+        ("sjf", ("simulator/baselines/rules.py", "cost/fit.py"), ("bench/report/plots.py",)),
+        (BOUND, ("simulator/bound/program.py", "simulator/steps/curves.py"),
+         ("vllm_adapter/scheduler.py", "simulator/engine.py")),
+        (HINDSIGHT, ("bench/backends/hindsight.py", "planner/attain/pace.py"),
+         ("simulator/bound/program.py",)),
     ],
 )  # fmt: skip
 def test_what_decides_a_run_changes_its_key(
@@ -211,7 +215,7 @@ def test_a_checkout_tells_its_commit_and_whether_it_was_changed(
         subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b",
                         *arguments], check=True, capture_output=True)  # fmt: skip
 
-    folder = tmp_path / "sola_sched" / "bench"
+    folder = tmp_path / "sola_sched" / "bench" / "research"
     folder.mkdir(parents=True)
     file = folder / "provenance.py"
     file.write_text("")

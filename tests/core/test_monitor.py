@@ -180,23 +180,19 @@ def test_requests_that_end_in_the_queue_free_no_slots(end: dict[str, bool]) -> N
     slots = Slots()
     slots.monitor.requeued(add(slots.monitor, "displaced"), num_tokens=9, at_front=True)
     interval_s = slots.turn_over(20)
-    displaced_share = slots.monitor.displaced_share
     for number in range(200):
         add(slots.monitor, f"queued{number}")
         slots.monitor.finished(f"queued{number}", **({"by_itself": False} | end))
     slots.monitor.finished("displaced", **({"by_itself": False} | end))  # it waits again
     assert state_of(slots.monitor, *slots.running).end_interval_s == interval_s
-    assert slots.monitor.displaced_share == displaced_share
     assert slots.turn_over(1) == pytest.approx(0.1)
 
 
 def test_a_request_that_its_client_ends_while_it_runs_frees_its_slot() -> None:
     slots = Slots()
     slots.turn_over(20)
-    displaced_share = slots.monitor.displaced_share = 0.5
     row = slots.running.pop()
     slots.monitor.finished(str(slots.monitor.table.req_id[row]), by_itself=False)
-    assert slots.monitor.displaced_share < displaced_share
     assert state_of(slots.monitor, *slots.running).end_interval_s < 0.1
 
 
@@ -222,23 +218,6 @@ def test_a_preempted_request_waits_in_front_and_recomputes_its_output() -> None:
     assert table.prefill_target[first] == 101
     assert table.queue_pos[first] < table.queue_pos[second]
     assert table.num_preemptions[first] == 1
-
-
-def test_displacements_are_averaged_against_ends() -> None:
-    monitor, _ = make_monitor()
-    row = add(monitor, "a")
-    shares = [state_of(monitor, row).displaced_share]
-    for number in range(600):  # two displacements for each end
-        monitor.requeued(row, num_tokens=101, at_front=True)
-        monitor.requeued(row, num_tokens=101, at_front=True)
-        monitor.requeued(row, num_tokens=101, at_front=False)  # waits for more input: neither
-        other = add(monitor, f"b{number}")
-        monitor.admitted(other, num_computed=0, prefill_target=100)
-        monitor.finished(f"b{number}")
-        shares.append(state_of(monitor, row).displaced_share)
-    assert shares[0] == 0.0
-    assert 0.0 < shares[1] < 0.05
-    assert shares[-1] == pytest.approx(2 / 3, abs=0.02)
 
 
 def test_steps_are_paired_first_in_first_out_and_idle_time_is_no_step_time() -> None:

@@ -113,12 +113,12 @@ def test_nobody_starts_alone_without_a_slot_and_memory(short) -> None:
     assert runs_decodes(b, plan_of(b))
 
 
-@pytest.mark.parametrize(("waited_s", "alone"), [(0.70, True), (0.86, False)])
+@pytest.mark.parametrize(("waited_s", "alone"), [(0.69, True), (0.86, False)])
 def test_a_prompt_goes_alone_only_if_that_costs_no_other_its_target(waited_s, alone) -> None:
     b = make_state(steps_ahead=1.2)
     b.waiting("urgent", waited_s=0.955, slo=USUAL)  # 45 ms left, 50 with the decodes
     for place in range(3):
-        b.waiting(f"w{place}", waited_s=waited_s, prompt=300, slo=USUAL)
+        b.waiting(f"w{place}", waited_s=waited_s, prompt=490, slo=USUAL)
     plan = plan_of(b)
     assert runs_decodes(b, plan) != alone
     if alone:

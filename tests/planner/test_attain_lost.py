@@ -87,7 +87,7 @@ def test_lost_decodes_go_on_while_the_oldest_prompt_finds_no_memory(computed: in
     plan = planner.plan(b.build())
     assert plan.run is None or set(b.names(plan.run)) == {"fine", "later"}
     assert not len(plan.admit)
-    assert planner.best_effort.credit_s == 0.0  # what others get in the meantime is no debt
+    assert planner.account.credit_s == 0.0  # what others get in the meantime is no debt
 
 
 def test_best_effort_credit_serves_the_oldest_lost_request_first() -> None:
@@ -113,7 +113,7 @@ def test_short_lost_prompts_share_the_step_that_credit_pays_for(
 ) -> None:
     """As many as take the time that such a step costs anyway, 11 ms; 2 or 20 ms each."""
     planner = make_attain(best_effort_share=0.1)
-    planner.best_effort.credit_s = 0.1
+    planner.account.credit_s = 0.1
     b = StateBuilder(max_num_tokens=512)
     b.decode("fine", first_ago_s=0.0, out=1)
     for i in range(10):
@@ -123,13 +123,13 @@ def test_short_lost_prompts_share_the_step_that_credit_pays_for(
     plan = planner.plan(b.build())
     assert b.names(plan.admit) == [f"lost {i}" for i in range(num_served)]
     assert plan.token_budget == num_served * prompt + 1
-    assert planner.best_effort.credit_s == pytest.approx(0.1 - num_served * prompt * 1e-4, rel=1e-3)
+    assert planner.account.credit_s == pytest.approx(0.1 - num_served * prompt * 1e-4, rel=1e-3)
 
 
 def test_a_lost_request_whose_kv_comes_back_is_charged_for_what_it_holds() -> None:
     """It computes one token. At that price the lost would take the memory of those on time."""
     planner = make_attain(best_effort_share=0.1)
-    planner.best_effort.credit_s = 0.1
+    planner.account.credit_s = 0.1
     b = StateBuilder(max_num_tokens=512)
     b.decode("fine", first_ago_s=0.0, out=1)
     row = b.waiting("restored", waited_s=9.0, prompt=200)
@@ -139,7 +139,7 @@ def test_a_lost_request_whose_kv_comes_back_is_charged_for_what_it_holds() -> No
     plan = planner.plan(b.build())
     assert b.names(plan.admit) == ["restored"]
     assert plan.token_budget == 2
-    assert planner.best_effort.credit_s == pytest.approx(0.1 - 200 * 1e-4, rel=1e-3)
+    assert planner.account.credit_s == pytest.approx(0.1 - 200 * 1e-4, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_lost_request_that_finds_no_slot_beside_the_others_is_not_charged_for_
     b.waiting("on time", waited_s=0.2)
     plan = planner.plan(b.build())
     assert b.names(plan.admit)[0] == "on time"
-    assert planner.best_effort.credit_s == pytest.approx(0.005)
+    assert planner.account.credit_s == pytest.approx(0.005)
 
 
 def test_while_the_oldest_lost_finds_no_slot_slack_goes_to_one_that_has_it_and_is_no_debt() -> None:
@@ -219,7 +219,7 @@ def test_while_the_oldest_lost_finds_no_slot_slack_goes_to_one_that_has_it_and_i
     assert set(b.names(plan.run)) == {"lost decode", "fine", "started"}
     assert not len(plan.admit)
     assert not len(plan.preempt)
-    assert planner.best_effort.credit_s >= 0.0
+    assert planner.account.credit_s >= 0.0
     b.table.remove("started")
     b.running.remove(started)
     assert b.names(planner.plan(b.build()).admit) == ["oldest"]
@@ -278,6 +278,6 @@ def test_the_share_of_the_lost_is_not_taken_from_a_higher_class() -> None:
     b.waiting("lost", waited_s=5.0, prompt=1000, priority=1)
     b.waiting("upper", waited_s=0.0, prompt=1000)
     planner = make_attain(best_effort_share=0.5)
-    planner.best_effort.credit_s, planner.best_effort.is_blocked = 0.5, True
+    planner.account.credit_s, planner.account.is_blocked = 0.5, True
     plan = planner.plan(b.build(elapsed_s=0.1))
     assert b.names(plan.admit)[:1] == ["upper"]

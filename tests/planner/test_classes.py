@@ -10,7 +10,7 @@ from random_states import random_builder
 
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.state import DECODE, IntArray, StepPlan, StepState
-from sola_sched.planner import in_class_order, make_planner
+from sola_sched.planner import make_planner, pass_through
 
 
 def tokens_of(state: StepState, rows: IntArray) -> IntArray:
@@ -87,7 +87,7 @@ def test_no_class_loses_kv_slot_or_step_to_a_lower_one(policy: str, seed: int) -
     state = random_builder(rng, num_classes=3).build(
         end_interval_s=float(rng.choice([math.nan, 0.05, 1.0])), has_classes=True
     )
-    plan = in_class_order(state, make_planner(SolaConfig(policy=policy)).plan(state))
+    plan = pass_through(state, make_planner(SolaConfig(policy=policy)).plan(state))
     if plan.admit is None:  # the engine's own schedule
         assert plan.run is None
         assert plan.token_budget is None

@@ -9,7 +9,8 @@ from states import StateBuilder
 
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.state import DECODE, StepPlan
-from sola_sched.planner import make_planner, with_room_to_resume
+from sola_sched.planner import make_planner
+from sola_sched.planner.passes import with_room_to_resume
 
 
 @pytest.mark.parametrize("policy", ["attain", "paper", "alise"])

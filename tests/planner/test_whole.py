@@ -12,7 +12,7 @@ from states import StateBuilder, make_attain
 from sola_sched.config.slo import SloTarget
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.state import DECODE, StepPlan, StepState
-from sola_sched.planner import make_planner
+from sola_sched.planner import make_planner, pass_through
 
 POLICIES = ["attain", "paper", "alise"]
 
@@ -51,7 +51,7 @@ def test_the_budget_covers_every_prompt_that_is_let_in(policy: str, seed: int) -
     share = float(rng.choice([0.0, 0.1, 0.5]))
     planner = make_planner(SolaConfig(policy=policy, best_effort_share=share))
     for _ in range(3):
-        plan = planner.plan(state)
+        plan = pass_through(state, planner.plan(state))
         check_whole(state, plan)
         assert plan.run is None or len(plan.run) or len(plan.admit), "nothing would run"
 
@@ -64,7 +64,7 @@ def test_a_long_prompt_beside_decodes_keeps_nobody_behind_it_waiting(policy: str
     b.waiting("long", waited_s=9.0, prompt=4000, slo=SloTarget(10.0, 0.1))
     b.waiting("short", waited_s=9.0, prompt=20, slo=SloTarget(10.0, 0.1))
     state = b.build(chunks_prefills=False)
-    plan = make_planner(SolaConfig(policy=policy)).plan(state)
+    plan = pass_through(state, make_planner(SolaConfig(policy=policy)).plan(state))
     check_whole(state, plan)
     assert len(plan.admit), "somebody starts"
 
@@ -104,7 +104,7 @@ def test_decodes_sit_out_for_a_prompt_that_fits_no_step_beside_them() -> None:
     b.waiting("long", waited_s=9.0, prompt=4090, slo=SloTarget(10.0, 1.0))
     for policy in POLICIES:
         state = b.build(chunks_prefills=False)
-        plan = make_planner(SolaConfig(policy=policy)).plan(state)
+        plan = pass_through(state, make_planner(SolaConfig(policy=policy)).plan(state))
         check_whole(state, plan)
         assert b.names(plan.admit) == ["long"], policy
         assert len(plan.run) <= 6, policy

@@ -14,15 +14,12 @@ pytest.importorskip("vllm")
 
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
-from states import as_lists
 from virtual_model import TINY_MODEL
 from virtual_runs import STEP_TIME, attained, make_workload
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 import sola_sched
-from sola_sched.core.state import StepPlan, StepState
-from sola_sched.planner.attain import AttainPlanner
 from sola_sched.simulator import (
     StepTrace,
     VirtualEngine,
@@ -280,52 +277,6 @@ def test_the_best_effort_share_is_honoured_whatever_is_short(
     assert not starts.out_of_turn
     # The account holds half a second of credit or debt at most: what was had before counts.
     assert lost_s >= share * busy_s - 1.0, (lost_s, busy_s, share * busy_s, last_s)
-
-
-class Compared:
-    """An `AttainPlanner` that also asks for a new plan wherever one is kept."""
-
-    def __init__(self, planner: AttainPlanner) -> None:
-        self.planner = planner
-        self.num_kept = self.num_other = 0
-        self.credit_off_s = 0.0
-
-    def plan(self, state: StepState) -> StepPlan:
-        planner, before = self.planner, self.planner.cache.kept
-        earned = dataclasses.replace(planner.best_effort)
-        plan = planner.plan(state)
-        if before is None or planner.cache.kept is not before:
-            return plan
-        self.num_kept += 1
-        mine = planner.best_effort, planner._num_settled
-        planner.best_effort = earned
-        planner.cache.forget()
-        fresh = planner.plan(state)
-        other = planner.best_effort
-        planner.best_effort, planner._num_settled = mine
-        planner.cache.kept, planner._did_wait = before, False
-        self.num_other += as_lists(plan) != as_lists(fresh)
-        off_s = planner.best_effort.credit_s - other.credit_s
-        self.credit_off_s = max(self.credit_off_s, abs(off_s))
-        return plan
-
-
-@pytest.mark.parametrize(
-    ("rate_per_s", "async_scheduling"), [(8.0, True), (16.0, False), (30.0, True)]
-)
-def test_in_traffic_a_kept_plan_is_what_would_be_planned(
-    rate_per_s: float, async_scheduling: bool
-) -> None:
-    sola = {"ttft_s": 1.0, "tpot_s": 0.05, "best_effort_share": 0.1}
-    engine = make_engine(sola=sola, max_num_batched_tokens=128, async_scheduling=async_scheduling)
-    compared = Compared(engine.scheduler.sola_planner)
-    engine.scheduler.sola_planner = compared
-    records = engine.run(make_workload(150, rate_per_s, prompt=800))
-    assert all(r.is_finished for r in records)
-    assert compared.num_kept > 100
-    assert compared.num_other == 0
-    # Of at most half a second; step times are learned meanwhile.
-    assert compared.credit_off_s < 1e-5
 
 
 @pytest.mark.parametrize(("num_blocks", "is_told"), [(2000, True), (250, False)])

@@ -32,7 +32,13 @@ _DIGITS = 4
 _REFERENCES = (BOUND, HINDSIGHT)
 #: Modules that change no row: they keep rows, or runs of that kind never use them.
 _KEEPING = tuple(
-    f"sola_sched.bench.{name}" for name in ("import_closure", "provenance", "results", "resumable")
+    f"sola_sched.bench.{name}"
+    for name in (
+        "research.import_closure",
+        "research.provenance",
+        "research.resumable",
+        "report.results",
+    )
 )
 _POLICY = ("sola_sched.vllm_adapter.scheduler", "sola_sched.simulator.baselines.rules")
 _BESIDE = ("sola_sched.bench.backends.bound", "sola_sched.bench.backends.hindsight")

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from states import SLO, StateBuilder
 
 from sola_sched.config.slo import SloTarget
-from sola_sched.planner.attain_state import Decodes
+from sola_sched.planner.attain import AttainTuning, lost
+from sola_sched.planner.attain.lost import Decodes
 
 #: TPOT, seconds; tokens since the first; steps ahead of its schedule; wait for the first, seconds.
 DECODES = st.lists(
@@ -27,7 +28,7 @@ DECODES = st.lists(
 
 def decodes_of(builder: StateBuilder) -> Decodes:
     state = builder.build()
-    return Decodes(state, state.running, state.num_ahead, keep=0.95, lowest=0)
+    return lost.judge_decodes(state, state.running, state.num_ahead, AttainTuning(), 0.95, 0)
 
 
 @given(DECODES, st.sampled_from([1.0, 3.0, 500.0]))
@@ -42,14 +43,14 @@ def test_lengths_are_looked_up_only_where_they_decide(decodes, left) -> None:
             out=out,
             slo=SloTarget(SLO.ttft_s, tpot_s),
         )
-    quick = decodes_of(builder)
-    with patch.object(Decodes, "_is_easy", return_value=False):
-        whole = decodes_of(builder)
+    quick, whole = decodes_of(builder), decodes_of(builder)
+    lost.judge_by_length(whole, AttainTuning(), 0)
 
     np.testing.assert_array_equal(quick.lost, whole.lost)
-    np.testing.assert_array_equal(quick.allowed_s[quick.alive], whole.allowed_s[whole.alive])
+    assert quick.slack_s == whole.slack_s
     assert quick.decode_s == whole.decode_s
-    assert quick.alive_surely_bear_s <= whole.alive_bear_s * (1.0 + 1e-9)
+    bears_s = whole.sustain_s[whole.alive].min(initial=np.inf)
+    assert quick.least_token_s <= bears_s * (1.0 + 1e-9)
 
 
 def test_nobody_asks_for_lengths_while_all_are_ahead_of_their_schedules() -> None:

@@ -1,0 +1,52 @@
+"""`policy="attain"`: as many requests as possible meet both of their SLOs.
+
+SOLA (Hong et al., MLSys 2025) minimizes the worst latency. Under overload "worst first" spends the
+accelerator on requests that are lost already, and loses others with them. This planner keeps SOLA's
+means - order, chunk size, peak memory, a cost model corrected online - and maximizes the number of
+requests that meet both targets. One plan is a pipeline; each part has a module and a result:
+
+    lost         who is lost?                       -> Judged (Decodes, Prefills)
+    pace         how long may the step be,
+                 and which prefills are on time?    -> Pace
+    alone        (prompts without decodes, if all decodes can wait for them)
+    entry        who gets in: chunk, slots, memory  -> Entry
+    best_effort  what do the lost get?              -> Share
+    planner      the plan put together              -> StepPlan
+
+Glossary:
+
+- *bank* of a decode: time until its next token is due. Token j after the first is due at
+  ``first + j * TPOT``, so steps that were faster than the target have put time in the bank.
+- *lost*: it missed a target, or cannot meet one any more. *Alive*: not lost.
+- *held*: it keeps slot and KV, and sits the step out. Only lost decodes are.
+- *slack*: the longest step that keeps all alive decodes on course (the smallest bank, as a rule).
+- *sustained*: the longest mean step with which a decode meets TPOT at its predicted end.
+- *feasible* prefill: one that could end before its deadline if nobody else were there.
+- *on time*: feasible prefills that end before their deadlines together, by Moore-Hodgson.
+- *lead*: those on time are to be so a step early, where a step could hold several of them.
+- *chunk*: the prompt tokens of a step. *Served*: whose tokens these are.
+- *offered*: may start beyond the chunk, if prefix-cache hits leave tokens over.
+- *credit*: engine time that the lost have earned while they waited, and not yet got.
+- *blocked*: the oldest lost request has credit and finds no room; nobody else starts.
+- *settled*: decodes alone, all within their targets, nothing to decide: no pipeline is run.
+
+One step in numbers: TTFT 1 s, TPOT 100 ms; a step takes 10 ms + 1 ms a decode + 0.1 ms a prompt
+token; the last one took 100 ms, and 5 % of the time is the lost's.
+
+1. Decode A has 3 tokens, the first 0.1 s ago: the next one is due 0.3 s after the first, 200 ms are
+   in its bank. B has 6, the first 0.5 s ago: 100 ms. C got its first token after 5 s: lost. The two
+   alive take 12 ms a step.
+2. The slack is 100 ms, which leaves 88 % of such steps for prefills. Three prompts wait: P (600
+   tokens, 150 ms left), Q (1,000, 200 ms) and R (500, 220 ms). P takes 60 ms, until its deadline
+   less the decodes' 12 ms there are 88 % of 138. With Q it is 160 of 165 ms; with R 210 of 183:
+   the costliest, Q, is given up. P and R are on time, in this order.
+3. 88 ms hold 880 tokens: all of P, 280 of R. Slots and memory are enough for both, and for Q, which
+   is offered.
+4. R has tokens left to compute, so nothing is left over for C. It has earned 5 ms, and costs 1.
+5. A, B and C run, P and R start, Q may; the budget is 880 + 3 tokens.
+"""
+
+from sola_sched.planner.attain.planner import AttainPlanner
+from sola_sched.planner.attain.tuning import AttainTuning
+
+__all__ = ["AttainPlanner", "AttainTuning"]

@@ -1,0 +1,190 @@
+"""Who gets in: the chunk that fits the step, and slots and memory for those who start in it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from sola_sched.core.state import BoolArray, FloatArray, IntArray
+from sola_sched.planner.attain.lost import Judged
+from sola_sched.planner.attain.pace import Pace
+from sola_sched.planner.base import num_that_fit
+
+#: Tokens and times are turned into each other and back.
+_ROUNDING = 1.0 + 1e-6
+#: Chunks of fewer than eight tiles come in smaller multiples: what rounding down to a tile leaves
+#: out would be a large share of them.
+_MANY_TILES, _SUB_TILE = 8, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The prefills of the step.
+
+    Attributes:
+        served: Their places, in the order of service.
+        offered: Waiting ones beyond the chunk, in case a prefix cache leaves budget over.
+        tokens: Of the chunk.
+        has_backlog: Whether some that can be on time must wait for a later step.
+    """
+
+    served: IntArray
+    offered: IntArray
+    tokens: int
+    has_backlog: bool
+
+
+def let_in(judged: Judged, pace: Pace, *, is_blocked: bool) -> Entry:
+    """The first of `pace.order` that the step has time for and that find slots and memory.
+
+    Args:
+        judged: The requests.
+        pace: The step.
+        is_blocked: Whether nobody may start for the time being.
+    """
+    order, none = pace.order, pace.order[:0]
+    if not judged.state.chunks_prefills:
+        order = order[: judged.tuning.num_examined]
+        order = order[admissible(judged, order, is_blocked=is_blocked)]
+        served, tokens = _whole(judged, order, pace.limit_s)
+        return Entry(served, none, tokens, len(served) < len(pace.order))
+    served, tokens = _first_that_fit(judged, order, pace.limit_s)
+    offered = none
+    if len(served):
+        candidates = order[: len(served) + judged.tuning.num_spare_offers]
+        is_in = admissible(judged, candidates, is_blocked=is_blocked)
+        if not is_in[: len(served)].all():  # those that have begun go on meanwhile
+            served, tokens = _first_that_fit(judged, candidates[is_in], pace.limit_s)
+        offered = candidates[is_in][len(served) :]
+        is_waiting = served >= judged.prefills.num_started
+        if not is_waiting.any():  # no hit of theirs leaves any budget over
+            offered = none
+    offered = offered[offered >= judged.prefills.num_started]
+    has_backlog = len(served) < len(order) or tokens < judged.prefills.new[served].sum()
+    return Entry(served, offered, tokens, bool(has_backlog))
+
+
+def tokens_in(
+    judged: Judged, limit_s: float, room: int, has: float, ends: FloatArray | None = None
+) -> int:
+    """Tokens of a chunk, at most `room`, beside the decodes on course in a step of `limit_s`.
+
+    Args:
+        judged: The requests.
+        limit_s: Time for the step, seconds.
+        room: Tokens.
+        has: Tokens that the request has computed.
+        ends: Where whole prompts end, tokens, ascending: a chunk that ends there is not rounded
+            down further.
+    """
+    if room <= 0 or math.isinf(limit_s):
+        return max(0, room)
+    tokens = _most_tokens(judged, limit_s, has)
+    step = judged.tile if tokens >= _MANY_TILES * judged.tile else _SUB_TILE
+    rounded = tokens // step * step
+    if ends is not None:
+        num_whole = int(ends.searchsorted(tokens * _ROUNDING, side="right"))
+        if num_whole:
+            rounded = max(rounded, float(ends[num_whole - 1]))
+    return int(min(room, rounded))
+
+
+def _most_tokens(judged: Judged, limit_s: float, has: float) -> float:
+    """Tokens of a prompt beside the decodes on course for which `limit_s` is enough time."""
+    decodes = judged.decodes
+    return judged.state.cost.max_prefill_tokens(
+        limit_s, decodes.num_alive, int(decodes.ctx_alive), has
+    )
+
+
+def _first_that_fit(judged: Judged, order: IntArray, limit_s: float) -> tuple[IntArray, int]:
+    """The first of `order` that a step of `limit_s` has time for, and their tokens in it."""
+    if not len(order):
+        return order, 0
+    prefills, room = judged.prefills, judged.token_room
+    ends = prefills.new[order].cumsum()
+    tokens = tokens_in(judged, limit_s, room, float(prefills.has[order[0]]), ends)
+    if not tokens:
+        return order[:0], 0
+    count = min(len(order), int(ends.searchsorted(tokens, side="left")) + 1)
+    return order[:count], int(min(tokens, ends[count - 1]))
+
+
+def _whole(judged: Judged, order: IntArray, limit_s: float) -> tuple[IntArray, int]:
+    """Of `order` those that go whole into a step of `limit_s`, and their tokens.
+
+    One that is too long is in nobody's way. The most urgent one goes alone, in a longer step,
+    once all decodes can make up for that by their predicted ends.
+    """
+    if not len(order):
+        return order, 0
+    prefills, decodes = judged.prefills, judged.decodes
+    first, room = int(order[0]), float(judged.token_room)
+    if not math.isinf(limit_s):
+        room = min(room, _most_tokens(judged, limit_s, float(prefills.has[first])) * _ROUNDING)
+    taken = []
+    for place in order.tolist():
+        if prefills.new[place] <= room:
+            taken.append(place)
+            room -= prefills.new[place]
+    if taken[:1] != [first]:
+        need_s = judged.mixed_s + float(prefills.service_s[first])
+        steps = decodes.left / judged.state.accepted_per_decode
+        most_s = decodes.bank_s + (steps - 1.0) * (decodes.token_s - decodes.decode_s)
+        if need_s <= most_s[decodes.alive].min(initial=np.inf):
+            taken = [first]
+    return np.array(taken, dtype=np.int64), int(prefills.new[taken].sum())
+
+
+# Slots, pace and memory ---------------------------------------------------------------------
+
+
+def admissible(judged: Judged, candidates: IntArray, *, is_blocked: bool) -> BoolArray:
+    """Mask without the waiting requests for which slots, TPOT or memory leave no room."""
+    state, prefills = judged.state, judged.prefills
+    mask: BoolArray = candidates < prefills.num_started
+    (places,) = (~mask).nonzero()
+    if not len(places) or (is_blocked and not state.has_classes):
+        return mask
+    waiting = candidates[places][: max(0, judged.num_open_slots)]
+    waiting = waiting[: _num_sustained(judged, waiting)]
+    mask[places[: _num_with_memory(judged, waiting)]] = True
+    return mask
+
+
+def _num_sustained(judged: Judged, waiting: IntArray) -> int:
+    """How many of `waiting` may start before bare decode steps outgrow a TPOT target."""
+    state, decodes, prefills = judged.state, judged.decodes, judged.prefills
+    num_others = decodes.num_alive + prefills.num_started
+    if not num_others or not len(waiting):
+        return len(waiting)
+    ctx = decodes.ctx_alive + float(prefills.size[: prefills.num_started].sum())
+    step_s = state.cost.decode_s(
+        num_others + np.arange(1.0, len(waiting) + 1), ctx + prefills.size[waiting].cumsum()
+    )
+    full_s = np.asarray(step_s) / (1.0 - judged.tuning.admission_margin)
+    tpot_s = judged.keep * state.table.tpot_s[prefills.rows[waiting]]
+    token_s = np.minimum.accumulate(state.accepted_per_decode * tpot_s)
+    if (full_s <= np.minimum(decodes.least_token_s, token_s)).all():
+        return len(waiting)  # as nearly always; no lengths are needed to see it
+    bear_s = float(decodes.sustain_s[decodes.alive].min(initial=np.inf))
+    (over,) = (full_s > np.minimum(bear_s, token_s)).nonzero()
+    return int(over[0]) if len(over) else len(waiting)
+
+
+def _num_with_memory(judged: Judged, waiting: IntArray) -> int:
+    """How many of `waiting` may start before the predicted peak of KV memory is too high."""
+    state, decodes, prefills = judged.state, judged.decodes, judged.prefills
+    need = float(prefills.size[waiting].sum()) / state.block_size
+    used = 1.0 - (state.num_free_blocks - need) / max(1, state.num_blocks)
+    if not len(waiting) or used <= judged.tuning.memory_threshold:
+        return len(waiting)
+    alive, started = decodes.alive, prefills.rows[: prefills.num_started]
+    growing = np.concatenate([decodes.rows[alive], started])
+    ahead = np.zeros(len(growing) + len(waiting), dtype=np.int64)
+    ahead[: len(alive)] = decodes.ahead[alive]
+    left = state.likely_remaining(np.concatenate([growing, prefills.rows[waiting]]), ahead)
+    places = waiting - prefills.num_started
+    return num_that_fit(state, growing, places, left, ahead, share=judged.tuning.planned_memory)

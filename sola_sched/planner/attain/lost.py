@@ -1,0 +1,296 @@
+"""Who is lost: the decodes and prefills of a step, judged by what they can still meet."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from sola_sched.core.state import DECODE, BoolArray, FloatArray, IntArray, StepState
+from sola_sched.planner.attain.loops import load
+from sola_sched.planner.attain.tuning import AttainTuning
+
+
+@dataclass
+class Decodes:
+    """The decodes of a step; arrays are aligned with `rows`, floats are seconds.
+
+    Attributes:
+        rows, ahead, ctx: Rows of the table, output tokens in flight, KV tokens.
+        bank_s: Time until the next token is due; < 0 behind the schedule.
+        token_s: Target for a step: TPOT x tokens of a step.
+        lost: Whether it missed a target or cannot meet one any more.
+        num_alive, ctx_alive, decode_s: Of the others: how many, their KV tokens, and the time of a
+            step of them alone.
+        slack_s: The longest next step that keeps, or brings, all of them on course; inf without
+            any.
+        least_token_s: A lower bound of what they sustain, 0 if there is none.
+    """
+
+    state: StepState
+    rows: IntArray
+    ahead: IntArray
+    ctx: IntArray
+    bank_s: FloatArray
+    token_s: FloatArray
+    lost: BoolArray
+    num_alive: int = 0
+    ctx_alive: float = 0.0
+    decode_s: float = 0.0
+    slack_s: float = np.inf
+    least_token_s: float = np.inf
+
+    @functools.cached_property
+    def alive(self) -> IntArray:
+        """Places of those that are not lost."""
+        return (~self.lost).nonzero()[0]
+
+    @functools.cached_property
+    def left(self) -> FloatArray:
+        """Predicted output tokens of each after those in flight."""
+        return self.state.remaining(self.rows, self.ahead)
+
+    @functools.cached_property
+    def sustain_s(self) -> FloatArray:
+        """Longest mean step with which each meets TPOT at its predicted end."""
+        # Of no further step x no target nothing would be known.
+        steps = np.maximum(self.left / self.state.accepted_per_decode, 1.0 + 1e-9)
+        sustain_s: FloatArray = (self.bank_s + (steps - 1.0) * self.token_s) / steps
+        return sustain_s
+
+    def count(self, num_alive: int, ctx_alive: float) -> None:
+        """Note who is left."""
+        self.__dict__.pop("alive", None)
+        self.num_alive, self.ctx_alive = num_alive, ctx_alive
+        cost = self.state.cost
+        self.decode_s = float(cost.decode_s(num_alive, ctx_alive)) if num_alive else 0.0
+
+
+@dataclass
+class Prefills:
+    """Requests without a first token (again): those with a slot, then those that wait.
+
+    Attributes:
+        rows: Rows of the table; arrays are aligned with it.
+        num_started: How many hold a slot.
+        deadline_s: Time until each must end, seconds; inf without a target.
+        new, has: Tokens to compute, >= 1, and computed or expected in a cache.
+        service_s: What computing the rest adds to steps that run anyway, seconds.
+        feasible: Whether it can still end in time; false without a target.
+        hopeless: Whether it waits for its first token and cannot get it in time any more.
+    """
+
+    rows: IntArray
+    num_started: int
+    deadline_s: FloatArray
+    new: FloatArray
+    has: FloatArray
+    service_s: FloatArray
+    feasible: BoolArray
+    hopeless: BoolArray
+
+    @functools.cached_property
+    def size(self) -> FloatArray:
+        """KV tokens of each when it has ended."""
+        size: FloatArray = self.new + self.has
+        return size
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What all that follows looks at.
+
+    Attributes:
+        state, decodes, prefills: As they are judged.
+        tuning: The constants.
+        tile: Multiple in which chunks come, tokens.
+        keep: Share of a target that is planned for.
+        mixed_s: Time of a step of the decodes on course and a chunk, but for the chunk, seconds.
+        token_room: Tokens of the step that the decodes on course leave over.
+        num_free_slots: Slots that nobody holds.
+        num_open_slots: Slots that nobody holds who can still meet its targets.
+    """
+
+    state: StepState
+    decodes: Decodes
+    prefills: Prefills
+    tuning: AttainTuning
+    tile: int
+    keep: float
+
+    @functools.cached_property
+    def mixed_s(self) -> float:
+        overhead_s = self.state.cost.chunk_overhead_s if self.decodes.num_alive else 0.0
+        return self.decodes.decode_s + overhead_s
+
+    @property
+    def token_room(self) -> int:
+        return self.state.max_num_tokens - self.decodes.num_alive * self.state.tokens_per_decode
+
+    @property
+    def num_free_slots(self) -> int:
+        taken = len(self.decodes.rows) + self.prefills.num_started
+        return self.state.max_num_running - taken
+
+    @property
+    def num_open_slots(self) -> int:
+        num_started = self.prefills.num_started
+        kept = int(np.count_nonzero(self.prefills.feasible[:num_started]))
+        return self.state.max_num_running - self.decodes.num_alive - kept
+
+
+def judge(
+    state: StepState,
+    rows: IntArray,
+    ahead: IntArray,
+    tuning: AttainTuning,
+    *,
+    tile: int,
+    keep: float,
+) -> Judged:
+    """Judge the requests of a step.
+
+    Args:
+        state: The step's state.
+        rows, ahead: Rows that hold a slot and are not about to leave; their tokens in flight.
+        tuning: The constants.
+        tile: Multiple in which chunks come, tokens.
+        keep: Share of a target that is planned for.
+    """
+    table = state.table
+    is_decode = table.phase[rows] == DECODE
+    lowest = 0
+    if state.has_classes and len(rows) + len(state.waiting):
+        lowest = int(table.priority[np.concatenate([rows, state.waiting])].max())
+    decodes = judge_decodes(state, rows[is_decode], ahead[is_decode], tuning, keep, lowest)
+    started = rows[~is_decode]
+    prefills = judge_prefills(state, started, decodes.decode_s, tuning, keep, lowest)
+    return Judged(state, decodes, prefills, tuning, tile, keep)
+
+
+def judge_decodes(
+    state: StepState,
+    rows: IntArray,
+    ahead: IntArray,
+    tuning: AttainTuning,
+    keep: float,
+    lowest: int,
+) -> Decodes:
+    """Judge the decodes in `rows`; arguments as in `judge`, `lowest` is the lowest class there."""
+    table, count = state.table, len(rows)
+    decodes = Decodes(
+        state, rows, ahead, np.empty(count, dtype=np.int64), np.empty(count), np.empty(count),
+        np.empty(count, dtype=np.bool_),
+    )  # fmt: skip
+    num_alive, ctx_alive = load().follow_schedules(
+        rows, ahead, state.now_s, keep, state.accepted_per_decode,
+        table.num_prompt, table.num_output, table.first_token_s, table.due_s, table.tpot_s,
+        decodes.ctx, decodes.bank_s, decodes.token_s, decodes.lost,
+    )  # fmt: skip
+    decodes.count(num_alive, float(ctx_alive))
+    are_ahead, decodes.slack_s, decodes.least_token_s = load().find_slack(
+        decodes.bank_s, decodes.token_s, decodes.lost, decodes.decode_s
+    )
+    # What one bears for long lies between its bank and its target: where all are ahead of both,
+    # lengths of outputs decide nothing.
+    if not are_ahead or state.has_classes:
+        judge_by_length(decodes, tuning, lowest)
+    return decodes
+
+
+def judge_by_length(decodes: Decodes, tuning: AttainTuning, lowest: int) -> None:
+    """Tell who is too slow, and how long a step those behind their schedules allow."""
+    state, sustain_s = decodes.state, decodes.sustain_s
+    _lose_too_slow(decodes, tuning)
+    # One behind its schedule catches up by steps halfway to what it could bear for long.
+    behind_s = decodes.decode_s + 0.5 * np.maximum(sustain_s - decodes.decode_s, 0.0)
+    bank_s = decodes.bank_s
+    allowed_s = np.where(bank_s >= behind_s, bank_s, np.minimum(behind_s, decodes.token_s))
+    if state.has_classes:  # they are strict: an upper one is served even when it has lost
+        is_upper = state.table.priority[decodes.rows] < lowest
+        is_free = is_upper & decodes.lost
+        sustain_s[is_free] = allowed_s[is_free] = np.inf
+        decodes.lost &= ~is_upper
+        _count(decodes)
+    decodes.slack_s = float(allowed_s[decodes.alive].min(initial=np.inf))
+    decodes.least_token_s = 0.0
+
+
+def _lose_too_slow(decodes: Decodes, tuning: AttainTuning) -> None:
+    """Keep, of those not lost, the most whose bare steps are short enough for all of them."""
+    order, sustain_s, margin = decodes.alive, decodes.sustain_s, tuning.decode_margin
+    if not len(order) or decodes.decode_s * margin <= float(sustain_s[order].min()):
+        return
+    order = order[np.argsort(-sustain_s[order], kind="stable")]
+    step_s = decodes.state.cost.decode_s(
+        np.arange(1.0, len(order) + 1), np.cumsum(decodes.ctx[order]).astype(np.float64)
+    )
+    fits = np.flatnonzero(step_s * margin <= sustain_s[order])
+    decodes.lost[order[(fits[-1] + 1 if len(fits) else 0) :]] = True
+    _count(decodes)
+
+
+def _count(decodes: Decodes) -> None:
+    alive = (~decodes.lost).nonzero()[0]
+    decodes.count(len(alive), float(decodes.ctx[alive].sum()))
+
+
+def judge_prefills(
+    state: StepState,
+    started: IntArray,
+    decode_s: float,
+    tuning: AttainTuning,
+    keep: float,
+    lowest: int,
+) -> Prefills:
+    """Judge the prefills in `started` and the waiting requests; arguments as in `judge`.
+
+    Args:
+        decode_s: Time of a step without prefill, seconds.
+    """
+    table, cost = state.table, state.cost
+    rows = np.concatenate([started, state.waiting])
+    count, num_output = len(rows), table.num_output[rows]
+    deadline_s = _deadlines(state, rows, num_output, decode_s, keep)
+    prefills = Prefills(
+        rows, len(started), deadline_s,
+        np.empty(count), np.empty(count), np.empty(count),
+        np.empty(count, dtype=np.bool_), np.empty(0, dtype=np.bool_),
+    )  # fmt: skip
+    has_target = deadline_s < np.inf
+    linear, gamma = cost.coefficients, cost.gamma.mixed
+    load().judge_prefills(
+        rows, decode_s, keep, tuning.prefill_margin,
+        gamma * linear.a0, gamma * linear.b0, gamma * linear.c0,
+        table.prefill_target, table.num_computed, table.num_output, table.ttft_s,
+        deadline_s, prefills.new, prefills.has, prefills.service_s, prefills.feasible,
+    )  # fmt: skip
+    prefills.hopeless = (num_output == 0) & has_target & ~prefills.feasible
+    if state.has_classes:  # what an upper one has lost still goes before a lower one
+        upper = ~prefills.feasible & (table.priority[rows] < lowest)
+        deadline_s[upper] = np.inf
+        prefills.feasible |= upper
+    return prefills
+
+
+def _deadlines(
+    state: StepState, rows: IntArray, num_output: IntArray, decode_s: float, keep: float
+) -> FloatArray:
+    """Time left until each prefill must end, seconds; inf without a target, -inf if it is lost."""
+    table = state.table
+    deadline_s: FloatArray = table.due_s[rows] - state.now_s
+    (again,) = num_output.nonzero()
+    if len(again):  # displaced after its first token: steps as usual have to bring it on course
+        back = rows[again]
+        first, tpot = table.first_token_s[back], keep * table.tpot_s[back]
+        gain = np.maximum(tpot - usual_token_s(state, decode_s), 0.0)
+        gain = np.where(np.isinf(tpot), 0.0, gain)
+        due = first + tpot * num_output[again] + gain * (state.remaining(back) - 1)
+        deadline_s[again] = np.where(first > table.due_s[back], -np.inf, due - state.now_s)
+    return deadline_s
+
+
+def usual_token_s(state: StepState, decode_s: float) -> float:
+    """Time between two tokens of a decode, with the prefills that come in between, seconds."""
+    return decode_s / max(0.1, 1.0 - state.prefill_share) / state.accepted_per_decode

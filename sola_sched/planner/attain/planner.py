@@ -1,0 +1,135 @@
+"""`AttainPlanner`: the pipeline of one plan."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.core.state import IntArray, StepPlan, StepState
+from sola_sched.planner.attain import loops
+from sola_sched.planner.attain.alone import find_prompts_alone
+from sola_sched.planner.attain.best_effort import Account, Share, find_victims, serve_lost
+from sola_sched.planner.attain.entry import Entry, let_in
+from sola_sched.planner.attain.lost import Judged, judge
+from sola_sched.planner.attain.pace import Pace, find_pace
+from sola_sched.planner.attain.tuning import AttainTuning
+from sola_sched.planner.base import learning, priority_victims, with_useful_victims
+
+
+class AttainPlanner:
+    """As many requests as possible meet both of their targets; see the package's docstring.
+
+    Args:
+        config: `tile`, `safety`, `best_effort_share` and `overload` are used.
+        tuning: The constants.
+    """
+
+    def __init__(self, config: SolaConfig, tuning: AttainTuning | None = None) -> None:
+        loops.load()
+        self.tile, self.keep = config.tile, 1.0 - config.safety
+        self.tuning = tuning = tuning or AttainTuning()
+        self.rejects = config.overload == "reject"
+        self.account = Account(config.best_effort_share, tuning.most_credit_s)
+        self._num_settled = 0
+        self._did_wait = False  # the decodes, in the step before
+
+    def plan(self, state: StepState) -> StepPlan:
+        """Plan one step; see `Planner.plan`."""
+        if not state.has_slo:
+            return StepPlan()
+        if not state.cost.is_ready:
+            return learning(state)
+        victims = priority_victims(state)
+        if not len(victims):
+            return self._plan(state, victims)
+        earned = self.account
+
+        def attempt(state: StepState, victims: IntArray) -> StepPlan:
+            self.account = dataclasses.replace(earned)
+            return self._plan(state, victims)
+
+        return with_useful_victims(state, victims, attempt)
+
+    def _plan(self, state: StepState, victims: IntArray) -> StepPlan:
+        """Plan a step in which `victims` give way."""
+        did_wait, self._did_wait = self._did_wait, False
+        if state.are_decodes and not len(victims) and self._is_settled(state):
+            if len(state.waiting):
+                self.account.unseen_s += state.elapsed_s
+            return StepPlan(admit=victims, problem="decode")
+        rows, ahead = state.running, state.num_ahead
+        if len(victims):
+            stay = ~np.isin(rows, victims)
+            rows, ahead = rows[stay], ahead[stay]
+        judged = judge(state, rows, ahead, self.tuning, tile=self.tile, keep=self.keep)
+        pace = find_pace(judged, rejects=self.rejects)
+        if not did_wait and not len(victims):
+            alone = find_prompts_alone(judged, pace, is_blocked=self.account.is_blocked)
+            if alone is not None:
+                self._did_wait = True
+                self.account.unseen_s += state.elapsed_s
+                return _without_decodes(judged, alone)
+        entry = let_in(judged, pace, is_blocked=self.account.is_blocked)
+        share = serve_lost(judged, entry, pace.limit_s, self.account, rejects=self.rejects)
+        return self._put_together(judged, pace, entry, share, victims)
+
+    def _put_together(
+        self, judged: Judged, pace: Pace, entry: Entry, lost: Share, victims: IntArray
+    ) -> StepPlan:
+        """The plan of a step with decodes."""
+        state, decodes, prefills = judged.state, judged.decodes, judged.prefills
+        served, offered, tokens = entry.served, entry.offered, entry.tokens
+        if lost.is_alone:
+            served, offered, tokens = served[:0], offered[:0], 0
+        served, tokens = np.concatenate([served, lost.prefills]), tokens + lost.tokens
+        is_waiting = served >= prefills.num_started
+        starting, begun = prefills.rows[served[is_waiting]], prefills.rows[served[~is_waiting]]
+        run = np.concatenate([decodes.rows[decodes.alive], decodes.rows[lost.run], begun])
+        budget = (decodes.num_alive + len(lost.run)) * state.tokens_per_decode + tokens
+        displaced = find_victims(judged, starting, lost, served, self.account.share)
+        if len(displaced) and len(lost.run):
+            run = run[~np.isin(run, displaced)]
+        victims = np.concatenate([victims, displaced])
+        reject = prefills.rows[:0]
+        if self.rejects:
+            reject = prefills.rows[prefills.num_started :]
+            reject = reject[prefills.hopeless[prefills.num_started :]]
+        if not len(run) and not len(starting) and not len(offered):
+            return StepPlan(reject=reject, problem="stalled")
+        runs_all = len(run) == len(state.running) and not len(begun) and not len(victims)
+        return StepPlan(
+            run=None if runs_all else run,
+            admit=np.concatenate([starting, prefills.rows[offered]]),
+            token_budget=max(1, min(budget, state.max_num_tokens)),
+            preempt=victims,
+            reject=reject,
+            problem="overload" if pace.num_on_time < len(pace.order) else "attain",
+        )
+
+    def _is_settled(self, state: StepState) -> bool:
+        """Nothing can be decided: only decodes, all served within their targets, no free slot."""
+        rows, table = state.running, state.table
+        if len(state.waiting):
+            if self.rejects or len(rows) < state.max_num_running:
+                return False
+            # One that is late could give its slot to a request that is still on time.
+            if np.count_nonzero(table.first_token_s[rows] > table.due_s[rows]):
+                self._num_settled += 1
+                if self._num_settled % self.tuning.slot_review_steps == 1:
+                    return False
+        tpot_s = table.shortest_tpot_s(rows)
+        return state.decode_step_s(rows) <= self.keep * tpot_s * state.accepted_per_decode
+
+
+def _without_decodes(judged: Judged, places: IntArray) -> StepPlan:
+    """A step of these prefills and nothing else."""
+    prefills = judged.prefills
+    is_waiting = places >= prefills.num_started
+    return StepPlan(
+        run=prefills.rows[places[~is_waiting]],
+        admit=prefills.rows[places[is_waiting]],
+        token_budget=int(prefills.new[places].sum()),
+        problem="prompts",
+    )

@@ -1,0 +1,50 @@
+"""The constants of `policy="attain"`, each with where it comes from and what it is worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AttainTuning:
+    """What decides a plan and is no option of the operator.
+
+    "Insensitive" means: half or twice the value moves attainment by less than half a point on the
+    loads of `docs/decisions/attain-mechanisms.md`.
+
+    Attributes:
+        decode_margin, prefill_margin: A decode is lost only if a bare step is longer than it bears
+            by more than 1 / this, a prefill only if its time misses its deadline by as much:
+            predicted step times are a few per cent off.
+        num_examined: Prefills among which those on time are chosen, by deadline; bounds the time of
+            a plan. Those that come later cannot be on time while so many are in front of them.
+        num_spare_offers: Waiting requests offered beyond the chunk, for prefix-cache hits.
+        admission_margin: Share of a TPOT target that bare decode steps leave for prefills.
+        memory_threshold: Use of KV memory above which the peak is predicted (SOLA 6.4).
+        planned_memory: Share of the KV memory that the peak of the expected need may take. Above 1:
+            a displacement now and then costs less than memory that waits for a peak. 0.97 costs 17
+            points where memory is what is short.
+        tight, careful: A prompt goes alone where a step with all decodes takes this share of its
+            TTFT target; within this share of the decodes' slack.
+        most_credit_s: Bound of the account of the lost, seconds: the longest burst of them.
+        num_lost: Lost prefills looked at in a step, by arrival; bounds the time of a plan.
+        spare_slots, spare_blocks: Shares of slots and KV blocks that stay free when several lost
+            requests start at once, for those that arrive next.
+        slot_review_steps: While slots are all that is short, the swap of a late decode for a
+            waiting request is weighed once in so many steps; bounds the time of a plan.
+    """
+
+    decode_margin: float = 0.9
+    prefill_margin: float = 0.95
+    num_examined: int = 64
+    num_spare_offers: int = 16
+    admission_margin: float = 0.1
+    memory_threshold: float = 0.5
+    planned_memory: float = 1.1
+    tight: float = 0.35
+    careful: float = 0.95
+    most_credit_s: float = 0.5
+    num_lost: int = 128
+    spare_slots: float = 0.125
+    spare_blocks: float = 0.5
+    slot_review_steps: int = 8
