@@ -20,10 +20,11 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
+from sola_sched.serving import membership
 from sola_sched.serving.delivery import GatewayOptions
 from sola_sched.serving.gateway import Gateway
 from sola_sched.serving.policies import DEFAULT, NAMES, make_router
-from sola_sched.serving.ray_router import URL, listen
+from sola_sched.serving.ray_router import URL
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ class GatewayServer:
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Asked once, before the replica counts as ready: starts the server."""
         loop = asyncio.get_running_loop()
-        listen(lambda name, urls: _tell(loop, self._sync, name, urls))
+        membership.listeners.append(lambda name, urls: _tell(loop, self._sync, name, urls))
         self._runner = web.AppRunner(
             self._gateway.app(), handler_cancellation=True, access_log=None
         )
@@ -232,7 +233,6 @@ def _engine(
         max_ongoing_requests=_MAX_ONGOING,
         health_check_period_s=_HEALTH_PERIOD_S,
         request_router_config=RequestRouterConfig(
-            # By name: a class would travel as a copy, with module variables of its own.
             request_router_class=ROUTER_CLASS,
             request_router_kwargs={"router": cluster.router},
         ),

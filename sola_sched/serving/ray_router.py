@@ -12,7 +12,6 @@ import contextlib
 import logging
 import pickle
 import time
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -20,6 +19,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from sola_sched.cluster.view import Refusal
 from sola_sched.errors import SloError
+from sola_sched.serving import membership
 from sola_sched.serving.call import Call, Lengths
 from sola_sched.serving.feed import follow
 from sola_sched.serving.policies import DEFAULT, make_router
@@ -31,18 +31,6 @@ logger = logging.getLogger(__name__)
 #: Of a request whose body nobody has read, characters of what is not its prompt.
 _OTHER_BYTES = 200
 URL = "url"
-
-#: Told of the replicas of a deployment, names to URLs, whenever they change; one in a process.
-_listeners: list[Callable[[str, Mapping[str, str]], None]] = []
-
-
-def listen(listener: Callable[[str, Mapping[str, str]], None]) -> None:
-    """Have this process' routers tell which replicas there are, instead of following them.
-
-    Args:
-        listener: Called with the name of a deployment and its replicas, from any thread.
-    """
-    _listeners.append(listener)
 
 
 class SolaRequestRouter(RequestRouter):
@@ -64,8 +52,8 @@ class SolaRequestRouter(RequestRouter):
             for replica in replicas
             if URL in replica.replica_metadata
         }
-        if _listeners:
-            for listener in _listeners:
+        if membership.listeners:
+            for listener in membership.listeners:
                 listener(self._deployment_id.name, urls)
             return
         new, left = self._mine.sync(urls)

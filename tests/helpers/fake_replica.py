@@ -97,11 +97,14 @@ class FakeReplica:
             return web.Response(status=404)
         response = web.StreamResponse()
         await response.prepare(request)
-        num_sent = 0
+        num_sent = num_looks = 0
         while not self._is_dead:
             for line in self.load[num_sent:]:
                 await response.write(line + b"\n")
                 num_sent += 1
+            num_looks += 1
+            if num_looks % 100 == 0:
+                await response.write(b"\n")
             await asyncio.sleep(0.005)
         _cut(request)
         return response

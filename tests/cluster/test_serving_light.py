@@ -1,0 +1,140 @@
+"""What is ours in Ray Serve, around fake engines: who hears of replicas, and who chooses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray.serve")
+
+import aiohttp
+from fake_replica import output_of
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+HELPERS = Path(__file__).resolve().parents[1] / "helpers"
+
+
+def _url(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
+def _replicas(url: str) -> list[dict[str, Any]]:
+    with urllib.request.urlopen(f"{url}/replicas", timeout=10) as answer:
+        shown: list[dict[str, Any]] = json.load(answer)
+    return shown
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """Two fake engines and the gateway; its URL."""
+    os.environ.update(ENVIRONMENT)
+    os.environ["PYTHONPATH"] = str(HELPERS)
+    import ray
+    from fake_engine import FakeEngine
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+
+    from sola_sched.serving.ray_app import ROUTER_CLASS, GatewayServer
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=80 * 2**20,
+        logging_level="warning",
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+    )
+    try:
+        serve.start(proxy_location="Disabled")
+        light = {"num_cpus": 0}
+        engines = serve.deployment(FakeEngine).options(
+            name="engine-0",
+            num_replicas=2,
+            ray_actor_options=light,
+            request_router_config=RequestRouterConfig(request_router_class=ROUTER_CLASS),
+        )
+        gateway = serve.deployment(GatewayServer).options(name="gateway", ray_actor_options=light)
+        args = {"model": "m", "host": "127.0.0.1", "port": port, "router": "shortest-queue"}
+        serve.run(gateway.bind([engines.bind(0.02)], args), name="sola", route_prefix=None)
+        _wait_for(lambda: sum(bool(r["has_reports"]) for r in _replicas(_url(port))) == 2)
+        yield _url(port)
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def _wait_for(condition: Any, limit_s: float = 120.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end_s, "it did not become true in time"
+        time.sleep(0.05)
+
+
+def test_serves_own_calls_go_where_the_policy_sends_them(cluster: str) -> None:
+    from ray import serve
+
+    engines = serve.get_deployment_handle("engine-0", "sola")
+
+    async def ask() -> list[bool]:
+        await engines.is_busy.remote({"prompt": "p"})  # the router begins to follow the replicas
+        await asyncio.sleep(2.0)
+        return [await engines.is_busy.remote({"prompt": "p"}) for _ in range(8)]
+
+    assert asyncio.run(ask()) == [False] * 8
+
+
+def test_a_replica_is_killed_and_its_streams_go_on_and_a_new_one_joins(cluster: str) -> None:
+    import ray
+
+    prompts = [f"prompt {i}" for i in range(16)]
+
+    async def stream(session: aiohttp.ClientSession, prompt: str) -> str:
+        body = {"prompt": prompt, "max_tokens": 100, "stream": True, "temperature": 0}
+        async with session.post(f"{cluster}/v1/completions", json=body) as answer:
+            lines = [line async for line in answer.content]
+        events = [line[6:].strip() for line in lines if line.strip()]
+        assert events[-1] == b"[DONE]"
+        return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+
+    async def all_of_them() -> list[str]:
+        async with aiohttp.ClientSession() as session:
+            asking = [asyncio.create_task(stream(session, prompt)) for prompt in prompts]
+            await asyncio.sleep(0.7)
+            shown = await asyncio.to_thread(_replicas, cluster)
+            busiest = max(shown, key=lambda each: each["num_in_flight"])
+            assert busiest["num_in_flight"] > 0
+            gone.append(busiest["name"])
+            (actor,) = [
+                each
+                for each in ray.util.list_named_actors(all_namespaces=True)
+                if each["name"].endswith(busiest["name"])
+            ]
+            ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
+            return list(await asyncio.gather(*asking))
+
+    gone: list[str] = []
+    texts = asyncio.run(all_of_them())
+
+    assert texts == [output_of(prompt, 100) for prompt in prompts]
+    with urllib.request.urlopen(f"{cluster}/metrics", timeout=10) as answer:
+        assert "sola_gateway_given_up_total 0.0" in answer.read().decode()
+
+    def is_replaced() -> bool:
+        shown = _replicas(cluster)
+        return len(shown) == 2 and gone[0] not in {r["name"] for r in shown}
+
+    _wait_for(is_replaced)
