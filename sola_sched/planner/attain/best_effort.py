@@ -96,11 +96,13 @@ def serve_lost(
         places = places[arrival_s[prefills.rows[places]].argpartition(most)[:most]]
     rows = np.concatenate([decodes.rows[held], prefills.rows[places]])
     places = np.concatenate([held, places])
+    cost, ctx = judged.state.cost, decodes.ctx[held]
+    added_s = cost.decode_s(2.0, ctx) - cost.decode_s(1.0, 0.0)
     for index in arrival_s[rows].argsort(kind="stable").tolist():
         if step.is_full:
             break
         if index < first:
-            step.add_decode(int(places[index]))
+            step.add_decode(int(places[index]), float(added_s[index]))
         else:
             step.add_prefill(int(places[index]))
     if step.is_blocked:  # what others get from slack while the oldest finds no room is no debt
@@ -143,11 +145,9 @@ class _LostStep:
         self._held_slots = len(decodes.rows) - decodes.num_alive
         self._held_blocks = float(decodes.ctx[decodes.lost].sum()) / state.block_size
 
-    def add_decode(self, place: int) -> None:
-        """One that goes on; on credit only while nobody older waits."""
+    def add_decode(self, place: int, added_s: float) -> None:
+        """One that goes on for so many seconds; on credit only while nobody older waits."""
         judged, account = self.judged, self.account
-        cost, ctx = judged.state.cost, float(judged.decodes.ctx[place])
-        added_s = float(cost.decode_s(2.0, ctx)) - float(cost.decode_s(1.0, 0.0))
         is_next = not self._is_passed and not self.chosen
         if self.is_alone:
             return
@@ -162,7 +162,7 @@ class _LostStep:
         self.run.append(place)
         self._room -= judged.state.tokens_per_decode
         self._held_slots -= 1
-        self._held_blocks -= ctx / judged.state.block_size
+        self._held_blocks -= float(judged.decodes.ctx[place]) / judged.state.block_size
 
     def _keeps_its_kv(self) -> bool:
         """Whether one more of those that sit out may go on: nobody who starts needs its KV."""

@@ -57,20 +57,22 @@ def follow_schedules(
 
 
 def find_slack(
-    bank_s: FloatArray, token_s: FloatArray, lost: BoolArray, decode_s: float
-) -> tuple[bool, float, float]:
-    """Of those not lost: whether all are ahead, the least bank and the least target, seconds.
+    bank_s: FloatArray, token_s: FloatArray, lost: BoolArray, decode_s: float, behind: BoolArray
+) -> tuple[int, float, float]:
+    """How many of those not lost are `behind`; the least bank and target of the others, seconds.
 
     Ahead is who has a step of its own target in the bank, where steps of `decode_s` meet it.
     """
-    are_ahead, least_bank_s, least_token_s = True, float("inf"), float("inf")
+    num_behind, least_bank_s, least_token_s = 0, float("inf"), float("inf")
     for place in range(len(bank_s)):
-        if not lost[place]:
-            bank, token = bank_s[place], token_s[place]
-            are_ahead = are_ahead and bank >= token and token >= decode_s
+        bank, token = bank_s[place], token_s[place]
+        behind[place] = not lost[place] and not (bank >= token and token >= decode_s)
+        if behind[place]:
+            num_behind += 1
+        elif not lost[place]:
             least_bank_s = min(least_bank_s, bank)
             least_token_s = min(least_token_s, token)
-    return are_ahead, least_bank_s, least_token_s
+    return num_behind, least_bank_s, least_token_s
 
 
 def judge_prefills(
@@ -172,7 +174,8 @@ _SIGNATURES: dict[Callable[..., Any], str] = {
     follow_schedules: f"UniTuple(int64, 2)({_INTS}, {_INTS}, float64, float64, float64, "
     f"{_INTS}, {_INTS}, {_FLOATS}, {_FLOATS}, {_FLOATS}, "
     f"{_INTS}, {_FLOATS}, {_FLOATS}, {_BOOLS})",
-    find_slack: f"Tuple((boolean, float64, float64))({_FLOATS}, {_FLOATS}, {_BOOLS}, float64)",
+    find_slack: f"Tuple((int64, float64, float64))({_FLOATS}, {_FLOATS}, {_BOOLS}, float64, "
+    f"{_BOOLS})",
     judge_prefills: f"int64({_INTS}, float64, float64, float64, float64, float64, float64, "
     f"{_INTS}, {_INTS}, {_INTS}, {_FLOATS}, "
     f"{_FLOATS}, {_FLOATS}, {_FLOATS}, {_FLOATS}, {_BOOLS})",

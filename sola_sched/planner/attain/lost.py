@@ -54,10 +54,7 @@ class Decodes:
     @functools.cached_property
     def sustain_s(self) -> FloatArray:
         """Longest mean step with which each meets TPOT at its predicted end."""
-        # Of no further step x no target nothing would be known.
-        steps = np.maximum(self.left / self.state.accepted_per_decode, 1.0 + 1e-9)
-        sustain_s: FloatArray = (self.bank_s + (steps - 1.0) * self.token_s) / steps
-        return sustain_s
+        return _sustained_s(self.left / self.state.accepted_per_decode, self.bank_s, self.token_s)
 
     def count(self, num_alive: int, ctx_alive: float) -> None:
         """Note who is left."""
@@ -189,24 +186,57 @@ def judge_decodes(
         decodes.ctx, decodes.bank_s, decodes.token_s, decodes.lost,
     )  # fmt: skip
     decodes.count(num_alive, float(ctx_alive))
-    are_ahead, decodes.slack_s, decodes.least_token_s = load().find_slack(
-        decodes.bank_s, decodes.token_s, decodes.lost, decodes.decode_s
+    behind = np.empty(count, dtype=np.bool_)
+    num_behind, decodes.slack_s, decodes.least_token_s = load().find_slack(
+        decodes.bank_s, decodes.token_s, decodes.lost, decodes.decode_s, behind
     )
-    # What one bears for long lies between its bank and its target: where all are ahead of both,
+    # What one bears for long lies between its bank and its target: of those ahead of both, the
     # lengths of outputs decide nothing.
-    if not are_ahead or state.has_classes:
+    is_easy = not state.has_classes
+    if is_easy and num_behind:
+        is_easy = _catch_up(decodes, behind.nonzero()[0], tuning)
+    if not is_easy:
         judge_by_length(decodes, tuning, lowest)
     return decodes
+
+
+def _catch_up(decodes: Decodes, behind: IntArray, tuning: AttainTuning) -> bool:
+    """Let these few catch up; false if some may be too slow for that, and all must be judged."""
+    left = decodes.state.remaining(decodes.rows[behind], decodes.ahead[behind])
+    bank_s, token_s = decodes.bank_s[behind], decodes.token_s[behind]
+    sustain_s = _sustained_s(left / decodes.state.accepted_per_decode, bank_s, token_s)
+    least_s = float(sustain_s.min())
+    if decodes.decode_s * tuning.decode_margin > least_s:
+        return False
+    allowed_s = _allowed_s(decodes.decode_s, sustain_s, bank_s, token_s)
+    decodes.slack_s = min(decodes.slack_s, float(allowed_s.min()))
+    decodes.least_token_s = min(decodes.least_token_s, least_s)
+    return True
+
+
+def _sustained_s(steps: FloatArray, bank_s: FloatArray, token_s: FloatArray) -> FloatArray:
+    """Longest mean step that meets TPOT after so many steps, seconds."""
+    steps = np.maximum(steps, 1.0 + 1e-9)  # of no further step x no target nothing would be known
+    sustain_s: FloatArray = (bank_s + (steps - 1.0) * token_s) / steps
+    return sustain_s
+
+
+def _allowed_s(
+    decode_s: float, sustain_s: FloatArray, bank_s: FloatArray, token_s: FloatArray
+) -> FloatArray:
+    """The longest next step that keeps each on course, or brings it there, seconds.
+
+    One behind its schedule catches up by steps halfway to what it could bear for long.
+    """
+    behind_s = decode_s + 0.5 * np.maximum(sustain_s - decode_s, 0.0)
+    return np.where(bank_s >= behind_s, bank_s, np.minimum(behind_s, token_s))
 
 
 def judge_by_length(decodes: Decodes, tuning: AttainTuning, lowest: int) -> None:
     """Tell who is too slow, and how long a step those behind their schedules allow."""
     state, sustain_s = decodes.state, decodes.sustain_s
     _lose_too_slow(decodes, tuning)
-    # One behind its schedule catches up by steps halfway to what it could bear for long.
-    behind_s = decodes.decode_s + 0.5 * np.maximum(sustain_s - decodes.decode_s, 0.0)
-    bank_s = decodes.bank_s
-    allowed_s = np.where(bank_s >= behind_s, bank_s, np.minimum(behind_s, decodes.token_s))
+    allowed_s = _allowed_s(decodes.decode_s, sustain_s, decodes.bank_s, decodes.token_s)
     if state.has_classes:  # they are strict: an upper one is served even when it has lost
         is_upper = state.table.priority[decodes.rows] < lowest
         is_free = is_upper & decodes.lost
