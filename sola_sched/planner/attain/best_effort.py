@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sola_sched.core.state import IntArray
+from sola_sched.core.state import FloatArray, IntArray
 from sola_sched.planner.attain.entry import Entry, tokens_in
 from sola_sched.planner.attain.lost import Judged
 
@@ -98,7 +98,10 @@ def serve_lost(
     places = np.concatenate([held, places])
     cost, ctx = judged.state.cost, decodes.ctx[held]
     added_s = cost.decode_s(2.0, ctx) - cost.decode_s(1.0, 0.0)
-    for index in arrival_s[rows].argsort(kind="stable").tolist():
+    order = arrival_s[rows].argsort(kind="stable")
+    num_before = int((order >= first).argmax()) if len(rows) > first else first
+    num_first = step.add_decodes(held[order[:num_before]], added_s[order[:num_before]])
+    for index in order[num_first:].tolist():
         if step.is_full:
             break
         if index < first:
@@ -144,6 +147,20 @@ class _LostStep:
         self._free = state.num_free_blocks - float(self._blocks[self._starts].sum())
         self._held_slots = len(decodes.rows) - decodes.num_alive
         self._held_blocks = float(decodes.ctx[decodes.lost].sum()) / state.block_size
+
+    def add_decodes(self, places: IntArray, added_s: FloatArray) -> int:
+        """The first of these, for which the leftovers are enough; how many."""
+        ends_s = added_s.cumsum()
+        count = int(ends_s.searchsorted(self._spare_s, side="right"))
+        if count:
+            self._spare_s -= float(ends_s[count - 1])
+            self.received_s += float(ends_s[count - 1])
+            self.run += places[:count].tolist()
+            self._room -= count * self.judged.state.tokens_per_decode
+            self._held_slots -= count
+            tokens = float(self.judged.decodes.ctx[places[:count]].sum())
+            self._held_blocks -= tokens / self.judged.state.block_size
+        return count
 
     def add_decode(self, place: int, added_s: float) -> None:
         """One that goes on for so many seconds; on credit only while nobody older waits."""
