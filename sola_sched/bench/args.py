@@ -58,14 +58,16 @@ examples:
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises ``ConfigError`` instead of ending the process."""
+
     def error(self, message: str) -> Any:
         raise ConfigError(f"{message}; see --help.")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser; it raises ``ConfigError`` instead of ending the process."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m sola_sched.bench",
         description=_DESCRIPTION,
         epilog=_EPILOG,
@@ -73,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _target_group(parser.add_argument_group("what is measured"))
-    _dataset_group(parser.add_argument_group("requests"))
+    dataset_group(parser.add_argument_group("requests"))
     _traffic_group(parser.add_argument_group("traffic"))
     _engine_group(parser.add_argument_group("engine (--backend engine)"))
     _server_group(parser.add_argument_group("server (--backend openai)"))
@@ -131,7 +133,8 @@ def _target_group(group: Any) -> None:
     )
 
 
-def _dataset_group(group: Any) -> None:
+def dataset_group(group: Any) -> None:
+    """Flags that say where the requests come from."""
     add = group.add_argument
     add(
         "--dataset-name",

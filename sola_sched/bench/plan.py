@@ -67,7 +67,7 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None]) -> Plan:
     if args.self_timed and args.num_prompts is None:
         raise ConfigError("'--self-timed' needs --num-prompts: how much of the trace to replay.")
     backend, limits = _backend(args, say)
-    workload = build(_dataset_options(args), limits)
+    workload = build(dataset_options(args), limits)
     workload = assign_classes(workload, slo_classes, args.seed)
     say(f"Model {backend.model_id}, backend {backend.name}, data set {args.dataset_name}.")
     for note in workload.notes:
@@ -162,7 +162,8 @@ def _reference(schedulers: list[SchedulerSpec]) -> SchedulerSpec:
     return SchedulerSpec("stock", "stock", engine_args)
 
 
-def _dataset_options(args: argparse.Namespace) -> DatasetOptions:
+def dataset_options(args: argparse.Namespace) -> DatasetOptions:
+    """What the flags of `args.dataset_group` say."""
     return DatasetOptions(
         name=args.dataset_name,
         path=args.dataset_path,

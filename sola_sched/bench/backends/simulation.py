@@ -164,6 +164,16 @@ class SimBackend:
         outcome.scheduler = probe.stats()
         return outcome
 
+    def warm_engine(
+        self, scheduler: SchedulerSpec, slo: SloTarget, workload: Workload
+    ) -> VirtualEngine:
+        """An engine that has served its warm-up requests; its clock is past them."""
+        engine = self._engine(scheduler, slo)
+        replay = _Replay(engine, None, None, tells_lengths=False)
+        replay.start(self._warmup(workload), on_done=None)
+        engine.run(on_finish=replay.ended)
+        return engine
+
     def _engine(self, scheduler: SchedulerSpec, slo: SloTarget) -> VirtualEngine:
         from sola_sched.simulator.engine import VirtualEngine
 

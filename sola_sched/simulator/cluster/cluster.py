@@ -69,6 +69,7 @@ class VirtualCluster:
         faults: What goes wrong, and instances that join.
         predict: Length predictions that the gateway has; None for those of outputs that ended.
         seed: Of the delays.
+        start_s: Time at which all begins, none before any engine's clock.
         on_done: Called with each request's record when it ends.
     """
 
@@ -81,6 +82,7 @@ class VirtualCluster:
         faults: Sequence[Fault] = (),
         predict: Predict | None = None,
         seed: int = 0,
+        start_s: float = 0.0,
         on_done: Callable[[ClusterRecord], None] | None = None,
     ) -> None:
         self._router = router
@@ -89,7 +91,7 @@ class VirtualCluster:
         self._lengths = RecentLengths()
         self._rng = np.random.default_rng([seed, 21])
         self._on_done = on_done
-        self._now_s = 0.0
+        self._now_s = start_s
         self._events: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = itertools.count()
         self._members: list[_Member] = []

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from sola_sched.cost.fit import StepShape
-from sola_sched.simulator.steps.time import MeasuredStepTime, StepTimeModel
+from sola_sched.simulator.steps.tables import StepTables
+from sola_sched.simulator.steps.time import MeasuredStepTime, StepCounts, StepTimeModel
 
-_CTX = 4096.0
+_CTX = 4096
 
 
 @dataclass(frozen=True)
@@ -24,43 +25,36 @@ class BatchTime:
         factor: On every time; > 1 for an instance that is slower than its profile.
     """
 
-    step_time: StepTimeModel | MeasuredStepTime
+    step_time: StepTimeModel | StepTables | MeasuredStepTime
     factor: float = 1.0
 
     def prefill_s(self, new_tokens: Any) -> Any:
         """See `StepModel.prefill_s`."""
-        model = self.step_time
-        if isinstance(model, MeasuredStepTime):
-            return self.factor * model.cost.prefill_s(new_tokens)
-        return self.factor * (
-            model.base_s
-            + np.maximum(model.weights_s, model.per_token_s * new_tokens)
-            + model.per_prefill_token_s * new_tokens
-            + 0.5 * model.per_prefill_attn_s * np.square(new_tokens)
-        )
+        if isinstance(self.step_time, MeasuredStepTime):
+            return self.factor * self.step_time.cost.prefill_s(new_tokens)
+        if isinstance(new_tokens, np.ndarray):
+            return np.array([self.prefill_s(float(tokens)) for tokens in new_tokens])
+        # Without tokens it is the constant of a step.
+        tokens = max(new_tokens, 1e-9)
+        return self.step_s(0, 0.0, tokens, tokens * tokens, 0.0)
 
     def decode_s(self, num_decodes: Any, ctx_tokens: Any) -> Any:
         """See `StepModel.decode_s`."""
-        model = self.step_time
-        if isinstance(model, MeasuredStepTime):
-            return self.factor * model.cost.decode_s(num_decodes, ctx_tokens)
-        return self.factor * (
-            model.base_s
-            + np.maximum(model.weights_s, model.per_token_s * num_decodes)
-            + model.per_decode_s * num_decodes
-            + model.per_ctx_s * ctx_tokens
-        )
+        if isinstance(self.step_time, MeasuredStepTime):
+            return self.factor * self.step_time.cost.decode_s(num_decodes, ctx_tokens)
+        return self.factor * self.step_time.seconds(StepCounts(num_decodes, ctx_tokens))
 
     def decode_line(self, num_decodes: int) -> tuple[float, float]:
         """A decode step's seconds without context, and the seconds of each token of context."""
-        constant_s = float(self.decode_s(num_decodes, 0.0))
-        return constant_s, (float(self.decode_s(num_decodes, _CTX)) - constant_s) / _CTX
+        constant_s = float(self.decode_s(num_decodes, 0))
+        typical = _CTX * num_decodes
+        return constant_s, (float(self.decode_s(num_decodes, typical)) - constant_s) / typical
 
     def step_s(
         self,
         num_decodes: int,
         ctx_tokens: float,
-        prefill_tokens: int,
+        prefill_tokens: float,
         prefill_sq: float,
         prefill_ctx: float,
     ) -> float:
@@ -73,21 +67,10 @@ class BatchTime:
             prefill_sq: Sum of the squares of the chunks.
             prefill_ctx: Sum of chunk x tokens that its request has computed before.
         """
-        model = self.step_time
-        if isinstance(model, MeasuredStepTime):
-            shape = StepShape(
-                num_decodes=num_decodes,
-                decode_ctx_tokens=int(ctx_tokens),
-                prefill_tokens=prefill_tokens,
-                prefill_sq_tokens=prefill_sq,
-                prefill_ctx_tokens=prefill_ctx,
-            )
-            return self.factor * model.cost.step_s(shape)
-        return self.factor * (
-            model.base_s
-            + max(model.weights_s, model.per_token_s * (num_decodes + prefill_tokens))
-            + model.per_decode_s * num_decodes
-            + model.per_ctx_s * ctx_tokens
-            + model.per_prefill_token_s * prefill_tokens
-            + model.per_prefill_attn_s * (prefill_ctx + 0.5 * prefill_sq)
-        )
+        ctx, tokens = int(ctx_tokens), prefill_tokens
+        if isinstance(self.step_time, MeasuredStepTime):
+            shape = StepShape(num_decodes, ctx, int(tokens), prefill_sq, prefill_ctx)
+            return self.factor * self.step_time.cost.step_s(shape)
+        pairs = prefill_ctx + 0.5 * prefill_sq
+        counts = StepCounts(num_decodes, ctx, int(tokens > 0), tokens, pairs)  # type: ignore[arg-type]
+        return self.factor * self.step_time.seconds(counts)

@@ -123,7 +123,7 @@ def load_step_profile(name_or_path: str) -> StepProfile:
     if isinstance(document, dict) and document.get("format") == cost_file.FORMAT:
         return _measured(path)
     try:
-        return _of_package(document)
+        return profile_of(document)
     except ProfileError as error:
         raise ProfileError(f"Profile {str(path)!r}: {error}") from error
 
@@ -140,7 +140,12 @@ def _measured(path: Path) -> StepProfile:
     )
 
 
-def _of_package(document: Any) -> StepProfile:
+def profile_of(document: Any) -> StepProfile:
+    """The profile that a file like those of the package holds.
+
+    Raises:
+        ProfileError: It breaks a rule.
+    """
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else type(document).__name__
         raise ProfileError(

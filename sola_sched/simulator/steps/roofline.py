@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -257,22 +257,37 @@ def step_time(model: Model, gpu: Gpu, assumed: Assumptions) -> dict[str, tuple[f
 
 
 def make_profile(
-    model_key: str, gpu_key: str, assumed: Assumptions | None = None
+    model_key: str,
+    gpu_key: str,
+    assumed: Assumptions | None = None,
+    tensor_parallel: int | None = None,
 ) -> dict[str, Any]:
-    """The content of the file `<model_key>-<gpu_key>.json`."""
+    """The content of `<model_key>-<gpu_key>.json`, or of the model on another number of GPUs."""
     assumed = assumed or Assumptions()
-    document = describe(model_key, gpu_key, assumed)
+    document = describe(model_key, gpu_key, assumed, tensor_parallel)
     engine = document.pop("engine")
+    model = on_gpus(MODELS[model_key], tensor_parallel)
     document["step_time"] = {
         name: {"value": float(f"{value:.4g}"), "unit": "s", "from": why}
-        for name, (value, why) in step_time(MODELS[model_key], GPUS[gpu_key], assumed).items()
+        for name, (value, why) in step_time(model, GPUS[gpu_key], assumed).items()
     }
     return document | {"engine": engine}
 
 
-def describe(model_key: str, gpu_key: str, assumed: Assumptions | None = None) -> dict[str, Any]:
+def on_gpus(model: Model, tensor_parallel: int | None) -> Model:
+    """The model on so many GPUs; None for its usual number."""
+    return model if tensor_parallel is None else replace(model, tensor_parallel=tensor_parallel)
+
+
+def describe(
+    model_key: str,
+    gpu_key: str,
+    assumed: Assumptions | None = None,
+    tensor_parallel: int | None = None,
+) -> dict[str, Any]:
     """The same without step times: model, hardware, and the memory of the engine."""
-    model, gpu, assumed = MODELS[model_key], GPUS[gpu_key], assumed or Assumptions()
+    model, gpu = on_gpus(MODELS[model_key], tensor_parallel), GPUS[gpu_key]
+    assumed = assumed or Assumptions()
     return {
         "format": FORMAT,
         "version": VERSION,

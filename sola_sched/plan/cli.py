@@ -1,0 +1,213 @@
+"""Entry point: searches with the fast model, checks with the real schedulers, reports."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from sola_sched.bench.backends import environment
+from sola_sched.config.output_file import require_writable
+from sola_sched.errors import ConfigError, DatasetError, ProfileError, SloError
+from sola_sched.plan.args import build_parser, check_args, parse_prices
+from sola_sched.plan.configurations import Configuration, configurations, profile
+from sola_sched.plan.evaluate import Outcome, run_fast, run_real
+from sola_sched.plan.load import Load, make_load
+from sola_sched.plan.report import plot, table
+from sola_sched.plan.search import (
+    ImpossibleError,
+    explain,
+    rate_margin,
+    require_possible,
+    search,
+)
+from sola_sched.simulator.cluster.records import ClusterRecord
+
+EXIT_USAGE = 2
+#: Configurations that are checked at most until one stands.
+_MOST_CHECKS = 4
+
+
+@dataclass(frozen=True)
+class Check:
+    """One configuration by the fast model and by the real schedulers."""
+
+    fast: Outcome
+    real: Outcome
+
+    def error(self) -> dict[str, float]:
+        """The fast model's error: points of attainment, and shares of the percentiles."""
+        pairs = {
+            "ttft_p50": (self.fast.ttft_ms[0], self.real.ttft_ms[0]),
+            "ttft_p99": (self.fast.ttft_ms[1], self.real.ttft_ms[1]),
+            "tpot_p50": (self.fast.tpot_ms[0], self.real.tpot_ms[0]),
+            "tpot_p99": (self.fast.tpot_ms[1], self.real.tpot_ms[1]),
+        }
+        points = 100 * (self.fast.attainment - self.real.attainment)
+        return {"attainment_points": points} | {k: a / b - 1.0 for k, (a, b) in pairs.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plan from the command line; return the exit code.
+
+    2 means that the arguments cannot be used, or that no configuration meets the targets.
+    """
+    try:
+        args = build_parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+        check_args(args)
+        require_writable(args.output, "--output")
+        environment.prepare(None, is_random=True)
+        return _plan(args)
+    except (ConfigError, DatasetError, ProfileError, SloError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def _plan(args: argparse.Namespace) -> int:
+    choices = configurations(
+        args.model,
+        parse_prices(args.gpu),
+        args.tensor_parallel_size,
+        args.schedulers,
+        args.max_num_seqs,
+        args.routers,
+    )
+    shape = profile(args.model, choices[0].gpu, choices[0].tensor_parallel)
+    load = make_load(args, shape.max_model_len or 0, shape.vocab_size)
+    for note in load.notes:
+        print(note)
+    goal = args.attainment
+    require_possible(args.model, choices, load, goal)
+    with tqdm(desc="configurations", unit="run", disable=args.disable_tqdm) as bar:
+
+        def evaluate(configuration: Configuration) -> Outcome:
+            bar.update()
+            return run_fast(args.model, configuration, load, args.seed, goal)
+
+        outcomes = search(choices, evaluate, goal, args.max_gpus)
+    passed = [outcome for outcome in outcomes if outcome.attainment >= goal]
+    if not passed:
+        _write(args, load, outcomes, None, [])
+        raise ImpossibleError(explain(outcomes, goal, args.max_gpus))
+    checks = _check(args, load, passed) if args.check else []
+    best = passed[0]
+    if checks:
+        best = checks[-1].fast
+        if checks[-1].real.attainment < goal:
+            _write(args, load, outcomes, None, checks)
+            real = explain([check.real for check in checks], goal, args.max_gpus)
+            raise ImpossibleError(f"with the real schedulers {real}")
+    _write(args, load, outcomes, best, checks)
+    return 0
+
+
+def _check(args: argparse.Namespace, load: Load, passed: Sequence[Outcome]) -> list[Check]:
+    """Real runs, the cheapest first and then with more instances, until one attains."""
+    checks: list[Check] = []
+    fast = passed[0]
+    for _ in range(_MOST_CHECKS):
+        real = _real(args, load, fast.configuration)
+        checks.append(Check(fast, real))
+        more = fast.configuration.times(fast.configuration.num_instances + 1)
+        if real.attainment >= args.attainment or more.num_gpus > args.max_gpus:
+            break
+        fast = run_fast(args.model, more, load, args.seed, args.attainment)
+    return checks
+
+
+def _real(args: argparse.Namespace, load: Load, configuration: Configuration) -> Outcome:
+    total = len(load.workload.requests)
+    with tqdm(total=total, desc="real schedulers", unit="req", disable=args.disable_tqdm) as bar:
+
+        def done(record: ClusterRecord) -> None:
+            bar.update()
+
+        return run_real(args.model, configuration, load, args.seed, args.attainment, done)
+
+
+def _write(
+    args: argparse.Namespace,
+    load: Load,
+    outcomes: Sequence[Outcome],
+    best: Outcome | None,
+    checks: Sequence[Check],
+) -> None:
+    goal = args.attainment
+    known = {outcome.configuration: outcome for outcome in outcomes}
+    known |= {check.fast.configuration: check.fast for check in checks}
+    ordered = sorted(known.values(), key=lambda o: (o.configuration.cost_per_hour, -o.attainment))
+    document: dict[str, Any] = {
+        "model": args.model,
+        "request_rate": args.request_rate,
+        "num_requests": len(load.workload.requests),
+        "dataset": args.dataset_name,
+        "slo_ms": {"ttft": load.slo.ttft_s * 1e3, "tpot": load.slo.tpot_s * 1e3},
+        "attainment_goal": goal,
+        "seed": args.seed,
+        "notes": list(load.notes),
+        "configurations": [outcome.to_json(goal) for outcome in ordered],
+        "best": None if best is None else best.to_json(goal),
+        "checks": [
+            {"configuration": check.fast.configuration.name, "real": check.real.to_json(goal),
+             "fast_model_error": check.error()}
+            for check in checks
+        ],
+    }  # fmt: skip
+    print(table(ordered, goal, best))
+    for check in checks:
+        error = check.error()
+        print(
+            f"With the real schedulers {check.fast.configuration.name}: "
+            f"{check.real.attainment:.1%}; the fast model is off by "
+            f"{error['attainment_points']:+.1f} points, TTFT p50 {error['ttft_p50']:+.0%} "
+            f"p99 {error['ttft_p99']:+.0%}, TPOT p50 {error['tpot_p50']:+.0%} "
+            f"p99 {error['tpot_p99']:+.0%}."
+        )
+    if best is not None:
+        document |= _around(args, load, ordered, best)
+    path = plot(ordered, goal, best, args.output.with_suffix(".png"))
+    args.output.write_text(json.dumps(_plain(document), indent=1) + "\n", encoding="utf-8")
+    print(f"Wrote {args.output} and {path}.")
+
+
+def _around(
+    args: argparse.Namespace, load: Load, outcomes: Sequence[Outcome], best: Outcome
+) -> dict[str, Any]:
+    """The margin of the best, and what the next cheaper one would lose; both by the fast model."""
+    goal, chosen = args.attainment, best.configuration
+    factor = rate_margin(
+        lambda faster: run_fast(args.model, chosen, load, args.seed, goal, faster), goal
+    )
+    points = 100 * (best.attainment - goal)
+    more = " and perhaps more" if factor >= 2.0 else ""
+    print(
+        f"Best: {chosen.name}, {chosen.cost_per_hour:.2f} per hour; margin {points:.1f} points, "
+        f"holds up to {factor:.2f} times the rate{more}."
+    )
+    cheaper = [o for o in outcomes if o.configuration.cost_per_hour < chosen.cost_per_hour - 1e-9]
+    result: dict[str, Any] = {"margin": {"attainment_points": points, "rate_factor": factor}}
+    if cheaper:
+        following = max(cheaper, key=lambda o: (o.configuration.cost_per_hour, o.attainment))
+        lost = 100 * (best.attainment - following.attainment)
+        saved = chosen.cost_per_hour - following.configuration.cost_per_hour
+        print(
+            f"Next cheaper: {following.configuration.name}, saves {saved:.2f} per hour and loses "
+            f"{lost:.1f} points ({following.attainment:.1%})."
+        )
+        result["next_cheaper"] = following.to_json(goal) | {"points_lost": lost}
+    return result
+
+
+def _plain(value: Any) -> Any:
+    """Numbers that JSON has no word for become null."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

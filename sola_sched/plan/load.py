@@ -1,0 +1,96 @@
+"""The requests that are planned for."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sola_sched.bench.data.datasets import ModelLimits, build
+from sola_sched.bench.data.download import PUBLIC_FILES
+from sola_sched.bench.data.workload import Workload, assign_classes
+from sola_sched.bench.plan import dataset_options
+from sola_sched.bench.values import parse_slo, parse_slo_class
+from sola_sched.config.slo import SloTarget
+from sola_sched.errors import ConfigError, DatasetError
+from sola_sched.simulator.cluster.engine import ClusterRequest
+from sola_sched.simulator.request import VirtualRequest
+
+_MIN_REQUESTS, _MAX_REQUESTS, _SPAN_S = 400, 2000, 60.0
+#: Share of the time at the start that is not counted: engines fill up first.
+FILLING = 0.2
+
+
+@dataclass(frozen=True)
+class Load:
+    """What has to be served.
+
+    Attributes:
+        workload: Requests with arrival times.
+        slo: Targets of those that have none of their own.
+        notes: What was changed, in sentences.
+    """
+
+    workload: Workload
+    slo: SloTarget
+    notes: tuple[str, ...]
+
+    @property
+    def counted_from_s(self) -> float:
+        """Requests that arrive before do not count."""
+        return FILLING * self.workload.requests[-1].arrival_s
+
+    def requests(self, start_s: float = 0.0, faster: float = 1.0) -> Sequence[ClusterRequest]:
+        """The requests from `start_s` on, at `faster` times the rate."""
+        longest = max(request.output_tokens for request in self.workload.requests)
+        return [
+            ClusterRequest(
+                VirtualRequest(
+                    req_id=request.req_id,
+                    arrival_s=start_s + request.arrival_s / faster,
+                    output_len=request.output_tokens,
+                    prompt_len=len(request.prompt_token_ids),
+                    # No engine learns a length from its limit.
+                    max_tokens=longest,
+                ),
+                request.slo or self.slo,
+                request.slo_class,
+            )
+            for request in self.workload.requests
+        ]
+
+
+def make_load(args: argparse.Namespace, max_model_len: int, vocab_size: int) -> Load:
+    """Build the requests that the flags ask for.
+
+    A public data set that is not there and cannot be downloaded is replaced by synthetic lengths,
+    unless its own arrival times are wanted.
+
+    Raises:
+        ConfigError: A flag cannot be right.
+        DatasetError: The data set is unusable.
+    """
+    slo = parse_slo(args.slo)
+    if args.num_prompts is None:
+        wanted = _SPAN_S * (args.request_rate or 0.0)
+        args.num_prompts = int(min(max(wanted, _MIN_REQUESTS), _MAX_REQUESTS))
+    limits = ModelLimits(max_model_len, vocab_size, prefer_text=False)
+    notes: list[str] = []
+    try:
+        workload = build(dataset_options(args), limits)
+    except DatasetError as error:
+        if args.dataset_name not in PUBLIC_FILES or args.dataset_path or args.self_timed:
+            raise
+        notes.append(f"Synthetic chat lengths instead of {args.dataset_name}: {error}")
+        args.dataset_name = "sharegpt-like"
+        workload = build(dataset_options(args), limits)
+    workload = assign_classes(workload, [parse_slo_class(x) for x in args.slo_class], args.seed)
+    if not args.self_timed:
+        workload = workload.at_rate(args.request_rate, burstiness=args.burstiness, seed=args.seed)
+    elif args.request_rate is not None:
+        workload = workload.stretched_to(args.request_rate)
+    arrivals = [request.arrival_s for request in workload.requests]
+    if not all(math.isfinite(at) and at >= 0.0 for at in arrivals) or arrivals[-1] <= 0.0:
+        raise ConfigError("Arrival times must be finite, >= 0 and not all at once.")
+    return Load(workload, slo, (*notes, *workload.notes))

@@ -1,0 +1,46 @@
+"""The table, the file and the plot of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from sola_sched.bench.report.plots import pyplot, save
+from sola_sched.plan.evaluate import Outcome
+
+_COLOURS = ("#d1495b", "#1f5f8b", "#2a9d8f")
+_MOST_ROWS = 16
+
+
+def table(outcomes: Sequence[Outcome], goal: float, best: Outcome | None) -> str:
+    """The cheapest that attain and those that just miss."""
+    near = [o for o in outcomes if o.attainment >= goal - 0.2] or list(outcomes)
+    lines = ["cost/h  attained  TTFT p99  TPOT p99  configuration"]
+    for o in near[:_MOST_ROWS]:
+        is_best = best is not None and o.configuration == best.configuration
+        mark = "*" if is_best else " "
+        lines.append(
+            f"{o.configuration.cost_per_hour:6.2f}  {o.attainment:7.1%}{mark}  "
+            f"{o.ttft_ms[1]:6.0f} ms  {o.tpot_ms[1]:5.0f} ms  {o.configuration.name}"
+        )
+    return "\n".join(lines)
+
+
+def plot(outcomes: Sequence[Outcome], goal: float, best: Outcome | None, path: Path) -> Path:
+    """Attainment over cost, a colour for each GPU type."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(7.0, 4.2), layout="constrained")
+    for colour, gpu in zip(_COLOURS, sorted({o.configuration.gpu for o in outcomes}), strict=False):
+        own = [o for o in outcomes if o.configuration.gpu == gpu]
+        axes.scatter(
+            [o.configuration.cost_per_hour for o in own],
+            [100 * o.attainment for o in own],
+            s=24, color=colour, label=gpu, alpha=0.8,
+        )  # fmt: skip
+    axes.axhline(100 * goal, color="#6c757d", linestyle="--", linewidth=1)
+    if best is not None:
+        where = (best.configuration.cost_per_hour, 100 * best.attainment)
+        axes.scatter(*where, s=140, facecolors="none", edgecolors="black", label="best")
+    axes.set(xlabel="cost per hour", ylabel="requests within both targets, %", ylim=(0, 102))
+    axes.legend(frameon=False)
+    return save(plt, figure, path)
