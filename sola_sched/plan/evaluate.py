@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from sola_sched.simulator.cluster.fast import FastInstance
 from sola_sched.simulator.cluster.fast_slo import FastSloInstance
 from sola_sched.simulator.cluster.records import ClusterRecord, ClusterRun
 from sola_sched.simulator.cluster.step_model import BatchTime
+
+if TYPE_CHECKING:
+    from sola_sched.simulator.cluster.real import RealInstance
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,9 @@ def run_fast(
     model: str, configuration: Configuration, load: Load, seed: int, goal: float, faster: float = 1
 ) -> Outcome:
     """By the fast model."""
-    engines = [_fast(model, configuration) for _ in range(configuration.num_instances)]
+    engines = [
+        fast_engine(model, configuration, load, seed) for _ in range(configuration.num_instances)
+    ]
     cluster = VirtualCluster(engines, ROUTERS[configuration.router](seed), seed=seed)
     run = cluster.run(load.requests(faster=faster))
     return outcome(configuration, run, load.counted_from_s / faster, goal)
@@ -66,17 +71,9 @@ def run_real(
     on_done: Callable[[ClusterRecord], None] | None = None,
 ) -> Outcome:
     """With the real schedulers inside."""
-    from sola_sched.bench.backends.simulation import SimBackend, SimOptions
-    from sola_sched.simulator.cluster.real import RealInstance, Slowed
-
-    plain = profile(model, configuration.gpu, configuration.tensor_parallel)
-    engines: list[RealInstance] = []
-    for _ in range(configuration.num_instances):
-        steps = Slowed(BatchTime(plain.step_time))
-        stretched = replace(plain, step_time=steps)  # type: ignore[arg-type]
-        backend = SimBackend(SimOptions(stretched, seed=seed))
-        engine = backend.warm_engine(configuration.spec, load.slo, load.workload)
-        engines.append(RealInstance(engine, steps, num_gpus=configuration.tensor_parallel))
+    engines = [
+        real_engine(model, configuration, load, seed) for _ in range(configuration.num_instances)
+    ]
     start_s = float(math.ceil(max(instance.engine.clock.now for instance in engines)))
     cluster = VirtualCluster(
         engines,
@@ -126,7 +123,8 @@ def _percentiles_ms(values: Any) -> tuple[float, float]:
     return float(np.percentile(finite, 50)), float(np.percentile(finite, 99))
 
 
-def _fast(model: str, configuration: Configuration) -> ClusterEngine:
+def fast_engine(model: str, configuration: Configuration, load: Load, seed: int) -> ClusterEngine:
+    """One instance by the fast model."""
     shape = profile(model, configuration.gpu, configuration.tensor_parallel)
     assert shape.num_blocks is not None
     assert shape.max_model_len is not None
@@ -140,3 +138,16 @@ def _fast(model: str, configuration: Configuration) -> ClusterEngine:
         num_gpus=configuration.tensor_parallel,
         block_size=shape.block_size,
     )
+
+
+def real_engine(model: str, configuration: Configuration, load: Load, seed: int) -> RealInstance:
+    """One instance with the real scheduler inside, that has served its warm-up."""
+    from sola_sched.bench.backends.simulation import SimBackend, SimOptions
+    from sola_sched.simulator.cluster.real import RealInstance, Slowed
+
+    plain = profile(model, configuration.gpu, configuration.tensor_parallel)
+    steps = Slowed(BatchTime(plain.step_time))
+    stretched = replace(plain, step_time=steps)  # type: ignore[arg-type]
+    backend = SimBackend(SimOptions(stretched, seed=seed))
+    engine = backend.warm_engine(configuration.spec, load.slo, load.workload)
+    return RealInstance(engine, steps, num_gpus=configuration.tensor_parallel)
