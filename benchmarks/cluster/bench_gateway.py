@@ -151,9 +151,7 @@ def gateway(router: str, urls: Sequence[str], port: int) -> Iterator[tuple[str, 
         try:
             url = f"http://127.0.0.1:{port}"
             wait_for(
-                lambda: (
-                    sum(bool(r["has_reports"]) for r in get_json(f"{url}/replicas")) == len(urls)
-                )
+                lambda: sum(bool(r["has_feed"]) for r in get_json(f"{url}/replicas")) == len(urls)
             )
             yield url, process.pid
         finally:

@@ -154,8 +154,12 @@ class Gateway:
                 "name": replica.name,
                 "url": replica.url,
                 "is_usable": self.replicas.is_usable(replica),
-                "has_reports": replica.has_feed,
-                "report_age_s": round(now_s - views[replica.position].reported_s, 3),
+                "has_feed": replica.has_feed,
+                "report_age_s": (
+                    round(now_s - views[replica.position].reported_s, 3)
+                    if replica.has_reported
+                    else None
+                ),
                 "num_in_flight": len(replica.attempts),
                 "num_running": views[replica.position].num_running,
                 "num_waiting": views[replica.position].num_waiting,

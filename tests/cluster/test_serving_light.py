@@ -70,7 +70,7 @@ def cluster() -> Iterator[str]:
         gateway = serve.deployment(GatewayServer).options(name="gateway", ray_actor_options=light)
         args = {"model": "m", "host": "127.0.0.1", "port": port, "router": "shortest-queue"}
         serve.run(gateway.bind([engines.bind(0.02)], args), name="sola", route_prefix=None)
-        _wait_for(lambda: sum(bool(r["has_reports"]) for r in _replicas(_url(port))) == 2)
+        _wait_for(lambda: sum(bool(r["has_feed"]) for r in _replicas(_url(port))) == 2)
         yield _url(port)
     finally:
         serve.shutdown()

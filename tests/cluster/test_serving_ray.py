@@ -93,7 +93,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         }
         serve.run(build(args), name="sola", route_prefix=None)
         running = Cluster(f"http://127.0.0.1:{port}")
-        _wait_for(lambda: sum(bool(r["has_reports"]) for r in running.replicas()) == 2)
+        _wait_for(lambda: sum(bool(r["has_feed"]) for r in running.replicas()) == 2)
         yield running
     finally:
         serve.shutdown()
