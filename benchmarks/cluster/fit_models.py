@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sola_sched.cluster.performance.batch_time import BatchTime
 from sola_sched.cluster.performance.files import FittedModel, save_performance
 from sola_sched.cluster.performance.fitting import fit_performance
 from sola_sched.cluster.performance.from_bench import samples_of_bench
 from sola_sched.cluster.performance.from_profile import fit_profile, samples_of_profile
 from sola_sched.cluster.performance.from_tables import kernel_steps
 from sola_sched.cluster.performance.model import KvUse
+from sola_sched.cluster.performance.static_batch_time import StaticBatchTime
 from sola_sched.simulator import load_step_profile, profile_names
 
 
@@ -22,7 +22,7 @@ def of_profile(name: str) -> FittedModel:
     """The model of a step profile, with p1 to p8."""
     profile = load_step_profile(name)
     prefill, decode, _ = samples_of_profile(profile)
-    return replace(fit_profile(profile), batch=BatchTime.fit(prefill, decode)[0])
+    return replace(fit_profile(profile), batch=StaticBatchTime.fit(prefill, decode)[0])
 
 
 def of_tables(folder: Path) -> Iterator[FittedModel]:
@@ -33,7 +33,7 @@ def of_tables(folder: Path) -> Iterator[FittedModel]:
             steps.name, steps.prefill, steps.decode, memory.model.kv,
             kv_capacity_bytes=memory.model.kv_capacity_bytes, num_gpus=steps.num_gpus,
         )  # fmt: skip
-        batch, _ = BatchTime.fit(steps.prefill, steps.decode)
+        batch, _ = StaticBatchTime.fit(steps.prefill, steps.decode)
         errors = {"kv": memory.errors["kv"], **errors}
         origin = f"{steps.origin}; no host time; memory of profile {memory.model.name}"
         yield FittedModel(model, errors, origin, batch)
@@ -47,7 +47,7 @@ def of_bench(paths: Sequence[Path], profile_name: str) -> FittedModel:
         paths[0].stem, prefill, decode, KvUse(memory.kv.bytes_per_token),
         kv_capacity_bytes=memory.kv_capacity_bytes, num_gpus=memory.num_gpus,
     )  # fmt: skip
-    batch, _ = BatchTime.fit(prefill, decode)
+    batch, _ = StaticBatchTime.fit(prefill, decode)
     names = ", ".join(path.name for path in paths)
     return FittedModel(model, errors, f"vllm bench serve: {names}", batch)
 

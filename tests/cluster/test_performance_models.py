@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from placements import make_model
 
 from sola_sched.cluster.performance import (
-    BatchTime,
     DecodeSamples,
     DecodeTime,
     FitError,
@@ -22,6 +21,7 @@ from sola_sched.cluster.performance import (
     PerformanceModel,
     PrefillSamples,
     PrefillTime,
+    StaticBatchTime,
     TensorParallelTime,
     best_worker,
     fit_performance,
@@ -73,7 +73,7 @@ def test_a_step_with_the_context_limit_takes_the_target(
 
 
 def test_batch_time_sums_the_decode_steps_of_eq_4() -> None:
-    times = BatchTime((1e-5, 2e-4, 3e-5, 4e-3), (5e-8, 6e-5, 7e-7, 8e-3))
+    times = StaticBatchTime((1e-5, 2e-4, 3e-5, 4e-3), (5e-8, 6e-5, 7e-7, 8e-3))
     b, i, o = 3, 50, 20
     by_hand = sum(5e-8 * b * (i + k) + 6e-5 * b + 7e-7 * (i + k) + 8e-3 for k in range(1, o + 1))
 
@@ -84,7 +84,7 @@ def test_batch_time_sums_the_decode_steps_of_eq_4() -> None:
 
 def test_batch_time_of_a_model_says_the_same_as_its_steps() -> None:
     model = make_model()
-    times = BatchTime.of_model(model)
+    times = StaticBatchTime.of_model(model)
 
     steps = sum(float(model.decode_s(4, 4 * (100 + k))) for k in range(1, 31))
 
@@ -102,7 +102,7 @@ def test_fits_find_the_coefficients_of_exact_samples_again() -> None:
     model, errors = fit_performance(
         "exact", prefill, decode, block_samples(1000.0, block_size=16, longest=4096)
     )
-    times, _ = BatchTime.fit(prefill, decode)
+    times, _ = StaticBatchTime.fit(prefill, decode)
 
     assert model.decode.per_ctx_s == pytest.approx(2e-7, rel=1e-6)
     assert model.decode.per_request_s == pytest.approx(3e-5, rel=1e-6)
@@ -132,7 +132,7 @@ def test_equal_batch_sizes_leave_no_price_on_the_batch() -> None:
     prefill = PrefillSamples(ones, lengths, lengths, 1e-4 * lengths + 0.01)
     decode = DecodeSamples(ones, lengths, lengths, 1e-7 * lengths + 0.01)
 
-    times, _ = BatchTime.fit(prefill, decode)
+    times, _ = StaticBatchTime.fit(prefill, decode)
 
     assert times.prefill == pytest.approx((1e-4, 0.0, 0.0, 0.01), abs=1e-12)
     assert times.batch_prefill_s(8, 100) == pytest.approx(0.09)
@@ -235,7 +235,7 @@ def test_numbers_that_cannot_be_are_refused(wrong: object) -> None:
 def test_a_saved_model_is_read_back_the_same(tmp_path: Path) -> None:
     model = make_model(capacity=12345.0, empty_tokens=7.5)
     fitted = FittedModel(
-        model, {"decode": FitError(0.01, 0.03, 12)}, "a test", BatchTime.of_model(model)
+        model, {"decode": FitError(0.01, 0.03, 12)}, "a test", StaticBatchTime.of_model(model)
     )
     path = tmp_path / "model.json"
 

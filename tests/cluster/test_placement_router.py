@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placements import make_model
 
+from sola_sched.cluster.all_routers import ALL_ROUTERS
 from sola_sched.cluster.placement import Phase
-from sola_sched.cluster.placement.router import PACKING_ROUTERS, PackingRouter, performance_of
+from sola_sched.cluster.placement.router import PackingRouter, SpreadingRouter, performance_of
 from sola_sched.cluster.reports import Reports
 from sola_sched.cluster.view import InstanceView, Refusal
 from sola_sched.cost.file import Coefficients
@@ -124,6 +125,27 @@ def test_a_cost_model_is_taken_for_the_lines_through_it() -> None:
     assert model.kv_capacity_bytes == view.kv_capacity_tokens
 
 
+def test_spreading_takes_the_instance_with_the_most_room_for_its_kind() -> None:
+    # The same prompts wait on both; the second computes them twice as fast.
+    slow = _view(waiting=[1000.0])
+    fast = _view(
+        waiting=[1000.0], model=make_model(capacity=1e6, per_token_s=5e-5, prefill_base_s=0.005)
+    )
+    request = make_routed(prompt_tokens=500)
+
+    assert SpreadingRouter().choose(request, [slow, fast], 0.0) == 1
+    # Packing takes the one that has less room left, as long as the targets hold.
+    assert PackingRouter(is_relative=True).choose(request, [slow, fast], 0.0) == 0
+
+
+def test_spreading_minds_the_memory_where_that_is_nearest_to_its_limit() -> None:
+    full = _view(running=[90_000.0], kv_used_tokens=90_000, running_bank_s=np.array([9.0]))
+    waiting = _view(waiting=[3000.0])
+    request = make_routed(prompt_tokens=500)
+
+    assert SpreadingRouter().choose(request, [full, waiting], 0.0) == 1
+
+
 def test_a_decode_pool_ignores_the_first_token() -> None:
     request = make_routed(ttft_s=1e-6, tpot_s=0.05)
     busy = _view(running=[3000.0], running_bank_s=np.array([0.0]))
@@ -134,7 +156,7 @@ def test_a_decode_pool_ignores_the_first_token() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.sampled_from(sorted(PACKING_ROUTERS)),
+    st.sampled_from(["aladdin", "packing", "spreading", "workload"]),
     st.lists(
         st.tuples(st.lists(st.integers(1, 2000), max_size=6), st.lists(st.integers(1, 2000))),
         min_size=1,
@@ -154,7 +176,7 @@ def test_any_cluster_that_can_serve_gets_an_answer(
     views = [_view(waiting=waiting, running=running) for waiting, running in loads]
     request = make_routed(prompt_tokens=prompt, ttft_s=ttft_s, tpot_s=tpot_s)
 
-    chosen = PACKING_ROUTERS[name]().choose(request, views, 0.0)
+    chosen = ALL_ROUTERS[name](0).choose(request, views, 0.0)
 
     assert isinstance(chosen, int)
     assert 0 <= chosen < len(views)

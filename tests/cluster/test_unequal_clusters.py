@@ -8,7 +8,7 @@ import pytest
 from cluster_views import make_routed, make_view
 from placements import make_model
 
-from sola_sched.cluster.performance import BatchTime
+from sola_sched.cluster.performance import StaticBatchTime
 from sola_sched.cluster.unequal import (
     Machine,
     ServedModel,
@@ -22,7 +22,7 @@ from sola_sched.errors import ConfigError, InfeasibleError
 
 #: Llama-3-8B in 16 bit, 128 KiB of KV a token.
 LLAMA = ServedModel(weight_bytes=16e9, kv_bytes_per_token=131072.0, longest_tokens=8192)
-TIMES = BatchTime((1e-4, 0.0, 0.0, 0.01), (1e-7, 1e-5, 0.0, 0.02))
+TIMES = StaticBatchTime((1e-4, 0.0, 0.0, 0.01), (1e-7, 1e-5, 0.0, 0.02))
 
 
 def test_kv_memory_is_eq_1() -> None:
@@ -55,9 +55,9 @@ def test_a_request_larger_than_the_memory_is_said_with_numbers() -> None:
         estimate_throughput(TIMES, 1e8, 1e6, [(100, 50)])
 
 
-def _scaled(shares: dict[int, float]) -> dict[int, BatchTime]:
+def _scaled(shares: dict[int, float]) -> dict[int, StaticBatchTime]:
     return {
-        t: BatchTime(
+        t: StaticBatchTime(
             tuple(p / share for p in TIMES.prefill),  # type: ignore[arg-type]
             tuple(p / share for p in TIMES.decode),  # type: ignore[arg-type]
         )
@@ -126,7 +126,7 @@ def test_step_models_give_the_work_of_the_same_batches() -> None:
     model = make_model()
     request = make_routed(prompt_tokens=100, output_tokens=200.0)
     by_steps = make_view(model=model, kv_capacity_tokens=3000)
-    by_batches = make_view(model=BatchTime.of_model(model), kv_capacity_tokens=3000)
+    by_batches = make_view(model=StaticBatchTime.of_model(model), kv_capacity_tokens=3000)
 
     mapper = WorkloadMapper()
 

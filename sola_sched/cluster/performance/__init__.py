@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from sola_sched.cluster.performance.batch_time import BatchTime
 from sola_sched.cluster.performance.files import (
     FittedModel,
     load_performance,
@@ -20,6 +19,7 @@ from sola_sched.cluster.performance.model import (
     PrefillTime,
 )
 from sola_sched.cluster.performance.samples import DecodeSamples, KvSamples, PrefillSamples
+from sola_sched.cluster.performance.static_batch_time import StaticBatchTime
 from sola_sched.cluster.performance.tensor_parallel import (
     TensorParallelTime,
     WorkerThroughput,
@@ -28,7 +28,6 @@ from sola_sched.cluster.performance.tensor_parallel import (
 )
 
 __all__ = [
-    "BatchTime",
     "DecodeSamples",
     "DecodeTime",
     "FitError",
@@ -38,6 +37,7 @@ __all__ = [
     "PerformanceModel",
     "PrefillSamples",
     "PrefillTime",
+    "StaticBatchTime",
     "TensorParallelTime",
     "WorkerThroughput",
     "best_worker",

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sola_sched.cluster.performance.batch_time import BatchTime
 from sola_sched.cluster.performance.fitting import FitError
 from sola_sched.cluster.performance.model import (
     UNITS,
@@ -17,6 +16,7 @@ from sola_sched.cluster.performance.model import (
     PerformanceModel,
     PrefillTime,
 )
+from sola_sched.cluster.performance.static_batch_time import StaticBatchTime
 from sola_sched.errors import ProfileError
 
 FORMAT = "sola_sched.performance_model"
@@ -40,7 +40,7 @@ class FittedModel:
     model: PerformanceModel
     errors: Mapping[str, FitError] = field(default_factory=dict)
     origin: str = ""
-    batch: BatchTime | None = None
+    batch: StaticBatchTime | None = None
 
 
 def performance_names() -> list[str]:
@@ -134,12 +134,12 @@ def _part(document: Mapping[str, Any], part: str) -> dict[str, float]:
     return values
 
 
-def _batch(stored: Mapping[str, Any]) -> BatchTime:
+def _batch(stored: Mapping[str, Any]) -> StaticBatchTime:
     p1, p2, p3, p4 = (float(p) for p in stored["prefill"])
     p5, p6, p7, p8 = (float(p) for p in stored["decode"])
     if min(p1, p2, p3, p4, p5, p6, p7, p8) < 0.0:
         raise ProfileError(f"'batch' must hold numbers >= 0 (got {stored!r}).")
-    return BatchTime((p1, p2, p3, p4), (p5, p6, p7, p8))
+    return StaticBatchTime((p1, p2, p3, p4), (p5, p6, p7, p8))
 
 
 def _short(value: float) -> float:

@@ -53,7 +53,9 @@ def best_fit(fleet: Fleet, demand: Demand, *, is_relative: bool = False) -> int 
 
 
 def least_pressed(fleet: Fleet, demand: Demand) -> int | None:
-    """Where no instance is feasible: the one whose worst constraint is broken by the least factor.
+    """The instance whose constraint nearest to its limit is the farthest from it.
+
+    Where none is feasible that is the one whose worst constraint is broken by the least factor.
 
     Returns:
         The instance, of equals the one with the fewest requests; None if none is open.

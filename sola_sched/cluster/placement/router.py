@@ -1,14 +1,13 @@
 """Aladdin's placement as a router, for equal and for unequal instances.
 
-The router reads each engine's own state from its view: what runs with how much left, what waits,
-the bank of those that can still attain, slots and memory. Where no instance meets all constraints
-the request goes to the one whose worst constraint is broken by the least factor.
+Routers read each engine's own state from its view: what runs with how much left, what waits, the
+bank of those that can still attain, slots and memory. Where no instance meets all constraints the
+request goes to the one whose worst constraint is broken by the least factor.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,9 +78,7 @@ class PackingRouter:
             request.arrival_s + request.slo.ttft_s - now_s,
             request.slo.tpot_s,
         )
-        chosen = best_fit(fleet, demand, is_relative=self._is_relative)
-        if chosen is None:
-            chosen = least_pressed(fleet, demand)
+        chosen = self._place(fleet, demand)
         if chosen is None:
             return refusal(request, views)
         self._targets[chosen][demand.tpot_s] += 1
@@ -96,6 +93,11 @@ class PackingRouter:
             targets[tpot_s] -= 1
             if not targets[tpot_s]:
                 del targets[tpot_s]
+
+    def _place(self, fleet: Fleet, demand: Demand) -> int | None:
+        """The instance, or None if none is open."""
+        chosen = best_fit(fleet, demand, is_relative=self._is_relative)
+        return least_pressed(fleet, demand) if chosen is None else chosen
 
     def _follow(self, views: Views, now_s: float) -> Fleet:
         """The fleet with every view that has changed since the last request."""
@@ -131,6 +133,25 @@ class PackingRouter:
             bank_s=view.bank_s,
             tpot_s=min(self._targets[i], default=np.inf),
         )  # fmt: skip
+
+
+class SpreadingRouter(PackingRouter):
+    """The instance on which the request leaves the most room to every constraint.
+
+    For a given number of instances, equal or not: packing leaves instances free that could be given
+    back, and takes from the others the room for what was not predicted. Constraints are those of
+    `PackingRouter` with each instance's own model and chunked prompts; what is compared is the
+    constraint that is nearest to its limit.
+
+    Args:
+        tightness: gamma and theta.
+    """
+
+    def __init__(self, tightness: Tightness | None = None) -> None:
+        super().__init__(tightness, is_chunked=True)
+
+    def _place(self, fleet: Fleet, demand: Demand) -> int | None:
+        return least_pressed(fleet, demand)
 
 
 def performance_of(view: InstanceView) -> PerformanceModel:
@@ -170,10 +191,3 @@ def _prompts_left(view: InstanceView, now_s: float) -> float:
     token_s = (float(view.model.prefill_s(_PROMPT)) - float(view.model.prefill_s(0.0))) / _PROMPT
     done = age_s / max(token_s, _SHORTEST_S)
     return max(0.0, reported - done) + float(view.waiting_tokens[num_reported:].sum())
-
-
-#: Name on the command line to a router of this module.
-PACKING_ROUTERS: dict[str, Callable[[], PackingRouter]] = {
-    "aladdin": PackingRouter,
-    "packing": lambda: PackingRouter(is_relative=True, is_chunked=True),
-}

@@ -23,7 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sola_sched.cluster.performance.batch_time import BatchTime
+from sola_sched.cluster.performance.static_batch_time import StaticBatchTime
 from sola_sched.errors import ConfigError, InfeasibleError
 
 
@@ -110,7 +110,7 @@ def kv_bytes_of(machine: Machine, tensor_parallel: int, model: ServedModel) -> f
 
 
 def estimate_throughput(
-    batch_time: BatchTime,
+    batch_time: StaticBatchTime,
     kv_bytes: float,
     kv_bytes_per_token: float,
     requests: Sequence[tuple[int, int]],
@@ -159,7 +159,7 @@ def estimate_throughput(
 def machine_deployments(
     machine: Machine,
     model: ServedModel,
-    batch_times: Mapping[int, BatchTime],
+    batch_times: Mapping[int, StaticBatchTime],
     requests: Sequence[tuple[int, int]],
     *,
     max_requests: int | None = None,
@@ -195,7 +195,7 @@ def machine_deployments(
 def search_deployment(
     machines: Sequence[Machine],
     model: ServedModel,
-    batch_times: Mapping[str, Mapping[int, BatchTime]],
+    batch_times: Mapping[str, Mapping[int, StaticBatchTime]],
     requests: Sequence[tuple[int, int]],
     *,
     max_requests: int | None = None,

@@ -11,7 +11,7 @@ Departures: b is at least 1, and at most the slots of the instance, which the pa
 
 from __future__ import annotations
 
-from sola_sched.cluster.performance.batch_time import BatchTime
+from sola_sched.cluster.performance.static_batch_time import StaticBatchTime
 from sola_sched.cluster.routers import MemoryBased
 from sola_sched.cluster.view import InstanceView, RoutedRequest, StepModel
 
@@ -19,8 +19,8 @@ from sola_sched.cluster.view import InstanceView, RoutedRequest, StepModel
 class WorkloadMapper(MemoryBased):
     """The heterogeneous paper's Algorithm 2: `MemoryBased` with the T of Eq. 6.
 
-    Times are those of the views' models: p1 to p8 where that is a `BatchTime`, else the same sums
-    from the times of single steps.
+    Times are those of the views' models: p1 to p8 where that is a `StaticBatchTime`, else the same
+    sums from the times of single steps.
     """
 
     def work_s(self, request: RoutedRequest, view: InstanceView) -> float:
@@ -32,7 +32,7 @@ class WorkloadMapper(MemoryBased):
 
 def _batch_s(model: StepModel, batch: float, prompt_tokens: int, output_tokens: float) -> float:
     """Time of a static batch of equal requests, seconds."""
-    if isinstance(model, BatchTime):
+    if isinstance(model, StaticBatchTime):
         return float(model.batch_s(batch, prompt_tokens, output_tokens))
     constant_s = float(model.prefill_s(0.0))
     prefill_s = batch * (float(model.prefill_s(prompt_tokens)) - constant_s) + constant_s

@@ -24,7 +24,7 @@ from sola_sched.cluster.performance.samples import DecodeSamples, FloatArray, Pr
 
 
 @dataclass(frozen=True, slots=True)
-class BatchTime:
+class StaticBatchTime:
     """Times of static batches on one instance.
 
     Attributes:
@@ -64,7 +64,7 @@ class BatchTime:
         return p5 * ctx_tokens + p6 * num_decodes + p7 * longest + p8
 
     @classmethod
-    def of_model(cls, model: PerformanceModel) -> BatchTime:
+    def of_model(cls, model: PerformanceModel) -> StaticBatchTime:
         """The p that say the same as Aladdin's Eq. 2 and 3: p2 = p3 = p7 = 0."""
         prefill, decode = model.prefill, model.decode
         return cls(
@@ -75,7 +75,7 @@ class BatchTime:
     @classmethod
     def fit(
         cls, prefill: PrefillSamples, decode: DecodeSamples
-    ) -> tuple[BatchTime, dict[str, FitError]]:
+    ) -> tuple[StaticBatchTime, dict[str, FitError]]:
         """Fit both equations by least squares of the relative error.
 
         Raises:
