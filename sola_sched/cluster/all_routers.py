@@ -14,6 +14,6 @@ ALL_ROUTERS: dict[str, Callable[[int], Router]] = {
     **ROUTERS,
     "workload": lambda seed: WorkloadMapper(),
     "aladdin": lambda seed: PackingRouter(),
-    "packing": lambda seed: PackingRouter(is_relative=True, is_chunked=True),
+    "packing": lambda seed: PackingRouter(is_relative=True, is_chunked=True, skips_lost=True),
     "spreading": lambda seed: SpreadingRouter(),
 }

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from sola_sched.cluster.placement.router import PackingRouter
-from sola_sched.cluster.routers import ROUTERS
+from sola_sched.cluster.all_routers import ALL_ROUTERS
 from sola_sched.cluster.view import Router
 from sola_sched.errors import ConfigError
 
-NAMES = (*sorted(ROUTERS), "packing")
+NAMES = tuple(sorted(ALL_ROUTERS))
 DEFAULT = "least-ttft"
 
 
@@ -20,8 +19,6 @@ def make_router(name: str, seed: int = 0) -> Router:
     Raises:
         ConfigError: There is none.
     """
-    if name == "packing":
-        return PackingRouter(is_relative=True, is_chunked=True)
-    if name not in ROUTERS:
+    if name not in ALL_ROUTERS:
         raise ConfigError(f"'router' must be one of {', '.join(NAMES)} (got {name!r}).")
-    return ROUTERS[name](seed)
+    return ALL_ROUTERS[name](seed)

@@ -73,6 +73,30 @@ def test_lost_requests_hold_no_bank() -> None:
     assert PackingRouter().choose(make_routed(), [_view(**running), _view()], 0.0) == 0
 
 
+def test_what_is_lost_leaves_its_place_to_others_where_the_engine_does_so() -> None:
+    # 9000 late prompt tokens wait on the first, 3000 in time on the second.
+    late = _view(waiting=[9000.0], num_waiting_lost=1)
+    in_time = _view(waiting=[3000.0])
+    request = make_routed(prompt_tokens=500)
+
+    assert SpreadingRouter().choose(request, [late, in_time], 0.0) == 0
+    assert SpreadingRouter(skips_lost=False).choose(request, [late, in_time], 0.0) == 1
+
+
+def test_time_that_passes_without_a_report_counts_as_work_done() -> None:
+    # Reported together; 4000 tokens take 0.4 s, what was sent since has not begun.
+    waiting = _view(waiting=[4000.0], reported_s=0.0)
+    sent_since = _view(waiting=[2000.0], reported_s=0.0, num_unreported=1)
+    router = SpreadingRouter()
+
+    at_once = router.choose(make_routed("a", prompt_tokens=500), [waiting, sent_since], 0.0)
+    later = router.choose(
+        make_routed("b", prompt_tokens=500, arrival_s=0.35), [waiting, sent_since], 0.35
+    )
+
+    assert (at_once, later) == (1, 0)
+
+
 def test_prompts_reported_long_ago_have_been_computed_since() -> None:
     router = PackingRouter()
     waiting = _view(waiting=[6000.0], reported_s=0.0)

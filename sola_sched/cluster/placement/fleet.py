@@ -128,6 +128,7 @@ class Fleet:
         self.kv_now: FloatArray = np.zeros(n)
         self.kv_ends: FloatArray = np.zeros(n)
         self.is_open = np.ones(n, dtype=bool)
+        self._num_idle: FloatArray = np.zeros(n)
         self._held: list[list[float]] = [[] for _ in range(n)]
         self._left: list[list[float]] = [[] for _ in range(n)]
         self._use: FloatArray = np.zeros((4, n))
@@ -184,11 +185,12 @@ class Fleet:
         model, phase = self.models[i], self.phase
         gamma, theta = self.tightness.gamma, self.tightness.theta
         num_requests = float(self.num_requests[i]) + 1.0
+        num_served = num_requests - float(self._num_idle[i])
         found: list[tuple[str, float, float, str]] = []
         if phase is not Phase.PREFILL:
             tpot_s = min(float(self.tpot_s[i]), demand.tpot_s)
             context = self.context[i] + demand.prompt_tokens + gamma * demand.output_tokens
-            allowed = theta * model.decode.context_limit(num_requests, tpot_s)
+            allowed = theta * model.decode.context_limit(num_served, tpot_s)
             found.append((f"(b) context for TPOT {tpot_s:g} s", context, allowed, "tokens"))
         if phase is not Phase.DECODE:
             needed_s = model.prefill_s(self.new_tokens[i] + demand.prompt_tokens)
@@ -247,6 +249,7 @@ class Fleet:
         new_tokens: float = 0.0,
         bank_s: float = np.inf,
         tpot_s: float = np.inf,
+        is_lost: NDArray[np.bool_] | None = None,
     ) -> None:
         """Instance i has exactly these requests.
 
@@ -257,6 +260,8 @@ class Fleet:
             new_tokens: Prompt tokens among them that are not computed yet.
             bank_s: Smallest time that one of them has saved against its TPOT target, seconds.
             tpot_s: Tightest target among them, seconds.
+            is_lost: Those that the engine serves with what the others leave [r]: they take memory
+                and slots, and count in no step. None for none.
         """
         fixed = self._kv_fixed[i] * len(held)
         total_held, total_left = float(held.sum()), float(left.sum())
@@ -264,12 +269,22 @@ class Fleet:
         self._left[i] = left.tolist()
         self.num_requests[i] = len(held)
         self.context[i] = total_held + self.tightness.gamma * total_left
+        self._num_idle[i] = 0.0
+        if is_lost is not None and is_lost.any():
+            lost = float(held[is_lost].sum()) + self.tightness.gamma * float(left[is_lost].sum())
+            self.context[i] -= lost
+            self._num_idle[i] = np.count_nonzero(is_lost)
         self.new_tokens[i] = new_tokens
         self.bank_s[i] = bank_s
         self.tpot_s[i] = tpot_s
         self.kv_now[i] = total_held + fixed
         self.kv_ends[i] = total_held + total_left + fixed
         self._refresh(i)
+
+    def set_new_tokens(self, new_tokens: FloatArray) -> None:
+        """Prompt tokens that are not computed yet, of every instance [n]."""
+        self.new_tokens = new_tokens
+        self._prompts_s = new_tokens * self._per_token + self._prefill_base
 
     def requests_of(self, i: int) -> tuple[FloatArray, FloatArray]:
         """Memory now, with its fixed part, and output to come of each request of instance i."""
@@ -302,14 +317,16 @@ class Fleet:
         """Derive what `load_with` adds a request to."""
         with_one = self.num_requests[i] + 1.0
         self._use[SLOTS, i] = with_one
-        self._weighed[i] = self.context[i] + with_one * self._tokens_per_request[i]
+        num_served = with_one - self._num_idle[i]
+        self._weighed[i] = self.context[i] + num_served * self._tokens_per_request[i]
         self._prompts_s[i] = self.new_tokens[i] * self._per_token[i] + self._prefill_base[i]
         self._bank_limit_s[i] = (
             self.tightness.theta * self.bank_s[i] if self.phase is Phase.BOTH else np.inf
         )
         self._kv_before[i] = self.kv_now[i] + self._kv_fixed[i]
-        if self.is_chunked and self.num_requests[i]:
-            decode_s = float(self.models[i].decode_s(self.num_requests[i], self.kv_now[i]))
+        if self.is_chunked and num_served > 1.0:
+            ctx = min(float(self.kv_now[i]), float(self.context[i]))
+            decode_s = float(self.models[i].decode_s(num_served - 1.0, ctx))
             self._free_ratio[i] = max(0.0, 1.0 - decode_s / float(self.tpot_s[i]))
         else:
             self._free_ratio[i] = 1.0

@@ -42,6 +42,8 @@ class PackingRouter:
         phase: What the instances do: both, or one pool of split-phase serving.
         is_relative: Rank instances by shares of their limits; for unequal ones.
         is_chunked: Whether the engines chunk prompts; constraints (c) and (d) follow.
+        skips_lost: Whether the engines serve requests that have lost their targets with what the
+            others leave, as `sola_sched` does; these count in no constraint but memory and slots.
     """
 
     def __init__(
@@ -51,13 +53,17 @@ class PackingRouter:
         phase: Phase = Phase.BOTH,
         is_relative: bool = False,
         is_chunked: bool = False,
+        skips_lost: bool = False,
     ) -> None:
+        self._skips_lost = skips_lost
         self._tightness, self._phase = tightness or Tightness(), phase
         self._is_relative, self._is_chunked = is_relative, is_chunked
         self._fleet: Fleet | None = None
         self._seen: list[InstanceView] = []
         self._is_alive: NDArray[np.bool_] = np.zeros(0, dtype=bool)
         self._longest: FloatArray = np.zeros(0)
+        # Prompt tokens by report and sent since, when that was, and what a token takes [n].
+        self._prompts: FloatArray = np.zeros((4, 0))
         self._targets: list[Counter[float]] = []
         self._target_of: dict[tuple[str, int], float] = {}
 
@@ -112,26 +118,46 @@ class PackingRouter:
             self._targets += [Counter() for _ in range(len(views) - len(self._targets))]
             self._is_alive = np.zeros(len(views), dtype=bool)
             self._longest = np.zeros(len(views))
+            self._prompts = np.zeros((4, len(views)))
             self._seen = []
         changed = [
             i for i, (new, old) in enumerate(zip(views, self._seen, strict=False)) if new is not old
         ]
         for i in [*changed, *range(len(self._seen), len(views))]:
-            self._read(fleet, i, views[i], now_s)
+            self._read(fleet, i, views[i])
         self._seen = list(views)
+        # What was reported has been worked on since.
+        reported, sent, reported_s, token_s = self._prompts
+        done = np.maximum(0.0, now_s - reported_s) / np.maximum(token_s, _SHORTEST_S)
+        fleet.set_new_tokens(np.maximum(0.0, reported - done) + sent)
         return fleet
 
-    def _read(self, fleet: Fleet, i: int, view: InstanceView, now_s: float) -> None:
+    def _read(self, fleet: Fleet, i: int, view: InstanceView) -> None:
         self._is_alive[i] = view.is_alive
         self._longest[i] = min(view.max_model_len, view.kv_capacity_tokens)
-        fleet.set_model(i, performance_of(view), view.max_num_seqs)
+        model = performance_of(view)
+        fleet.set_model(i, model, view.max_num_seqs)
         held = np.concatenate((view.running_ctx + view.running_prefill, view.waiting_tokens))
         left = np.concatenate((view.running_left, view.waiting_outputs))
+        is_lost = np.zeros(len(held), dtype=bool)
+        if self._skips_lost:
+            num_running = view.num_running
+            is_lost[:num_running] = view.running_lost > 0.0
+            # Those that wait stand in order of arrival: the first are the late ones.
+            is_lost[num_running : num_running + view.num_waiting_lost] = True
+        prompts = np.concatenate((view.running_prefill, view.waiting_tokens))
+        prompts[is_lost] = 0.0
+        num_reported = len(held) - view.num_unreported
+        self._prompts[:, i] = (
+            prompts[:num_reported].sum(), prompts[num_reported:].sum(), view.reported_s,
+            model.prefill.per_token_s,
+        )  # fmt: skip
         fleet.set_requests(
             i, held, left,
-            new_tokens=_prompts_left(view, now_s),
+            new_tokens=float(prompts.sum()),
             bank_s=view.bank_s,
             tpot_s=min(self._targets[i], default=np.inf),
+            is_lost=is_lost,
         )  # fmt: skip
 
 
@@ -145,10 +171,11 @@ class SpreadingRouter(PackingRouter):
 
     Args:
         tightness: gamma and theta.
+        skips_lost: As for `PackingRouter`.
     """
 
-    def __init__(self, tightness: Tightness | None = None) -> None:
-        super().__init__(tightness, is_chunked=True)
+    def __init__(self, tightness: Tightness | None = None, *, skips_lost: bool = True) -> None:
+        super().__init__(tightness, is_chunked=True, skips_lost=skips_lost)
 
     def _place(self, fleet: Fleet, demand: Demand) -> int | None:
         return least_pressed(fleet, demand)
@@ -181,13 +208,3 @@ def _decode_plane(model: StepModel) -> DecodeTime:
     per_request_s = float(model.decode_s(1.0, 0.0)) - base_s
     per_ctx_s = (float(model.decode_s(1.0, _CONTEXT)) - base_s - per_request_s) / _CONTEXT
     return DecodeTime(max(0.0, per_ctx_s), max(0.0, per_request_s), base_s)
-
-
-def _prompts_left(view: InstanceView, now_s: float) -> float:
-    """Prompt tokens to compute yet: what was reported has gone on since the report."""
-    num_reported = len(view.waiting_tokens) - view.num_unreported
-    reported = float(view.running_prefill.sum() + view.waiting_tokens[:num_reported].sum())
-    age_s = max(0.0, now_s - view.reported_s)
-    token_s = (float(view.model.prefill_s(_PROMPT)) - float(view.model.prefill_s(0.0))) / _PROMPT
-    done = age_s / max(token_s, _SHORTEST_S)
-    return max(0.0, reported - done) + float(view.waiting_tokens[num_reported:].sum())
