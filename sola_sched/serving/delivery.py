@@ -24,7 +24,7 @@ from sola_sched.serving.call import Call, Lengths
 from sola_sched.serving.replicas import Attempt, Replica, Replicas
 from sola_sched.serving.resume import DivergedError, Ending, Rewrite, resume
 from sola_sched.serving.slo_headers import XARGS
-from sola_sched.serving.transcript import Transcript
+from sola_sched.serving.transcript import Transcript, without_held_back
 
 logger = logging.getLogger(__name__)
 
@@ -294,6 +294,8 @@ class Delivery:
 
     async def _resume(self) -> bool:
         """Prepare the rest of a stream; whether there is nothing more to be had."""
+        if not self._call.wants_ids:  # or the client has seen them
+            self._sent = without_held_back(self._sent)
         sent = Transcript.of(self._sent)
         body = self._call.body or {}
         plan = resume(self._call.path, body, sent)

@@ -93,3 +93,26 @@ class Transcript:
             choice.token_ids or any(choice.texts.values()) or choice.has_tool_calls
             for choice in self.choices.values()
         )
+
+
+def without_held_back(sent: list[bytes]) -> list[bytes]:
+    """The events without those at the end whose tokens have shown no text yet.
+
+    They are part of a character of several tokens. A server that is given a prompt with the first
+    of them writes the prompt's own text out when the last one comes, so they are computed again.
+    """
+    end = len(sent)
+    while end and _is_held_back(events.parse(sent[end - 1])):
+        end -= 1
+    return sent[:end]
+
+
+def _is_held_back(chunk: dict[str, Any] | None) -> bool:
+    choices = (chunk or {}).get("choices") or ()
+    return bool(choices) and all(
+        choice.get("token_ids")
+        and not choice.get("finish_reason")
+        and not choice.get("delta", choice).get("tool_calls")
+        and not any(choice.get("delta", choice).get(name) for name in TEXT_FIELDS)
+        for choice in choices
+    )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 pytest.importorskip("aiohttp")
 
-from fake_replica import FakeReplica, output_of
+from fake_replica import FakeReplica, _Events, output_of
 from gateway_clients import Client, gateway_before, until
 
 WHOLE = output_of("hello", 12)
@@ -364,3 +365,36 @@ def test_half_of_the_replicas_die_under_load_and_nothing_is_lost() -> None:
             assert (got.status, got.text, got.is_ended) == (200, output_of(prompt, 20), True)
 
     run(test, *fakes)
+
+
+def test_tokens_that_have_shown_no_text_yet_are_computed_again() -> None:
+    class Holding(FakeReplica):
+        """Its fourth and fifth token are the beginning of a character."""
+
+        async def _stream(self, request, body, *args):  # type: ignore[no-untyped-def]
+            tokens = _Events.tokens
+
+            def held(writer: _Events, count: int, is_last: bool) -> bytes:
+                event = tokens(writer, count, is_last)
+                if len(writer._ids) - writer._num_prompt in (4, 5):
+                    return re.sub(rb'"text":"."', b'"text":""', event)
+                return event
+
+            monkeypatch.setattr(_Events, "tokens", held)
+            try:
+                return await super()._stream(request, body, *args)
+            finally:
+                monkeypatch.undo()
+
+    other = FakeReplica()
+
+    async def test(client: Client) -> None:
+        got = await client.complete()
+
+        assert (got.text, got.is_ended) == (WHOLE, True)
+        assert other.bodies[0]["prompt"] == [ord(x) for x in "hello" + WHOLE[:3]]
+        assert other.bodies[0]["max_tokens"] == 9
+        assert other.bodies[0]["vllm_xargs"]["resumed_tokens"] == 3
+
+    monkeypatch = pytest.MonkeyPatch()
+    run(test, Holding(cut_after=5), other)
