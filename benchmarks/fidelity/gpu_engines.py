@@ -27,6 +27,7 @@ from sola_sched.simulator.steps.roofline import (
     Assumptions,
     Gpu,
     Model,
+    corrected,
     num_blocks,
     step_time,
 )
@@ -169,10 +170,14 @@ def step_models(folder: Path, model: Model, gpu: str) -> dict[str, StepSeconds]:
     tables = build(_kernels(folder, kernels_of), model, figures)
     if figures.hbm_bytes_per_s < GPUS[kernels_of].hbm_bytes_per_s:
         tables = with_slower_memory(tables, GPUS[kernels_of], figures)
-    coefficients = {
-        name: value for name, (value, _) in step_time(model, figures, Assumptions()).items()
+    rooflines = {
+        name: StepTimeModel(**{key: value for key, (value, _) in of_model.items()}).seconds
+        for name, of_model in (
+            ("roofline", step_time(model, figures, Assumptions())),
+            ("corrected", step_time(model, figures, corrected(kernels_of))),
+        )
     }
-    return {"measured": tables.seconds, "roofline": StepTimeModel(**coefficients).seconds}
+    return {"measured": tables.seconds, **rooflines}
 
 
 def with_slower_memory(tables: StepTables, measured: Gpu, other: Gpu) -> StepTables:

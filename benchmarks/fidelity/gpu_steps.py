@@ -1,8 +1,8 @@
 """Single steps put together from measured kernels, against the profiles that predict them.
 
 `python benchmarks/fidelity/gpu_steps.py [--data DIR]` prints the errors of the measured profiles,
-built from all rows and without those of the very steps, and of the roofline; and what layers take
-in the tables of a second source.
+built from all rows and without those of the very steps, and of the roofline, as shipped and
+corrected; and what layers take in the tables of a second source.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from sola_sched.simulator.steps.measured import (
     elementwise_s,
     tokens_s,
 )
-from sola_sched.simulator.steps.roofline import GPUS, MODELS, Assumptions, Gpu, Model, step_time
+from sola_sched.simulator.steps.roofline import (
+    GPUS,
+    MODELS,
+    Assumptions,
+    Gpu,
+    Model,
+    corrected,
+    step_time,
+)
 from sola_sched.simulator.steps.time import StepCounts, StepTimeModel
 
 #: Sizes of which `KernelTables.thinned` keeps neither the token counts nor the attention.
@@ -135,7 +143,8 @@ def errors(folder: Path, models: Sequence[str] = tuple(MODELS)) -> list[Error]:
             predictions: dict[str, StepSeconds] = {
                 "held out": build(thin, model, gpu, beside).seconds,
                 "all rows": build(kernels, model, gpu, beside).seconds,
-                "roofline": roofline_of(model, gpu).seconds,
+                "roofline": roofline_of(model, gpu, Assumptions()).seconds,
+                "corrected": roofline_of(model, gpu, corrected(gpu_key)).seconds,
             }
             for step in steps(model.max_model_len):
                 seconds = measured_s(kernels, model, gpu, step)
@@ -210,9 +219,9 @@ def _layer_s(entry: dict[str, str]) -> float:
     return 1e-3 * sum(float(entry[name] or 0.0) for name in of_layer)
 
 
-def roofline_of(model: Model, gpu: Gpu) -> StepTimeModel:
+def roofline_of(model: Model, gpu: Gpu, assumed: Assumptions) -> StepTimeModel:
     """Step times from the vendor's figures alone."""
-    values = step_time(model, gpu, Assumptions())
+    values = step_time(model, gpu, assumed)
     return StepTimeModel(**{name: value for name, (value, _) in values.items()})
 
 

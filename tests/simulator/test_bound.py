@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -434,6 +435,7 @@ MEASURED = MeasuredStepTime(
 STEP_TIMES = {
     "linear": LLAMA_3_8B_A100,
     "measured": MEASURED,
+    "smooth": replace(ROOFLINE, overlap_power=2.0),
     **{name: load_step_profile(name).step_time for name in profile_names()},
 }
 

@@ -200,6 +200,22 @@ def test_steps_are_predicted_within_the_stated_errors() -> None:
                 assert off.max() <= largest, (gpu, kind, name)
 
 
+#: Mean over all steps of the corrected roofline.
+ROOFLINE_LIMIT = 0.09
+
+
+@needs_data
+def test_the_corrected_roofline_is_nearer_to_kernels_than_the_shipped_one() -> None:
+    errors = load_script("fidelity", "gpu_steps").errors(DATA, ["llama-3-8b"])
+
+    for gpu in MEASURED_GPUS:
+        of_gpu = [e for e in errors if e.gpu == gpu]
+        shipped, fitted = (
+            np.abs([e.off[name] for e in of_gpu]).mean() for name in ("roofline", "corrected")
+        )
+        assert fitted < min(ROOFLINE_LIMIT, shipped), gpu
+
+
 #: Found: 6 % too little for the prompts, 11 % for prompts and outputs; the engine was one of 2024.
 ENGINE_LIMIT = 0.15
 

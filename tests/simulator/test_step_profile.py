@@ -84,6 +84,24 @@ def test_llama_3_8b_on_one_a100_by_hand() -> None:
     assert (profile.kv_bytes_per_token, profile.pcie_bytes_per_s) == (131072, 32e9)
 
 
+def test_corrected_files_keep_out_of_the_package_and_load(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        roofline.main(["--corrected"])
+    assert roofline.main(["--corrected", "--output", str(tmp_path)]) == 0
+
+    profile = load_step_profile(str(tmp_path / "llama-3-8b-v100.json"))
+
+    step_time = profile.step_time
+    assert isinstance(step_time, StepTimeModel)
+    hbm = 0.9e12 * (0.71 + 0.84) / 2
+    # Norms 8 x 4096, rotary 2 x 40 heads, KV 4 x 8 heads, activation 3 x 14336, of two bytes.
+    elementwise = 32 * 2 * (8 * 4096 + 2 * 40 * 128 + 4 * 8 * 128 + 3 * 14336) / hbm
+    assert step_time.per_prefill_token_s == pytest.approx(elementwise, rel=ROUNDING)
+    assert step_time.overlap_power == 2.0
+    document = json.loads((tmp_path / "llama-3-8b-v100.json").read_text())
+    assert "fitted" in document["assumptions"]["compute_efficiency"]["from"]
+
+
 def test_tensor_parallelism_shares_weights_and_kv_and_pays_for_all_reduces() -> None:
     profile = load_step_profile("llama-3-70b-h100")
 
@@ -170,6 +188,10 @@ def test_negative_time_and_text_that_is_no_json_are_refused(tmp_path: Path) -> N
     document["step_time"]["base_s"] = -1.0
     path.write_text(json.dumps(document))
     with pytest.raises(ProfileError, match=r"'step_time\.base_s' must be seconds"):
+        load_step_profile(str(path))
+    document["step_time"]["base_s"], document["step_time"]["overlap_power"] = 1.0, 0.5
+    path.write_text(json.dumps(document))
+    with pytest.raises(ProfileError, match=r"'step_time\.overlap_power' must be 0 or >= 1"):
         load_step_profile(str(path))
     path.write_text("{")
     with pytest.raises(ProfileError, match="must be a JSON file"):

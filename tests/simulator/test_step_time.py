@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,12 @@ import pytest
 
 from sola_sched.cost.file import Coefficients
 from sola_sched.cost.model import CostModel
-from sola_sched.simulator.steps.time import LLAMA_3_8B_A100, MeasuredStepTime, StepTimeModel
+from sola_sched.simulator.steps.time import (
+    LLAMA_3_8B_A100,
+    MeasuredStepTime,
+    StepCounts,
+    StepTimeModel,
+)
 
 ROOFLINE = StepTimeModel(
     base_s=1.0,
@@ -77,3 +83,17 @@ def test_measured_model_takes_the_live_engines_word_for_prefill_and_decode() -> 
     assert step_time(*make_step((1000, 1))) == pytest.approx(1.0 + 0.1 + 1.001)
     # One token left of the prompt is a prefill to the profiler.
     assert step_time(*make_step((999, 1))) == pytest.approx(1.0 + 0.01)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "products"), [(10, 5.02494), (100, 5 * 2**0.5), (1000, 50.2494)]
+)
+def test_smooth_roofline_exceeds_the_maximum_most_where_both_sides_are_equal(
+    tokens: int, products: float
+) -> None:
+    smooth = replace(ROOFLINE, overlap_power=2.0)
+    counts = StepCounts(num_prefills=1, prefill_tokens=tokens)
+
+    excess = smooth.seconds(counts) - ROOFLINE.seconds(counts)
+
+    assert excess == pytest.approx(products - max(5.0, 0.05 * tokens), rel=1e-3)

@@ -25,6 +25,8 @@ FOLDER = Path(__file__).with_name("profiles")
 _SHAPE_KEYS = (
     "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size",
 )  # fmt: skip
+#: Of the coefficients, the one that a file may leave out.
+_OPTIONAL = "overlap_power"
 # What a scheduler sees of a model whose shape the file does not tell.
 _UNKNOWN_SHAPE = dict(zip(_SHAPE_KEYS, (64, 128, 2, 4, 2, 32000), strict=True))
 
@@ -178,16 +180,20 @@ def profile_of(document: Any) -> StepProfile:
 
 def _step_time(section: Mapping[str, Any]) -> dict[str, float]:
     known = [field.name for field in fields(StepTimeModel)]
-    if set(section) != set(known):
+    if set(section) | {_OPTIONAL} != set(known):
         raise ProfileError(f"'step_time' must hold {', '.join(known)} (got {', '.join(section)}).")
     values = {}
-    for name in known:
+    for name in section:
         value = _value(section, name)
         if not (isinstance(value, int | float) and 0.0 <= value < math.inf):
             raise ProfileError(
                 f"'step_time.{name}' must be seconds, finite and >= 0 (got {value!r}); correct it."
             )
         values[name] = float(value)
+    if 0.0 < values.get(_OPTIONAL, 0.0) < 1.0:
+        raise ProfileError(
+            f"'step_time.{_OPTIONAL}' must be 0 or >= 1 (got {values[_OPTIONAL]!r}); correct it."
+        )
     return values
 
 

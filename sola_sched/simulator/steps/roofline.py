@@ -1,7 +1,7 @@
 """Computes the profiles of the package: `python -m sola_sched.simulator.steps.roofline`.
 
-Nothing here was measured. Peaks are the vendor's; the shares of them that a serving engine gets
-are assumptions, the same for every model and GPU, and stated in each file.
+No step here was measured. Peaks are the vendor's; the shares of them that a serving engine gets
+are assumptions, the same for every model, and stated in each file.
 
 Per GPU, with t GPUs in tensor parallel, h the hidden size, W the bytes of all weights but the
 input embedding, P the parameters of the layers, and FLOP/s, bytes/s already times efficiency:
@@ -9,11 +9,16 @@ input embedding, P the parameters of the layers, and FLOP/s, bytes/s already tim
     base_s              host + layers * (launch + 2 all-reduce latencies if t > 1)
     weights_s           W / t / HBM bytes/s
     per_token_s         2 P / t / FLOP/s
-    per_decode_s        2 h vocabulary / t / FLOP/s + all-reduce
+    per_decode_s        2 h vocabulary / t / FLOP/s + all-reduce + elementwise
     per_ctx_s           KV bytes of a token / t / HBM bytes/s
-    per_prefill_token_s all-reduce
+    per_prefill_token_s all-reduce + elementwise
     per_prefill_attn_s  4 layers heads head_dim / t / FLOP/s
     all-reduce          2 layers * 2 (t - 1) / t * 2 h bytes / link bytes/s (ring), 0 if t = 1
+    elementwise         layers * bytes of norms, rotary embedding, activation / HBM bytes/s
+
+The files of the package keep `Assumptions()`, on which stored results rest: assumed shares,
+and no elementwise work. `corrected` has shares that were fitted to measured kernels, `--corrected`
+writes files with them, for what nobody has measured.
 """
 
 from __future__ import annotations
@@ -150,6 +155,8 @@ class Assumptions:
     host_s: float = 0.5e-3
     memory_utilization: float = 0.90
     reserved_bytes: float = 3e9
+    overlap_power: float = 0.0
+    has_elementwise: bool = False
 
 
 _WHY = {
@@ -161,6 +168,10 @@ _WHY = {
     "host_s": "input preparation and sampling per step; assumed",
     "memory_utilization": "vLLM's gpu_memory_utilization",
     "reserved_bytes": "activations, CUDA graphs and context; assumed",
+}
+_WHY_CORRECTED = {
+    "compute_efficiency": "share of the tensor-core peak; fitted to kernels of A100 and H100",
+    "hbm_efficiency": "share of the memory bandwidth; fitted to kernels of A100 and H100",
 }
 
 GPUS = {
@@ -201,6 +212,19 @@ MODELS = {
 }
 """By the first part of a profile's name."""
 
+#: Shares of compute and memory peaks with the least mean error of steps of the six models against
+#: measured kernels, `overlap_power` 2 (`benchmarks/fidelity/gpu_steps.py` prints what is left).
+_FITTED = {"a100": (0.80, 0.71), "h100": (0.77, 0.84)}
+
+
+def corrected(gpu_key: str) -> Assumptions:
+    """What measured kernels say; for a GPU of which there are none, the mean of the others."""
+    shares = zip(*_FITTED.values(), strict=True)
+    compute, memory = _FITTED.get(gpu_key) or [sum(both) / len(both) for both in shares]
+    return Assumptions(
+        compute_efficiency=compute, hbm_efficiency=memory, overlap_power=2.0, has_elementwise=True
+    )
+
 
 def num_blocks(model: Model, gpu: Gpu, assumed: Assumptions) -> int:
     """KV blocks that fit beside the weights; < 1 if those leave no room."""
@@ -227,20 +251,29 @@ def step_time(model: Model, gpu: Gpu, assumed: Assumptions) -> dict[str, tuple[f
         link = gpu.link_bytes_per_s * assumed.link_efficiency
         reduce_s = 2 * layers * (2 * (gpus - 1) / gpus) * _BYTES * hidden / link
         latency_s = 2 * layers * assumed.all_reduce_latency_s
+    elementwise_s = 0.0
+    if assumed.has_elementwise:
+        elementwise_s = layers * model.elementwise_bytes / hbm
     ring = f"2 x {layers} ring all-reduces of {_BYTES * hidden} bytes over {gpus} GPUs"
     launch_s = layers * assumed.launch_s_per_layer
-    return {
+    beside = [ring] if gpus > 1 else []
+    if assumed.has_elementwise:
+        beside.append(f"{layers} x {model.elementwise_bytes} bytes of elementwise work")
+    coefficients = {
         "base_s": (
             assumed.host_s + launch_s + latency_s,
             f"host, launches of {layers} layers"
             + (f", latency of 2 x {layers} all-reduces" if gpus > 1 else ""),
         ),
         "per_decode_s": (
-            2 * model.embedding_parameters / flops + reduce_s,
-            "output layer, 2 x hidden_size x vocab_size FLOP" + (f"; {ring}" if gpus > 1 else ""),
+            2 * model.embedding_parameters / flops + reduce_s + elementwise_s,
+            "; ".join(["output layer, 2 x hidden_size x vocab_size FLOP", *beside]),
         ),
         "per_ctx_s": (model.kv_bytes_per_token / hbm, "KV of one token read from HBM"),
-        "per_prefill_token_s": (reduce_s, ring if gpus > 1 else "one GPU: no all-reduce"),
+        "per_prefill_token_s": (
+            reduce_s + elementwise_s,
+            "; ".join(beside) or "one GPU: no all-reduce",
+        ),
         "per_prefill_attn_s": (
             4 * layers * hidden / flops,
             "4 x num_layers x hidden_size FLOP per pair of tokens",
@@ -254,6 +287,10 @@ def step_time(model: Model, gpu: Gpu, assumed: Assumptions) -> dict[str, tuple[f
             f"2 x {model.layer_parameters / 1e9:.4g}e9 FLOP in the layers",
         ),
     }
+    if assumed.overlap_power:
+        why = "how reading weights and computing overlap, fitted to kernels of A100 and H100"
+        coefficients["overlap_power"] = (assumed.overlap_power, why)
+    return coefficients
 
 
 def make_profile(
@@ -268,7 +305,11 @@ def make_profile(
     engine = document.pop("engine")
     model = on_gpus(MODELS[model_key], tensor_parallel)
     document["step_time"] = {
-        name: {"value": float(f"{value:.4g}"), "unit": "s", "from": why}
+        name: {
+            "value": float(f"{value:.4g}"),
+            "unit": "s" if name.endswith("_s") else "1",
+            "from": why,
+        }
         for name, (value, why) in step_time(model, GPUS[gpu_key], assumed).items()
     }
     return document | {"engine": engine}
@@ -316,7 +357,8 @@ def describe(
             "from": f"{gpu.source}; memory as CUDA reports it",
         },
         "assumptions": {
-            name: {"value": getattr(assumed, name), "from": why} for name, why in _WHY.items()
+            name: {"value": getattr(assumed, name), "from": why}
+            for name, why in (_WHY | (_WHY_CORRECTED if assumed.overlap_power else {})).items()
         },
         "engine": {
             "tensor_parallel": model.tensor_parallel,
@@ -335,14 +377,15 @@ def describe(
     }
 
 
-def make_profiles() -> tuple[dict[str, str], list[str]]:
+def make_profiles(*, is_corrected: bool = False) -> tuple[dict[str, str], list[str]]:
     """The text of every profile by name, and the names left out because they do not fit."""
     texts, left_out = {}, []
     for model_key, model in MODELS.items():
         for gpu_key, gpu in GPUS.items():
             name = f"{model_key}-{gpu_key}"
             if fits(model, gpu, Assumptions()):
-                profile = make_profile(model_key, gpu_key)
+                assumed = corrected(gpu_key) if is_corrected else None
+                profile = make_profile(model_key, gpu_key, assumed)
                 texts[name] = json.dumps(profile, indent=1) + "\n"
             else:
                 left_out.append(name)
@@ -356,9 +399,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Compute the simulator's profiles from public hardware figures.",
     )
     parser.add_argument("--output", type=Path, default=FOLDER, metavar="DIR")
-    folder: Path = parser.parse_args(argv).output
+    parser.add_argument(
+        "--corrected", action="store_true", help="with shares fitted to measured kernels"
+    )
+    arguments = parser.parse_args(argv)
+    folder: Path = arguments.output
+    if arguments.corrected and folder == FOLDER:
+        parser.error("--corrected needs --output: stored results rest on the package's files.")
     folder.mkdir(parents=True, exist_ok=True)
-    texts, left_out = make_profiles()
+    texts, left_out = make_profiles(is_corrected=arguments.corrected)
     for name, text in texts.items():
         (folder / f"{name}.json").write_text(text, encoding="utf-8")
     print(f"Wrote {len(texts)} profiles to {folder}.")

@@ -62,7 +62,9 @@ class StepTimeModel:
           + per_prefill_attn_s * sum(n * (c + n / 2) over prefills)
 
     The maximum is the matrix products: a step reads the weights once, and computes with them in
-    that time until it has too many tokens. Without those two terms the model is linear.
+    that time until it has too many tokens. Without those two terms the model is linear. Kernels
+    have no such kink: with `overlap_power` p > 0 the maximum is (weights_s^p + (per_token_s N)^p)
+    ^(1/p), which exceeds it where both sides take about as long.
 
     A request with n = 1 counts as a decode, the last token of a prompt included: it costs the
     same. A step without tokens takes no time.
@@ -75,6 +77,7 @@ class StepTimeModel:
         per_prefill_attn_s: Seconds per pair of a prompt token and a token it attends to.
         weights_s: Seconds to read the weights once.
         per_token_s: Seconds of matrix products per token, prompt or output.
+        overlap_power: >= 1, or 0 for the maximum.
     """
 
     base_s: float
@@ -84,6 +87,7 @@ class StepTimeModel:
     per_prefill_attn_s: float = 0.0
     weights_s: float = 0.0
     per_token_s: float = 0.0
+    overlap_power: float = 0.0
 
     def __call__(self, output: Any, requests: Mapping[str, Any]) -> float:
         """Seconds of the step `output`; arguments as for `StepCounts.of`."""
@@ -96,12 +100,19 @@ class StepTimeModel:
             return 0.0
         return (
             self.base_s
-            + max(self.weights_s, self.per_token_s * num_tokens)
+            + self._products_s(num_tokens)
             + self.per_decode_s * counts.num_decodes
             + self.per_ctx_s * counts.decode_ctx
             + self.per_prefill_token_s * counts.prefill_tokens
             + self.per_prefill_attn_s * counts.pairs
         )
+
+    def _products_s(self, num_tokens: int) -> float:
+        sides, power = (self.weights_s, self.per_token_s * num_tokens), self.overlap_power
+        longest: float = max(sides)
+        if not power or not longest:
+            return longest
+        return longest * (1.0 + (min(sides) / longest) ** power) ** (1.0 / power)
 
 
 @dataclass(frozen=True, slots=True)
