@@ -66,10 +66,6 @@ BY_NAME_IN: dict[str, dict[str, str | None]] = {
         "request": None,
     },
     "sola_sched.bench.backends.engine": {"scheduler": None, "request": None},
-    "sola_sched.bench.backends.engine_recording": {
-        "config": "vllm.config.VllmConfig",
-        "request": None,
-    },
     "sola_sched.profile.measure": {"config": "vllm.config.VllmConfig"},
 }
 #: Attributes of ours that are declared as Any.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-from setups import Run
 
-Row = dict[str, Any]
+from alise.setups import Run
+from harness.markdown import markdown
+from harness.resumable import Row
 
 FCFS = "stock:2048"
 STOCK = ("stock:512", FCFS, "stock:8192")
@@ -56,19 +56,8 @@ SETUPS = (
 )
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """Runs by name of a setup (all for none), quick or not, and the table of their rows."""
-
-    runs: Callable[[Sequence[str], bool], list[Run]]
-    table: Callable[[Sequence[Row]], str]
-
-
 def _setups(only: Sequence[str], is_quick: bool) -> list[Setup]:
     chosen = [setup for setup in SETUPS if not only or setup.name in only]
-    if not chosen:
-        known = ", ".join(setup.name for setup in SETUPS)
-        raise SystemExit(f"'--only' takes {known} (got {', '.join(only)}).")
     if is_quick:
         chosen = [
             replace(s, trace_s=s.trace_s / 20, rates=s.rates[-2:], far_rates=()) for s in chosen[:1]
@@ -133,7 +122,7 @@ def _over_rate(rows: Sequence[Row], column: str, title: str) -> str:
         for name, line in lines.items()
         if len(line) == len(rates)
     ]
-    return markdown(head, body)
+    return markdown(head, body) + "\n"
 
 
 def rate_at(rows: Sequence[Row], level: float, column: str = "normalized_latency_s") -> float:
@@ -153,7 +142,7 @@ def _at_equal_latency(rows: Sequence[Row]) -> str:
     """Rates at multiples of FCFS's normalized latency at the lowest rate, as ratios to FCFS."""
     levels, ratios = _ratios(rows)
     head = ["Rate at equal normalized latency, over FCFS", *(f"{x:.2g} s" for x in levels)]
-    return markdown(head, [[name, *map(_text, cells)] for name, cells in ratios.items()])
+    return markdown(head, [[name, *map(_text, cells)] for name, cells in ratios.items()]) + "\n"
 
 
 #: A ratio, and ">" or "<" where it lies beyond the rates that were run; None without a base.
@@ -295,18 +284,3 @@ def aging_table(rows: Sequence[Row]) -> str:
 
 def _mean(rows: Sequence[Row], column: str) -> float:
     return sum(row[column] for row in rows) / max(1, len(rows))
-
-
-def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """A table."""
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *body)]
-    lines.insert(1, "| " + " | ".join(["---"] + ["---:"] * (len(head) - 1)) + " |")
-    return "\n".join(lines) + "\n"
-
-
-EXPERIMENTS = {
-    "rates": Experiment(rates_runs, rates_table),
-    "seeds": Experiment(seeds_runs, seeds_table),
-    "wrong": Experiment(wrong_runs, wrong_table),
-    "aging": Experiment(aging_runs, aging_table),
-}

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import lines_of
-
+from alise.experiments import lines_of
 from sola_sched.bench.report.plots import pyplot, save
 
 _STYLE: dict[str, dict[str, Any]] = {

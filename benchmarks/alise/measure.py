@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from setups import Run, make_workload, scheduler_of
 
-Row = dict[str, Any]
+from alise.setups import Run, make_workload, scheduler_of
+from harness.resumable import Row
 
 
 def run_one(run: Run, data: Path | None) -> Row:
     """One run, in this process."""
+    from harness import sweep
     from sola_sched.bench.backends import environment
     from sola_sched.bench.backends.base import parse_scheduler
     from sola_sched.bench.calibrate import measure_slo
-    from sola_sched.bench.research import sweep
     from sola_sched.core import metrics
 
     environment.prepare(None, is_random=True)

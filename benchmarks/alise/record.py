@@ -1,4 +1,4 @@
-"""What the length predictors say about held-out prompts: `python benchmarks/alise/record.py`.
+"""What the length predictors say about held-out prompts.
 
 The runs in virtual time have no text. For Alpaca they replay these predictions prompt by prompt;
 for ShareGPT, whose public lengths come without text, they draw from the errors made on the prompts
@@ -7,33 +7,46 @@ of Chatbot Arena.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from harness.markdown import markdown
+from harness.resumable import Row
+from harness.setup import Outcome, Setup
 from sola_sched.length_predictor.building import build_lexical, build_retrieval, encode_all
-from sola_sched.length_predictor.corpus import Corpus, data_folder, load
+from sola_sched.length_predictor.corpus import Corpus, load
 from sola_sched.length_predictor.embed import SentenceEncoder
 from sola_sched.prediction.length import LengthPrediction
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "alise"
 NUM_TRAIN, NUM_TEST = 12_000, 2_000
 NUM_FOLDS = 5
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data", type=Path, help="folder of the data sets")
-    args = parser.parse_args(argv)
+def predictions(setup: Setup) -> Outcome:
+    """Files of predictions in the folder of the rows, and how good they are."""
+    if not setup.is_stored:
+        _record(setup.path, setup.data)
+    rows = []
+    for path in sorted(setup.path.glob("predictions-*.json")):
+        row = json.loads(path.read_text(encoding="utf-8"))
+        rows.append(row | {"num": len(row["lengths"])})
+    lines = [
+        [f"{row['dataset']}, {row['num']:,}", row["predictor"], f"{row['median_log_error']:.2f}",
+         f"{row['rank_correlation']:.2f}"]
+        for row in rows
+    ]  # fmt: skip
+    return Outcome(rows, markdown(["data", "predictor", "error", "rank correlation"], lines, 2))
+
+
+def _record(folder: Path, data: Path | None) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    data, encoder = data_folder(args.data), SentenceEncoder()
-    RESULTS.mkdir(parents=True, exist_ok=True)
+    encoder = SentenceEncoder()
+    folder.mkdir(parents=True, exist_ok=True)
 
     train, test = load("alpaca", data).split()
     rng = np.random.default_rng(0)
@@ -44,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "retrieval": build_retrieval(train, encoder),
     }.items():
         counts = _prompt_tokens(test, data)
-        _write("alpaca", name, [(test, predictor.predict(test.prompts))], prompt_tokens=counts)
+        _write(
+            folder, "alpaca", name, [(test, predictor.predict(test.prompts))], prompt_tokens=counts
+        )
 
     arena = load("arena", data)
     vectors = encode_all(encoder, arena)
@@ -56,8 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parts["lexical"].append((held, build_lexical(rest).predict(held.prompts)))
         parts["retrieval"].append((held, near.predict(held.prompts)))
     for name, folds in parts.items():
-        _write("arena", name, folds)
-    return 0
+        _write(folder, "arena", name, folds)
 
 
 def _prompt_tokens(corpus: Corpus, data: Path | None) -> list[int]:
@@ -69,7 +83,11 @@ def _prompt_tokens(corpus: Corpus, data: Path | None) -> list[int]:
 
 
 def _write(
-    dataset: str, name: str, parts: list[tuple[Corpus, list[LengthPrediction]]], **more: list[int]
+    folder: Path,
+    dataset: str,
+    name: str,
+    parts: list[tuple[Corpus, list[LengthPrediction]]],
+    **more: list[int],
 ) -> None:
     """One file per data set and predictor, as `sim.predictor=recorded:FILE` reads it."""
     lengths = np.concatenate([corpus.lengths for corpus, _ in parts])
@@ -78,7 +96,7 @@ def _write(
     error = np.abs(np.log(np.median(quantiles, axis=1) / lengths))
     covered = (quantiles >= lengths[:, None]).mean(axis=0)
     sources = [prediction.source for prediction in predictions]
-    row: dict[str, Any] = {
+    row: Row = {
         "predictor": name,
         "dataset": dataset,
         "source": max(set(sources), key=sources.count),
@@ -89,7 +107,7 @@ def _write(
         "lengths": lengths.tolist(),
         "quantiles": np.round(quantiles).astype(int).tolist(),
     }
-    path = RESULTS / f"predictions-{dataset}-{name}.json"
+    path = folder / f"predictions-{dataset}-{name}.json"
     path.write_text(json.dumps(row, separators=(",", ":")) + "\n", encoding="utf-8")
     print({k: v for k, v in row.items() if not isinstance(v, list) or len(v) == 10}, len(lengths))
 
@@ -97,7 +115,3 @@ def _write(
 def _spearman(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
     ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
     return float(np.corrcoef(*ranks)[0, 1])
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -43,13 +42,6 @@ class Run:
     trace_s: float
     scheduler: str
     seed: int = 0
-
-
-def folder(given: Path | None) -> Path | None:
-    """The data folder: given, ``$SOLA_SCHED_DATA``, beside the repository, or none."""
-    named = given or os.environ.get("SOLA_SCHED_DATA")
-    path = Path(named) if named else _ROOT.parent / "shared" / "data"
-    return path if path.is_dir() else None
 
 
 def make_workload(run: Run, limits: ModelLimits, data: Path | None) -> Workload:

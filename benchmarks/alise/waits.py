@@ -1,4 +1,4 @@
-"""How good estimated waits are: `python benchmarks/alise/waits.py`.
+"""How good estimated waits are.
 
 Of each request that waits when waits are estimated, one estimate drawn at random is compared with
 the time until it got a slot; those of no wait at all are left out.
@@ -6,16 +6,14 @@ the time until it got a slot; those of no wait at all are left out.
 
 from __future__ import annotations
 
-import argparse
-import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from experiments import markdown
-from setups import RESULTS, Run, folder, make_workload, scheduler_of
 
+from alise.setups import Run, make_workload, scheduler_of
+from harness.markdown import markdown
+from harness.setup import Outcome, Setup
 from sola_sched.config.slo import SloTarget
 
 _ALISE = "sola:policy=alise,sim.predictor="
@@ -67,10 +65,10 @@ class Watch:
 
 def watch(run: Run, data: Path | None) -> list[str]:
     """One line of the table."""
+    from harness import sweep
     from sola_sched.bench.backends import environment
     from sola_sched.bench.backends import simulation as sim_backend
     from sola_sched.bench.backends.base import parse_scheduler
-    from sola_sched.bench.research import sweep
 
     environment.prepare(None, is_random=True)
     backend = sweep.make_backend(run.profile)
@@ -103,18 +101,8 @@ def watch(run: Run, data: Path | None) -> list[str]:
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data", type=Path, help="folder of the data sets")
-    args = parser.parse_args(argv)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+def waits(setup: Setup) -> Outcome:
+    """Estimated against real waits."""
     head = ["setup", "scheduler", "waits", "median wait, s", "median estimate, s",
             "estimate / wait", "off by a factor of", "rank correlation"]  # fmt: skip
-    table = markdown(head, [watch(run, folder(args.data)) for run in _RUNS])
-    (RESULTS / "waits.md").write_text(table, encoding="utf-8")
-    print(table)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return Outcome([], markdown(head, [watch(run, setup.data) for run in _RUNS]))

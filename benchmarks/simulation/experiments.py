@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from setups import (
+from harness.markdown import markdown
+from harness.points import BOUND, HINDSIGHT, SYNTHETIC, Point
+from harness.setup import Outcome, Setup
+from harness.sweep import Row
+from simulation.setups import (
     DATASETS,
     LOAD_ONE,
     NAMES,
@@ -15,15 +19,15 @@ from setups import (
     REJECT,
     SPF,
     STOCK,
-    Setup,
     at_stock_rate,
+    datasets,
     grid,
     multiples,
     rate_at,
     single_request_slo,
     with_bound,
 )
-from tables import (
+from simulation.tables import (
     EFFECTS,
     GAP,
     effect_lines,
@@ -33,7 +37,6 @@ from tables import (
     head,
     level_line,
     load_lines,
-    markdown,
     of_scheduler,
     part_lines,
     percent,
@@ -44,11 +47,8 @@ from tables import (
     short,
     side_by_side_lines,
 )
-
 from sola_sched.bench.backends.base import BASELINES
 from sola_sched.bench.calibrate import SLO_FACTOR
-from sola_sched.bench.research.points import BOUND, HINDSIGHT, SYNTHETIC, Point
-from sola_sched.bench.research.sweep import Row
 
 PROFILE = "llama-3-8b-a100"
 LENGTHS = ("sharegpt", "azure-conv", "azure-code", "arxiv", "mooncake")
@@ -59,19 +59,6 @@ LOOSE_FACTOR = 15.0
 #: Requests of a long run, as a multiple of those of the others.
 LONG = 4
 OTHERS = (REJECT, SPF, PAPER)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Rows of an experiment and the table that is made of them.
-
-    Attributes:
-        rows: With bound.
-        table: Markdown.
-    """
-
-    rows: list[Row]
-    table: str
 
 
 def load(setup: Setup) -> Outcome:
@@ -98,11 +85,15 @@ def levels(setup: Setup) -> Outcome:
     shares = (0.75, 1.5) if setup.is_quick else LOADS
     rows: list[Row] = []
     lines = []
-    for factor, file, level in itertools.product(
-        (SLO_FACTOR, LOOSE_FACTOR), setup.datasets(LENGTHS), (0.9, 0.99)
-    ):
-        name = f"{NAMES[file]}/{factor:g}/{100 * level:.0f}"
-        if setup.models and name not in setup.models:
+    parts = {
+        f"{NAMES[file]}/{factor:g}/{100 * level:.0f}": (factor, file, level)
+        for factor, file, level in itertools.product(
+            (SLO_FACTOR, LOOSE_FACTOR), datasets(setup, LENGTHS), (0.9, 0.99)
+        )
+    }
+    setup.check_only(list(parts))
+    for name, (factor, file, level) in parts.items():
+        if setup.only and name not in setup.only:
             continue
         base = _base(setup, PROFILE, file, factor)
         rates = multiples(base.rate_per_s, shares)
@@ -124,7 +115,7 @@ def chunks(setup: Setup) -> Outcome:
     rows: list[Row] = []
     lines = []
     names = [f"stock:{size}" for size in _CHUNKS]
-    for file in setup.datasets(LENGTHS):
+    for file in datasets(setup, LENGTHS):
         base = _base(setup, PROFILE, file, SLO_FACTOR)
         for rate in multiples(base.rate_per_s, (1.0,) if setup.is_quick else (1.0, 1.25)):
             points = grid(base, rate_per_s=(rate,), seed=setup.seeds, scheduler=names)
@@ -141,7 +132,7 @@ def rivals(setup: Setup) -> Outcome:
     names = (*STOCK, *(f"{rule}:{size}" for rule in BASELINES for size in chunks), "sola")
     rows: list[Row] = []
     lines = []
-    for file in setup.datasets(LENGTHS):
+    for file in datasets(setup, LENGTHS):
         base = _base(setup, PROFILE, file, SLO_FACTOR)
         rates = multiples(base.rate_per_s, (1.0,) if setup.is_quick else (1.0, 1.25))
         points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=names)
@@ -162,7 +153,7 @@ def seeds(setup: Setup) -> Outcome:
     """Other requests and arrivals around the load at which stock breaks down, seed by seed."""
     rows: list[Row] = []
     lines = []
-    for file in setup.datasets(("azure-conv", "sharegpt", "arxiv")):
+    for file in datasets(setup, ("azure-conv", "sharegpt", "arxiv")):
         base = _base(setup, PROFILE, file, SLO_FACTOR)
         rates = multiples(base.rate_per_s, (1.0, 1.25))
         points = grid(base, rate_per_s=rates, seed=(0, 1, 2), scheduler=(*STOCK, "sola"))
@@ -196,7 +187,7 @@ def _load(
     shares = (0.75, 1.5) if setup.is_quick else loads
     rows: list[Row] = []
     tables: list[list[list[str]]] = [[], [], []]
-    for file in setup.datasets(names):
+    for file in datasets(setup, names):
         base = _base(setup, PROFILE, file, factor)
         rates = multiples(base.rate_per_s, shares)
         base = replace(base, arrivals=arrivals, num_requests=length * base.num_requests)
@@ -269,9 +260,11 @@ _FIG_7 = ("prefill-first", "sjf", PAPER, "sola")
 
 
 def _evaluations(setup: Setup) -> Iterator[tuple[Evaluation, str, Point, tuple[str, ...]]]:
+    slos = ("tight", "loose")
+    setup.check_only([f"{row.model}{end}" for row in TABLE_3 for end in ("", "/tight", "/loose")])
     for row in TABLE_3[:1] if setup.is_quick else TABLE_3:
-        for slo_name in ("tight", "loose"):
-            if setup.models and not {row.model, f"{row.model}/{slo_name}"} & set(setup.models):
+        for slo_name in slos:
+            if setup.only and not {row.model, f"{row.model}/{slo_name}"} & set(setup.only):
                 continue
             compared = ("stock:512", f"stock:{row.chunk}", "stock:8192", *_FIG_7)
             yield row, slo_name, _evaluation_base(setup, row, slo_name), compared
@@ -298,7 +291,7 @@ def _fig7_points(setup: Setup, base: Point, compared: Sequence[str]) -> list[Poi
 
 def plane_points(setup: Setup) -> list[Point]:
     """Azure's chat trace at 1.25 times stock's rate, as in `load`; one point per scheduler."""
-    base = _base(setup, PROFILE, setup.datasets(("azure-conv",))[0], SLO_FACTOR)
+    base = _base(setup, PROFILE, datasets(setup, ("azure-conv",))[0], SLO_FACTOR)
     base = replace(base, rate_per_s=multiples(base.rate_per_s, (1.25,))[0])
     return grid(base, scheduler=("stock:2048", *OTHERS, "sola"))
 
@@ -324,7 +317,7 @@ def fig10(setup: Setup) -> Outcome:
     rows, lines = [], []
     for row in (TABLE_3[0], TABLE_3[2]):
         for factor in (5.0, 20.0):
-            file = setup.datasets((NAMES[row.dataset],))[0]
+            file = datasets(setup, (NAMES[row.dataset],))[0]
             outputs_from = row.outputs_from if setup.data else ""
             slo = single_request_slo(row.profile, file, factor, setup.data, outputs_from)
             base = at_stock_rate(
@@ -371,8 +364,9 @@ def table4(setup: Setup) -> Outcome:
     """CPU time of the scheduler against serving time, at stock's rate and tight targets."""
     rows, lines = [], []
     chosen = [TABLE_3[0]] if setup.is_quick else [TABLE_3[1], TABLE_3[3], TABLE_3[0]]
+    setup.check_only([row.model for row in chosen])
     for row in chosen:
-        if setup.models and row.model not in setup.models:
+        if setup.only and row.model not in setup.only:
             continue
         base = _evaluation_base(setup, row, "tight")
         compared = (f"stock:{row.chunk}", *_FIG_7)
@@ -395,7 +389,7 @@ def table4(setup: Setup) -> Outcome:
 
 
 def _part(name: str) -> str:
-    return f"stock:8192,engine.scheduler_cls=ablations.{name}"
+    return f"stock:8192,engine.scheduler_cls=simulation.ablations.{name}"
 
 
 _PARTS = {
@@ -460,7 +454,7 @@ _SHARES = {"0.05 (default)": "sola"} | {
 
 def shares(setup: Setup) -> Outcome:
     """What a larger share for the lost costs and buys, in long runs at and past saturation."""
-    base = _base(setup, PROFILE, setup.datasets(("sharegpt",))[0], SLO_FACTOR)
+    base = _base(setup, PROFILE, datasets(setup, ("sharegpt",))[0], SLO_FACTOR)
     base = replace(base, num_requests=LONG * base.num_requests)
     rates = multiples(base.rate_per_s, (1.0, 1.25))
     points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=(*STOCK, *_SHARES.values()))
@@ -485,7 +479,7 @@ def predicted(setup: Setup) -> Outcome:
     rows: list[Row] = []
     lines = []
     names = {"sola": "sola", "retrieval": _RETRIEVED, "oracle": ORACLE}
-    for file, factor in itertools.product(setup.datasets(LENGTHS), (SLO_FACTOR, LOOSE_FACTOR)):
+    for file, factor in itertools.product(datasets(setup, LENGTHS), (SLO_FACTOR, LOOSE_FACTOR)):
         base = _base(setup, PROFILE, file, factor)
         rates = multiples(base.rate_per_s, (2.0,) if setup.is_quick else (1.5, 2.0))
         points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=tuple(names.values()))
@@ -504,7 +498,7 @@ def hindsight(setup: Setup) -> Outcome:
     loads = {SLO_FACTOR: (1.25, 2.0), LOOSE_FACTOR: (2.0,)}
     if setup.is_quick:
         loads = {SLO_FACTOR: (2.0,)}
-    for (factor, shares), file in itertools.product(loads.items(), setup.datasets(LENGTHS)):
+    for (factor, shares), file in itertools.product(loads.items(), datasets(setup, LENGTHS)):
         base = _base(setup, PROFILE, file, factor)
         rates = multiples(base.rate_per_s, shares)
         found = _with_hindsight(setup, base, rates)
@@ -529,7 +523,7 @@ def missed(setup: Setup) -> Outcome:
     rows: list[Row] = []
     lines = []
     for name, factor, level, rate in _MISSED[:1] if setup.is_quick else _MISSED:
-        file = setup.datasets((name,))[0]
+        file = datasets(setup, (name,))[0]
         base = _base(setup, PROFILE, file, factor)
         found = _with_hindsight(setup, base, (rate,))
         rows += found
@@ -548,7 +542,7 @@ def bursts(setup: Setup) -> Outcome:
     kinds = ("poisson", "gamma:0.5", "gamma:0.25", "mmpp:4:20")
     rows, lines = [], []
     compared = (*STOCK, REJECT, SPF, "sola")
-    for file in setup.datasets(("azure-conv", "azure-code")):
+    for file in datasets(setup, ("azure-conv", "azure-code")):
         base = _base(setup, PROFILE, file, SLO_FACTOR)
         for kind in kinds[:2] if setup.is_quick else kinds:
             rates = multiples(base.rate_per_s, (0.75, 1.0))
@@ -566,7 +560,7 @@ def shift(setup: Setup) -> Outcome:
     rows, lines = [], []
     compared = (*STOCK, REJECT, SPF, "sola")
     for first, second in (("azure-conv", "azure-code"), ("azure-code", "sharegpt")):
-        files = [setup.datasets((name,))[0] for name in (first, second)]
+        files = [datasets(setup, (name,))[0] for name in (first, second)]
         bases = [_base(setup, PROFILE, file, SLO_FACTOR) for file in files]
         # Half of the requests from each: the mean service time counts, and the looser target.
         rate = 2.0 / sum(1.0 / base.rate_per_s for base in bases)
@@ -590,7 +584,7 @@ def _by_load(
     setup: Setup, names: Sequence[str], shares: Sequence[float], compared: Sequence[str]
 ) -> Outcome:
     rows, lines = [], []
-    for file in setup.datasets(names):
+    for file in datasets(setup, names):
         base = _base(setup, PROFILE, file, SLO_FACTOR)
         rates = multiples(base.rate_per_s, shares[:1] if setup.is_quick else shares)
         points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=compared)
@@ -609,14 +603,3 @@ def _base(setup: Setup, profile: str, file: str, factor: float) -> Point:
     """A point at the rate that stock sustains, with targets of `factor` single latencies."""
     slo = single_request_slo(profile, file, factor, setup.data)
     return at_stock_rate(setup, Point(profile, file, 0.0, slo.ttft_s, slo.tpot_s, "stock"))
-
-
-EXPERIMENTS: dict[str, Callable[[Setup], Outcome]] = {
-    function.__name__: function
-    for function in (
-        load, load15, levels, long, chunks, rivals, recorded, seeds, fig7, fig8, fig9, fig10,
-        table4, benefit, cost, ablation, bursts, shift, prediction, predicted, hindsight, missed,
-        shares, slots,
-    )
-}  # fmt: skip
-"""By name, as on the command line."""

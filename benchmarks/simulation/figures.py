@@ -1,4 +1,4 @@
-"""Figures of the experiments; both are made of rows, nothing is measured here."""
+"""Figures of the experiments: attainment over rate, and TTFT against TPOT."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from setups import NAMES, PAPER, REJECT, SPF
-from tables import best_stock_rows, of_scheduler
 
+from harness import sweep
+from harness.points import BOUND, Point
+from harness.setup import Outcome, Setup
+from harness.sweep import Row
+from simulation.experiments import plane_points
+from simulation.setups import NAMES, PAPER, REJECT, SPF
+from simulation.tables import best_stock_rows, of_scheduler
 from sola_sched.bench.report.plots import pyplot, save
-from sola_sched.bench.research import sweep
-from sola_sched.bench.research.points import BOUND, Point
-from sola_sched.bench.research.sweep import Row
 
 _STYLE: dict[str, dict[str, Any]] = {
     "stock": {"color": "#1f5f8b", "marker": "s", "label": "vLLM, best chunk size"},
@@ -28,6 +30,16 @@ _STYLE: dict[str, dict[str, Any]] = {
 _PANEL = ("dataset", "profile", "ttft_s", "tpot_s", "arrivals", "dataset_after")
 _MAX_COLUMNS = 3
 _DPI = 100
+
+
+def draw_lines(name: str, setup: Setup, outcome: Outcome, folder: Path) -> Path:
+    """`plot_lines` of an experiment's rows, into a folder."""
+    return plot_lines(outcome.rows, folder / f"simulation-{name}.png")
+
+
+def draw_plane(name: str, setup: Setup, outcome: Outcome, folder: Path) -> Path:
+    """`plot_plane` of the experiment's points, into a folder."""
+    return plot_plane(plane_points(setup), setup.data, folder / f"simulation-{name}.png")
 
 
 def plot_lines(rows: Sequence[Row], path: Path) -> Path:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
+from harness import sweep
+from harness.points import BOUND, SYNTHETIC, Point, make_workload
+from harness.setup import Setup
+from harness.sweep import Row
 from sola_sched.bench.backends import environment
 from sola_sched.bench.backends.base import parse_scheduler
 from sola_sched.bench.calibrate import SLO_FACTOR, measure_slo
-from sola_sched.bench.research import sweep
-from sola_sched.bench.research.points import BOUND, SYNTHETIC, Point, make_workload
-from sola_sched.bench.research.sweep import Row
 from sola_sched.config.slo import SloTarget
 from sola_sched.core import metrics
 from sola_sched.simulator.steps.time import StepCounts
@@ -49,47 +50,11 @@ _NUM_LEVEL_BISECTIONS = 2
 _MAX_STEPS = 20
 
 
-@dataclass(frozen=True)
-class Setup:
-    """How this run of an experiment is made.
-
-    Attributes:
-        data: Folder of the data sets; None leaves the synthetic one.
-        path: Rows, JSON lines.
-        is_stored: Use the rows there are and run nothing.
-        models: Rows of the experiment's table to run, where it lets choose; empty for all.
-        scheduling_time: As in `Point`, of every run.
-    """
-
-    data: Path | None
-    path: Path
-    num_requests: int = 1000
-    seeds: Sequence[int] = (0,)
-    num_workers: int = 1
-    is_quick: bool = False
-    is_stored: bool = False
-    is_hidden: bool = False
-    models: Sequence[str] = ()
-    scheduling_time: str = "none"
-
-    def rows(self, points: Iterable[Point], title: str) -> list[Row]:
-        """A row per point, run where it is missing."""
-        points = [replace(point, scheduling_time=self.scheduling_time) for point in points]
-        if self.is_stored:
-            rows = sweep.stored(points, self.path)
-            if not rows:
-                raise SystemExit(f"{self.path} must hold rows for {title}; run without --stored.")
-            return rows
-        return sweep.run(
-            points, self.path, data=self.data, num_workers=self.num_workers, title=title,
-            is_hidden=self.is_hidden,
-        )  # fmt: skip
-
-    def datasets(self, names: Sequence[str]) -> list[str]:
-        """Files of the data sets, or the synthetic one where there is no data folder."""
-        if self.data is None:
-            return [SYNTHETIC]
-        return [DATASETS[name] for name in (names[:1] if self.is_quick else names)]
+def datasets(setup: Setup, names: Sequence[str]) -> list[str]:
+    """Files of the data sets, or the synthetic one where there is no data folder."""
+    if setup.data is None:
+        return [SYNTHETIC]
+    return [DATASETS[name] for name in (names[:1] if setup.is_quick else names)]
 
 
 def grid(base: Point, **choices: Sequence[object]) -> list[Point]:

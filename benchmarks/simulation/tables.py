@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from setups import ORACLE, PAPER, REJECT, SPF, crossing, mean
-
-from sola_sched.bench.research.points import BOUND, HINDSIGHT
-from sola_sched.bench.research.sweep import Row
+from harness.points import BOUND, HINDSIGHT
+from harness.sweep import Row
+from simulation.setups import ORACLE, PAPER, REJECT, SPF, crossing, mean
 
 
 def head(first: str, others: Sequence[str]) -> list[str]:
@@ -232,11 +231,6 @@ def _ratio(value: float, other: float, highest: float = math.inf) -> str:
         value, sign = highest, "> "
     known = 0 < value < math.inf and 0 < other < math.inf
     return f"{sign}{value / other:.2f}" if known else "-"
-
-
-def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rule = ["---", *("---:" for _ in head[1:])]
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *lines))
 
 
 def part_lines(

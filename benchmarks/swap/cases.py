@@ -11,11 +11,11 @@ from unittest import mock
 
 import numpy as np
 
+from harness import sweep
+from harness.points import Point, make_workload
 from sola_sched.bench.backends import environment
 from sola_sched.bench.backends.base import parse_scheduler
 from sola_sched.bench.backends.simulation import SimBackend
-from sola_sched.bench.research import sweep
-from sola_sched.bench.research.points import Point, make_workload
 from sola_sched.core.state import DECODE, StepPlan
 from sola_sched.planner import alise_step
 from sola_sched.planner.alise_step import AliseStep

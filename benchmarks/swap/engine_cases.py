@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cases import policy_of
-
 from sola_sched.bench.cli import main as bench_main
+from swap.cases import policy_of
 
 #: Blocks of 128 tokens for the bench's random model, which has 256 otherwise; rate, and targets
 #: in ms.

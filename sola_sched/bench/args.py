@@ -54,7 +54,6 @@ examples:
   python -m sola_sched.bench --backend sim --profile llama-3-70b-h100 --num-prompts 2000
   python -m sola_sched.bench --backend sim --schedulers stock sola:policy=alise \\
       sola:policy=alise,sim.predictor=oracle
-  python -m sola_sched.bench fidelity    # how near virtual time comes to real engines
 """
 
 

@@ -24,10 +24,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments[:1] == ["fidelity"]:
-            from sola_sched.bench.research import fidelity
-
-            return fidelity.main(arguments[1:])
         if not arguments:
             environment.prepare(None, is_random=True)
             from sola_sched.bench.first_run import run as first_run

@@ -14,12 +14,8 @@ from sola_sched.bench.first_run import virtual as first_run_virtual
 
 
 def test_targets_are_ten_times_the_latency_of_a_request_alone() -> None:
-    from sola_sched.bench.research import sweep
-    from sola_sched.bench.research.points import SYNTHETIC, Point, make_workload
-
-    backend = sweep.make_backend(first_run_virtual.PROFILE)
-    point = Point(first_run_virtual.PROFILE, SYNTHETIC, 3.0, 1.0, 0.1, "stock", num_requests=400)
-    workload = make_workload(point, backend.limits)
+    backend = first_run_virtual.make_backend()
+    workload = first_run_virtual.make_workload(backend).at_rate(3.0)
 
     slo = calibrate.measure_slo(backend, workload, parse_scheduler("stock:8192")).target
 

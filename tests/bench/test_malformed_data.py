@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.points import read_lengths
 from sola_sched.bench import values
 from sola_sched.bench.data.datasets import DatasetOptions, ModelLimits, build
 from sola_sched.bench.data.workload import Workload
-from sola_sched.bench.research.points import read_lengths
 from sola_sched.errors import ConfigError, DatasetError
 
 LIMITS = ModelLimits(max_model_len=256, vocab_size=100, encode=lambda text: [5] * len(text.split()))

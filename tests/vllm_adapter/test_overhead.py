@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
 
 import pytest
-from scripts import load_script
 
 pytest.importorskip("vllm")
+
+from scheduler import bench_overhead as bench
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timing]
 
@@ -19,21 +19,16 @@ MAX_RATIO = 0.5
 LEAST_US = 100.0
 
 
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    return load_script("scheduler", "bench_overhead")
-
-
 @pytest.mark.parametrize("kind", ["chat", "long"])
 @pytest.mark.parametrize("policy", ["attain", "paper", "alise", "observe"])
-def test_added_time_is_small_beside_vllms_at_256_running(bench, policy, kind):
+def test_added_time_is_small_beside_vllms_at_256_running(policy, kind):
     row = bench.measure(bench.Load(policy, kind), num_steps=300)
 
     assert row["cpu_added_us"]["median"] <= MAX_RATIO * row["cpu_stock_us"]["median"], row
 
 
 @pytest.mark.parametrize("policy", ["attain", "paper"])
-def test_added_time_grows_no_faster_than_n_log_n_in_waiting(bench, policy):
+def test_added_time_grows_no_faster_than_n_log_n_in_waiting(policy):
     few, many = 500, 4000
     loads = [bench.Load(policy, num_running=64, num_waiting=n) for n in (0, few, many)]
     rows = [bench.measure(load, num_steps=200) for load in loads]

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-import math
+import functools
+import itertools
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sola_sched.bench.report import intervals, plots
-from sola_sched.bench.report.results import Result
+from tqdm import tqdm
+
+from sola_sched.bench.backends import environment
+from sola_sched.bench.backends.base import parse_scheduler
+from sola_sched.bench.data.datasets import DatasetOptions, build
+from sola_sched.bench.data.workload import Workload
+from sola_sched.bench.report import intervals, plots, results
+from sola_sched.bench.report.results import Result, RunInfo, SloSource
 from sola_sched.bench.report.table import best_stock
-from sola_sched.bench.research import sweep
-from sola_sched.bench.research.points import SYNTHETIC, Point
-from sola_sched.bench.research.resumable import Row
+from sola_sched.config.slo import SloTarget
+from sola_sched.simulator.steps.profile import load_step_profile
+
+if TYPE_CHECKING:
+    from sola_sched.bench.backends.simulation import SimBackend
 
 PROFILE = "llama-3-8b-a100"
 SCHEDULERS = ("stock:512", "stock:2048", "stock:8192", "sola")
@@ -20,8 +32,9 @@ SCHEDULERS = ("stock:512", "stock:2048", "stock:8192", "sola")
 RATES = (2.5, 3.0, 3.5)
 NUM_REQUESTS = 400
 #: 10 x the latency of a request that has the profile's GPU to itself, seconds.
-TTFT_S, TPOT_S = 2.093, 0.1048
+TTFT_S, TPOT_S = 2.421, 0.1051
 ROWS, FIGURE = "virtual-time.jsonl", "virtual-time.png"
+_MAX_NUM_BATCHED_TOKENS = 8192
 _NUM_WORKERS = 2
 
 Say = Callable[[str], None]
@@ -38,27 +51,24 @@ def run(
     """Compare in virtual time; say what came out and where the picture is.
 
     Args:
-        directory: Of rows and picture; rows of the same source that are there are not made again.
+        directory: Of results and picture.
         say: Takes lines of text.
         rates, num_requests: Of the runs.
         is_hidden: No progress bar.
     """
-    points = [
-        Point(PROFILE, SYNTHETIC, rate, TTFT_S, TPOT_S, scheduler, num_requests=num_requests)
-        for rate in rates
-        for scheduler in SCHEDULERS
-    ]
     say(
         f"1. Virtual time: vLLM's own scheduler and sola_sched's in vLLM's loop, step times of "
         f"Llama-3-8B on an A100 ({PROFILE}, computed), {num_requests} requests with lengths like "
         f"ShareGPT's. Targets: TTFT {TTFT_S:.3g} s, TPOT {1e3 * TPOT_S:.3g} ms, 10 x the latency "
         "of a request alone. The same numbers on every machine."
     )
+    runs = list(itertools.product(rates, SCHEDULERS))
+    # Spawned, since a fork of a process with threads (OpenMP, the bar) may hang.
     workers = max(1, min(_NUM_WORKERS, os.cpu_count() or 1))
-    rows = sweep.run(
-        points, directory / ROWS, num_workers=workers, title="virtual time", is_hidden=is_hidden
-    )
-    found = [_result(row) for row in rows]
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        made = pool.map(functools.partial(_run, num_requests), *zip(*runs, strict=True))
+        found = list(tqdm(made, "virtual time", len(runs), unit="run", disable=is_hidden))
+    results.save(directory / ROWS, found)
     best = best_stock(found)
     say(f"   {'requests/s':>10}  {'best stock vLLM, 95 % interval':38}  sola_sched")
     for rate in rates:
@@ -78,17 +88,27 @@ def _share(result: Result) -> str:
     return intervals.share(flags).percent()
 
 
-def _result(row: Row) -> Result:
-    """What tables and figures of the benchmark need of a row."""
-    label = row["scheduler"]
-    return {
-        "request_rate": row["rate_per_s"],
-        "request_throughput": row["num_requests"] / row["duration_s"],
-        "request_goodput": row["goodput_per_s"],
-        "attainment": row["attainment"],
-        "mean_ttft_ms": 1e3 * (row["mean_ttft_s"] or math.nan),
-        "scheduler": {"label": label, "kind": "sola" if label.startswith("sola") else "stock"},
-        "model_id": row["profile"],
-        "dataset_name": row["dataset"],
-        "num_prompts": row["num_requests"],
-    }
+def make_backend() -> SimBackend:
+    """The real schedulers, with the step times of `PROFILE`."""
+    from sola_sched.bench.backends.simulation import SimBackend, SimOptions
+
+    args = {"max_num_batched_tokens": _MAX_NUM_BATCHED_TOKENS}
+    return SimBackend(SimOptions(load_step_profile(PROFILE), engine_args=args))
+
+
+def make_workload(backend: SimBackend, num_requests: int = NUM_REQUESTS) -> Workload:
+    """Requests with lengths like ShareGPT's, the same at every rate."""
+    return build(DatasetOptions(num_prompts=num_requests), backend.limits)
+
+
+def _run(num_requests: int, rate: float, scheduler: str) -> Result:
+    """One run, in this process."""
+    environment.prepare(None, is_random=True)
+    backend, spec = make_backend(), parse_scheduler(scheduler)
+    workload = make_workload(backend, num_requests).at_rate(rate)
+    slo = SloSource(SloTarget(TTFT_S, TPOT_S), "10 x the latency of a request alone")
+    outcome = backend.run(workload, spec, slo.target)
+    info = RunInfo(
+        backend.name, backend.model_id, backend.tokenizer_id, "sharegpt-like", seed=0, slo=slo
+    )
+    return results.without_details(results.make_result(info, workload, spec, outcome))

@@ -184,7 +184,7 @@ class StepCurves:
         except (KeyError, TypeError, ValueError) as error:
             raise ProfileError(
                 f"'{META_KEY}' must hold curves and coefficients as written by "
-                f"`python -m sola_sched.bench fidelity` ({type(error).__name__}: {error})."
+                f"`python benchmarks/run.py fidelity` ({type(error).__name__}: {error})."
             ) from error
         for name, value in linear.items():
             if not 0.0 <= value < math.inf:

@@ -121,7 +121,7 @@ class MeasuredStepTime:
 
     Attributes:
         cost: As written by `python -m sola_sched.profile`.
-        curves: The finer form that `python -m sola_sched.bench fidelity` writes beside it, used
+        curves: The finer form that `python benchmarks/run.py fidelity` writes beside it, used
             in its place; None if the file has none.
     """
 

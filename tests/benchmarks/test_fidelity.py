@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fidelity import engine_steps as steps
+from fidelity import recorded_requests as recorded
+from fidelity.recording import Cycle, CycleRecorder, EngineFacts
+from fidelity.report import engine_tables, request_table
+from harness.command import main
+from registry import EXPERIMENTS
 from sola_sched.bench.backends.base import parse_scheduler
-from sola_sched.bench.backends.engine_recording import Cycle, CycleRecorder, EngineFacts
-from sola_sched.bench.cli import main
 from sola_sched.bench.data.workload import RequestSpec, Workload, random_token_ids
-from sola_sched.bench.research import fidelity_requests as recorded
-from sola_sched.bench.research import fidelity_steps as steps
-from sola_sched.bench.research.fidelity_report import engine_tables, request_table
 from sola_sched.config.slo import SloTarget
 from sola_sched.cost.fit import StepShape
 from sola_sched.cost.model import CostModel
@@ -450,24 +451,24 @@ def test_recorded_requests_are_read_by_run_in_order_of_arrival(tmp_path: Path) -
 def test_command_needs_the_recorded_requests_that_it_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["fidelity", "--only", "requests", "--data", str(tmp_path)]) == 2
+    argv = ["--only", "requests", "--data", str(tmp_path), "--results", str(tmp_path)]
+    assert main(EXPERIMENTS, ["fidelity", *argv]) == 2
     assert "--data" in capsys.readouterr().err
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_command_runs_on_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output, profile = tmp_path / "numbers.json", tmp_path / "profile.json"
+    profile = tmp_path / "profile.json"
+    argv = ["fidelity", "--quick", "--only", "chat", "--num-requests", "8", "--schedulers",
+            "stock:128", "sola:128", "--results", str(tmp_path)]  # fmt: skip
 
-    code = main(
-        ["fidelity", "--only", "engine", "--model-shape", "tiny", "--num-prompts", "8",
-         "--workloads", "chat", "--schedulers", "stock:128", "sola:128",
-         "--save-profile", str(profile), "--output", str(output)]
-    )  # fmt: skip
+    assert main(EXPERIMENTS, [*argv, "--save-profile", str(profile)]) == 0
 
-    assert code == 0
-    shown = capsys.readouterr().out
-    assert "Ranking of the schedulers" in shown
-    assert output.is_file()
+    assert "Ranking of the schedulers" in capsys.readouterr().out
+    table = (tmp_path / "fidelity-quick.md").read_text()
+    assert "commit" in table.splitlines()[0]
+    assert main(EXPERIMENTS, [*argv, "--stored"]) == 0
+    assert (tmp_path / "fidelity-quick.md").read_text() == table
     assert MeasuredStepTime(CostModel.load(profile)).curves is not None
     assert set(LINEAR) == set(MeasuredStepTime(CostModel.load(profile)).curves.linear)

@@ -6,23 +6,20 @@ import json
 import random
 import sys
 from itertools import islice
-from types import ModuleType
 
 import pytest
-from scripts import load_script
 
 pytest.importorskip("vllm")
+
+from harness.command import main
+from registry import EXPERIMENTS
+from scheduler import bench_overhead as bench
 
 pytestmark = [pytest.mark.vllm]
 
 
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    return load_script("scheduler", "bench_overhead")
-
-
 @pytest.fixture
-def engines(bench, monkeypatch):
+def engines(monkeypatch):
     """The engines that are built from now on, with what each of their steps scheduled."""
     built = []
     build, step = bench.ClosedLoop.__init__, bench.ClosedLoop.step
@@ -44,7 +41,7 @@ def engines(bench, monkeypatch):
 
 
 @pytest.mark.parametrize("is_async", [True, False])
-def test_when_a_request_ends_the_next_one_arrives(bench, engines, is_async):
+def test_when_a_request_ends_the_next_one_arrives(engines, is_async):
     load = bench.Load(is_async=is_async, num_running=8, num_waiting=3)
 
     row = bench.measure(load, num_steps=200, num_warmups=20)
@@ -62,7 +59,7 @@ def test_when_a_request_ends_the_next_one_arrives(bench, engines, is_async):
 
 
 @pytest.mark.parametrize("is_async", [True, False])
-def test_observing_changes_no_step(bench, engines, is_async):
+def test_observing_changes_no_step(engines, is_async):
     load = bench.Load("observe", is_async=is_async, num_running=8, num_waiting=3)
 
     bench.measure(load, num_steps=100, num_warmups=20)
@@ -72,7 +69,7 @@ def test_observing_changes_no_step(bench, engines, is_async):
     assert stock.scheduled == ours.scheduled
 
 
-def test_requests_follow_from_the_seed_and_the_kind(bench):
+def test_requests_follow_from_the_seed_and_the_kind():
     def lengths(kind, seed=0):
         drawn = bench.requests(bench.KINDS[kind], random.Random(seed))
         return [request.num_prompt_tokens for request in islice(drawn, 200)]
@@ -84,9 +81,7 @@ def test_requests_follow_from_the_seed_and_the_kind(bench):
     assert sum(lengths("long")) / 200 == pytest.approx(5000.0, rel=0.2)
 
 
-def test_rows_are_stored_with_their_circumstances_and_printed_again(
-    bench, tmp_path, capsys, monkeypatch
-):
+def test_rows_are_stored_with_their_circumstances_and_printed_again(tmp_path, capsys, monkeypatch):
     out = tmp_path / "rows.jsonl"
     options = ["--kinds", "chat", "--modes", "async", "--num-running", "2", "--num-steps", "20"]
     monkeypatch.setattr(sys, "argv", ["bench", *options, "--out", str(out), "--label", "now"])
@@ -106,3 +101,19 @@ def test_rows_are_stored_with_their_circumstances_and_printed_again(
     line = capsys.readouterr().out.splitlines()[2]
     assert line.startswith("| attain | chat | async | 2 | 0 |")
     assert line.endswith("% |  |  |  |")
+
+
+def test_the_table_of_an_experiments_rows_has_every_label(tmp_path, capsys):
+    options = ["--kinds", "chat", "--modes", "async", "--num-running", "2", "--num-steps", "20"]
+    for label in ("before", "after"):
+        argv = ["overhead", *options, "--label", label, "--results", str(tmp_path)]
+        assert main(EXPERIMENTS, argv) == 0
+    capsys.readouterr()
+
+    assert main(EXPERIMENTS, ["overhead", "--stored", "--results", str(tmp_path)]) == 0
+
+    assert len((tmp_path / "overhead.jsonl").read_text().splitlines()) == 2
+    head, _, *lines = capsys.readouterr().out.splitlines()
+    assert "added us, before" in head
+    assert "added us, after" in head
+    assert lines[0].startswith("| attain | chat | async | 2 | 0 |")

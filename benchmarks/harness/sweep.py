@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from harness import provenance, resumable
+from harness.import_closure import digest, import_closure
+from harness.points import BOUND, HINDSIGHT, Point, make_workload
+from harness.resumable import Row
 from sola_sched.bench.backends import environment
 from sola_sched.bench.backends.base import RunOutcome, SchedulerSpec, parse_scheduler
-from sola_sched.bench.research import provenance, resumable
-from sola_sched.bench.research.import_closure import digest, import_closure
-from sola_sched.bench.research.points import BOUND, HINDSIGHT, Point, make_workload
-from sola_sched.bench.research.resumable import Row, load
 from sola_sched.config.slo import SloTarget
 from sola_sched.config.sola_config import CONFIG_KEY
 from sola_sched.core import metrics
@@ -31,17 +31,12 @@ _DIGITS = 4
 #: What takes a scheduler's place in a point.
 _REFERENCES = (BOUND, HINDSIGHT)
 #: Modules that change no row: they keep rows, or runs of that kind never use them.
-_KEEPING = tuple(
-    f"sola_sched.bench.{name}"
-    for name in (
-        "research.import_closure",
-        "research.provenance",
-        "research.resumable",
-        "report.results",
-    )
-)
+_KEEPING = (
+    "harness.import_closure", "harness.provenance", "harness.resumable",
+    "sola_sched.bench.report.results",
+)  # fmt: skip
 _POLICY = ("sola_sched.vllm_adapter.scheduler", "sola_sched.simulator.baselines.rules")
-_BESIDE = ("sola_sched.bench.backends.bound", "sola_sched.bench.backends.hindsight")
+_BESIDE = ("sola_sched.bench.backends.bound", "harness.hindsight")
 _UNUSED = {
     "stock": (*_POLICY, *_BESIDE),
     BOUND: (*_POLICY, "sola_sched.simulator.engine", "sola_sched.simulator.host", _BESIDE[1]),
@@ -109,11 +104,8 @@ def with_bound(rows: Sequence[Row]) -> list[Row]:
 
 
 def stored(points: Iterable[Point], path: Path) -> list[Row]:
-    """The rows of those points that `path` has, with their bound; the last of each, by whatever
-    source it was made."""
-    rows = {_parameters(row): row for row in load(path)}
-    wanted = (_parameters(asdict(point)) for point in dict.fromkeys(points))
-    return with_bound([rows[parameters] for parameters in wanted if parameters in rows])
+    """The rows of those points that `path` has, with their bound; see `resumable.stored`."""
+    return with_bound(resumable.stored(points, path))
 
 
 def key_of(point: Point) -> str:
@@ -199,7 +191,7 @@ def _reference(point: Point, data: Path | None) -> float:
     backend = make_backend(point.profile)
     workload = make_workload(point, backend.limits, data)
     if point.scheduler == HINDSIGHT:
-        from sola_sched.bench.backends.hindsight import attainable_with_hindsight
+        from harness.hindsight import attainable_with_hindsight
 
         return attainable_with_hindsight(backend, workload, point.slo)
     from sola_sched.bench.backends.bound import workload_bound

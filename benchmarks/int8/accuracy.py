@@ -1,4 +1,4 @@
-"""What INT8 does to KV: `python benchmarks/kernels/bench_accuracy.py`.
+"""What INT8 does to KV.
 
 Caches in the shape of Llama-3-8B with outlier channels, group length by group length: error of
 keys and values, of attention's output, and of the logits behind one layer. See README.md.
@@ -6,15 +6,14 @@ keys and values, of attention's output, and of the logits behind one layer. See 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
+from harness.markdown import markdown
+from harness.setup import Outcome, Setup
 from sola_sched.kernels import reference
 
-_RESULTS = Path(__file__).resolve().parents[1] / "results" / "kernels"
 _HEADS, _KV_HEADS, _HEAD_DIM, _VOCAB = 32, 8, 128, 4096
 _BLOCK_SIZE = 16
 #: Share of key channels that are outliers and how many times larger they are; values have none.
@@ -98,34 +97,15 @@ def measure(num_tokens: int, group_tokens: int | None, seeds: Sequence[int]) -> 
     return sums
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and store the table; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--num-tokens", type=int, default=1024)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--results", type=Path, default=_RESULTS, metavar="DIR")
-    args = parser.parse_args(argv)
-    lines = [
-        "| tokens a group | bytes, bf16 = 1 | keys | values | attention output | logits | "
-        "same best logit |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+def accuracy(setup: Setup) -> Outcome:
+    """Errors by group length."""
+    head = ["tokens a group", "bytes, bf16 = 1", "keys", "values", "attention output", "logits",
+            "same best logit"]  # fmt: skip
+    num_tokens, lines = setup.options["num_tokens"], []
     for group in (16, 32, 64, None):
-        row = measure(args.num_tokens, group, args.seeds)
-        size = (1 + 4 / (group or args.num_tokens)) / 2
+        row = measure(num_tokens, group, setup.seeds)
+        size = (1 + 4 / (group or num_tokens)) / 2
         cells = [f"{100 * row[name]:.2f} %" for name in ("keys", "values", "attention", "logits")]
-        lines.append(
-            f"| {group or 'whole'} | {size:.2f} | {' | '.join(cells)} | {100 * row['top1']:.1f} % |"
-        )
-    table = (
-        f"Relative RMS error after INT8, {args.num_tokens} tokens, bf16, mean of "
-        f"{len(args.seeds)} seeds.\n\n" + "\n".join(lines)
-    )
-    args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / "accuracy.md").write_text(table + "\n", encoding="utf-8")
-    print(table)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+        lines.append([str(group or "whole"), f"{size:.2f}", *cells, f"{100 * row['top1']:.1f} %"])
+    title = f"Relative RMS error after INT8, {num_tokens} tokens, bf16, mean of"
+    return Outcome([], f"{title} {len(setup.seeds)} seeds.\n\n{markdown(head, lines, 0)}")

@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from harness.points import SYNTHETIC, Point, make_workload
 from sola_sched.bench.backends.base import RunOutcome, parse_scheduler
 from sola_sched.bench.backends.simulation import SimBackend, SimOptions
 from sola_sched.bench.first_run.virtual import PROFILE, TPOT_S, TTFT_S
-from sola_sched.bench.research.points import SYNTHETIC, Point, make_workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.core import metrics
 from sola_sched.simulator.steps.profile import load_step_profile

@@ -1,12 +1,12 @@
-"""Tables of the fidelity command."""
+"""Tables of `fidelity`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from sola_sched.bench.backends.engine_recording import PARTS
-from sola_sched.bench.research.fidelity_steps import ATTAINMENT_TARGET, STEP_TARGET
+from fidelity.engine_steps import ATTAINMENT_TARGET, STEP_TARGET
+from fidelity.recording import PARTS
 
 Row = dict[str, Any]
 

@@ -1,8 +1,8 @@
 """Finds the source files that decide a result, from the imports written in them.
 
 Static: the files are parsed, not imported, so that asking costs no import of vLLM. What runs under
-``TYPE_CHECKING`` only is left out. Followed are the modules of `sola_sched`, and those that lie
-beside a script.
+``TYPE_CHECKING`` only is left out. Followed are the modules of `sola_sched`, those of the folders
+of `benchmarks/`, and those that lie beside a script.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 _PACKAGE = "sola_sched"
+_BENCHMARKS = Path(__file__).resolve().parents[1]
 _FULL_NAME = re.compile(rf"{_PACKAGE}(\.[a-zA-Z_]\w*)+")
 
 
@@ -35,11 +36,11 @@ def import_closure(roots: Iterable[str | Path], without: Collection[str] = ()) -
     ``"sola_sched.simulator.baselines.rules"`` or ``"sola_sched.vllm_adapter.scheduler.Scheduler"``.
 
     Args:
-        roots: Names of modules in `sola_sched`, and script files.
+        roots: Names of modules in `sola_sched` or `benchmarks/`, and script files.
         without: Names of modules that are known not to be used; nothing is followed through them.
 
     Raises:
-        ValueError: A root is no module.
+        ValueError: A root, or what is left out, is no module.
     """
     found: set[Path] = set()
     left: list[Path] = []
@@ -50,17 +51,22 @@ def import_closure(roots: Iterable[str | Path], without: Collection[str] = ()) -
                 found.add(file)
                 left.append(file)
 
-    excluded = {file for name in without for file in _files_of(name)[-1:]}
+    excluded = {_file_of(name) for name in without}
     for root in roots:
-        files = (root.resolve(),) if isinstance(root, Path) else _files_of(root)
-        if not files:
-            raise ValueError(f"A root must be a module of {_PACKAGE} or a script (got {root!r}).")
-        add(files)
+        add((root.resolve(),) if isinstance(root, Path) else (_file_of(root), *_files_of(root)))
     while left:
         file = left.pop()
         names, folder = _imports(file), file.parent
         add(other for name in names for other in _files_of(name, folder) if other not in excluded)
     return tuple(sorted(found))
+
+
+def _file_of(name: str) -> Path:
+    files = _files_of(name)
+    last = files[-1] if files else Path()
+    if (last.parent.name if last.name == "__init__.py" else last.stem) != name.rpartition(".")[2]:
+        raise ValueError(f"There must be a module {name!r} in {_PACKAGE} or {_BENCHMARKS.name}/.")
+    return last
 
 
 @functools.lru_cache(maxsize=4096)
@@ -73,8 +79,9 @@ def _files_of(name: str, folder: Path | None = None) -> tuple[Path, ...]:
     head, *rest = name.split(".")
     if head != _PACKAGE:
         beside = folder / f"{head}.py" if folder is not None else None
-        is_script = beside is not None and beside.is_file() and _is_script_folder(beside.parent)
-        return (beside,) if beside is not None and is_script else ()
+        if beside is not None and beside.is_file() and _is_script_folder(beside.parent):
+            return (beside,)
+        return _files_below(_BENCHMARKS, name)
     files: list[Path] = []
     module, is_package = "", True
     for part in (head, *rest):
@@ -87,6 +94,18 @@ def _files_of(name: str, folder: Path | None = None) -> tuple[Path, ...]:
             return (*files, *_files_of(target)) if target else tuple(files)
         files.append(Path(spec.origin).resolve())
         module, is_package = full, spec.submodule_search_locations is not None
+    return tuple(files)
+
+
+def _files_below(folder: Path, name: str) -> tuple[Path, ...]:
+    """As `_files_of` for packages that lie in a folder and may have no ``__init__``."""
+    files: list[Path] = []
+    for part in name.split("."):
+        if (folder / f"{part}.py").is_file():
+            return (*files, folder / f"{part}.py")
+        folder = folder / part
+        if (folder / "__init__.py").is_file():
+            files.append(folder / "__init__.py")
     return tuple(files)
 
 

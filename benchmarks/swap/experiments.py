@@ -1,4 +1,4 @@
-"""What KV swapping buys: `python benchmarks/swap/bench_swap.py fig8|alone|host|attain|...`.
+"""What KV swapping buys.
 
 All but the last in virtual time, with the real schedulers, step times and links of a profile;
 `engine` by the clock on vLLM's real engine. See README.md.
@@ -6,34 +6,31 @@ All but the last in virtual time, with the real schedulers, step times and links
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
-import json
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import engine_cases
 import numpy as np
-from cases import Case, run
-from engine_cases import EngineCase
 
+from harness import resumable, sweep
+from harness.points import SYNTHETIC, Point
+from harness.resumable import Row
+from harness.setup import Outcome, Setup
 from sola_sched.bench.backends.simulation import SimBackend
-from sola_sched.bench.research import resumable, sweep
-from sola_sched.bench.research.points import SYNTHETIC, Point
+from swap import engine_cases
+from swap.cases import Case, run
+from swap.engine_cases import EngineCase
 
 _FOLDER = Path(__file__).resolve().parent
-_RESULTS = _FOLDER.parent / "results" / "swap"
-_DATA_VARIABLE = "SOLA_SCHED_DATA"
 
 
 # Experiments --------------------------------------------------------------------------------
 
 
-class _Fig8Setup(NamedTuple):
+class _Fig8Case(NamedTuple):
     """Profile, lengths, KV blocks (None for the profile's) and rates of Fig. 8."""
 
     profile: str
@@ -42,13 +39,13 @@ class _Fig8Setup(NamedTuple):
     rates: tuple[float, ...]
 
 
-_FIG8_SETUPS = (
-    _Fig8Setup("opt-13b-v100", "alpaca.jsonl.gz", None, (5.0, 6.0, 7.0, 8.0, 10.0, 12.0, 16.0)),
-    _Fig8Setup("llama-3-8b-a100", "sharegpt_lengths_llama2.csv.gz", 1500, (2.0, 2.5, 3.0)),
+_FIG8_CASES = (
+    _Fig8Case("opt-13b-v100", "alpaca.jsonl.gz", None, (5.0, 6.0, 7.0, 8.0, 10.0, 12.0, 16.0)),
+    _Fig8Case("llama-3-8b-a100", "sharegpt_lengths_llama2.csv.gz", 1500, (2.0, 2.5, 3.0)),
 )
 
 
-def fig8(args: argparse.Namespace) -> str:
+def fig8(setup: Setup) -> Outcome:
     """ALISE Fig. 8: what becomes of displaced KV, normalized latency over the rate."""
     alise = "sola:policy=alise,sim.predictor=oracle"
     ample = "swap.host_gib=256"
@@ -60,9 +57,11 @@ def fig8(args: argparse.Namespace) -> str:
         "defer": (alise, "defer"),
         "vLLM": ("stock", ""),
     }
+    found: list[Row] = []
     parts = []
-    for setup in _FIG8_SETUPS:
-        base, rates, rows = _fig8_rows(args, "fig8", setup, variants)
+    for case in _FIG8_CASES:
+        base, rates, rows = _fig8_rows(setup, case, variants)
+        found += rows
         table = _table(rows, list(variants), rates, "normalized_s", lambda v: f"{1e3 * v:.0f}")
         latency = _table(rows, list(variants), rates, "latency_s", lambda v: f"{v:.2f}")
         over = {
@@ -71,16 +70,16 @@ def fig8(args: argparse.Namespace) -> str:
                 ("normalized_s", list(variants)[2:]), ("latency_s", list(variants)[2:])
             )
         }  # fmt: skip
-        blocks = f", {setup.num_blocks} KV blocks" if setup.num_blocks else ""
+        blocks = f", {case.num_blocks} KV blocks" if case.num_blocks else ""
         parts.append(
             f"Normalized latency, ms a token, {base.profile}, {base.dataset}{blocks}, lengths "
             f"known.\n\n{table}\n\nOver raw swapping: {over['normalized_s']}.\n\n"
             f"Mean latency, s:\n\n{latency}\n\nOver raw swapping: {over['latency_s']}."
         )
-    return "\n\n".join(parts)
+    return Outcome(found, "\n\n".join(parts))
 
 
-def alone(args: argparse.Namespace) -> str:
+def alone(setup: Setup) -> Outcome:
     """Fig. 8 in an engine like the paper's, which computes prompts in steps of their own."""
     alise = "sola:policy=alise,sim.predictor=oracle"
     variants = {
@@ -88,56 +87,54 @@ def alone(args: argparse.Namespace) -> str:
         "recompute": (alise, "alone always"),
         "defer": (alise, "alone defer"),
     }
-    base, rates, rows = _fig8_rows(args, "alone", _FIG8_SETUPS[0], variants)
+    base, rates, rows = _fig8_rows(setup, _FIG8_CASES[0], variants)
     table = _table(rows, list(variants), rates, "normalized_s", lambda v: f"{1e3 * v:.0f}")
     counts = _table(rows, list(variants), rates, "num_preemptions", lambda v: f"{v:.0f}")
     over = ", ".join(
         _over_swapping(rows, name, rates, "normalized_s") for name in list(variants)[1:]
     )
-    return (
+    return Outcome(
+        rows,
         f"Normalized latency, ms a token, {base.profile}, {base.dataset}, lengths known, prompts "
-        f"computed alone.\n\n{table}\n\nOver raw swapping: {over}.\n\nPreemptions:\n\n{counts}"
+        f"computed alone.\n\n{table}\n\nOver raw swapping: {over}.\n\nPreemptions:\n\n{counts}",
     )
 
 
 def _fig8_rows(
-    args: argparse.Namespace,
-    name: str,
-    setup: _Fig8Setup,
+    setup: Setup,
+    case: _Fig8Case,
     variants: dict[str, tuple[str, str]],
-) -> tuple[Point, Sequence[float], list[dict[str, Any]]]:
+) -> tuple[Point, Sequence[float], list[Row]]:
     """What all points have in common, the rates, and a row per rate, seed and variant."""
-    rates = setup.rates[:2] if args.quick else setup.rates
-    base = Point(setup.profile, _dataset(args, setup.dataset), 1.0, 60.0, 1.0, "stock",
-                 num_requests=args.num_requests)  # fmt: skip
-    rows = _rows(args, name, [
-        Case(replace(base, rate_per_s=rate, scheduler=text, seed=seed), label, setup.num_blocks,
-             how)
-        for rate in rates for seed in args.seeds for label, (text, how) in variants.items()
+    rates = case.rates[:2] if setup.is_quick else case.rates
+    base = Point(case.profile, _dataset(setup, case.dataset), 1.0, 60.0, 1.0, "stock",
+                 num_requests=setup.num_requests)  # fmt: skip
+    rows = _rows(setup, [
+        Case(replace(base, rate_per_s=rate, scheduler=text, seed=seed), label, case.num_blocks, how)
+        for rate in rates for seed in setup.seeds for label, (text, how) in variants.items()
     ])  # fmt: skip
     return base, rates, rows
 
 
-def _over_swapping(
-    rows: Sequence[dict[str, Any]], name: str, rates: Sequence[float], column: str
-) -> str:
+def _over_swapping(rows: Sequence[Row], name: str, rates: Sequence[float], column: str) -> str:
     ratios = [
         _mean(rows, name, rate, column) / _mean(rows, "swap, raw", rate, column) for rate in rates
     ]
     return f"{name} {min(ratios):.2f}x to {max(ratios):.2f}x"
 
 
-def host(args: argparse.Namespace) -> str:
+def host(setup: Setup) -> Outcome:
     """INT8 against raw at equal host memory and equal bandwidth."""
     alise = "sola:policy=alise,sim.predictor=oracle"
-    base = Point("opt-13b-v100", _dataset(args, "alpaca.jsonl.gz"), 7.0, 60.0, 1.0, "stock",
-                 num_requests=args.num_requests)  # fmt: skip
-    rates = (7.0,) if args.quick else (7.0, 12.0)
-    sizes = (0.25, 1.0) if args.quick else (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
+    base = Point("opt-13b-v100", _dataset(setup, "alpaca.jsonl.gz"), 7.0, 60.0, 1.0, "stock",
+                 num_requests=setup.num_requests)  # fmt: skip
+    rates = (7.0,) if setup.is_quick else (7.0, 12.0)
+    sizes = (0.25, 1.0) if setup.is_quick else (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
     names = ("raw", "int8")
+    found: list[Row] = []
     parts = []
     for rate in rates:
-        rows = _rows(args, "host", [
+        rows = _rows(setup, [
             Case(
                 replace(
                     base,
@@ -149,8 +146,9 @@ def host(args: argparse.Namespace) -> str:
                 ),
                 mode,
             )
-            for size in sizes for seed in args.seeds for mode in names
+            for size in sizes for seed in setup.seeds for mode in names
         ])  # fmt: skip
+        found += rows
         for row in rows:
             row["rate_per_s"] = row["ttft_s"] - 60.0
         lost = _table(rows, names, sizes, "refused", lambda v: f"{v:.0f}", "GiB")
@@ -160,39 +158,41 @@ def host(args: argparse.Namespace) -> str:
             f"Tokens that found no room on the host and were computed again:\n\n{lost}\n\n"
             f"Normalized latency, ms a token:\n\n{speed}"
         )
-    return "\n\n".join(parts)
+    return Outcome(found, "\n\n".join(parts))
 
 
-def attain(args: argparse.Namespace) -> str:
+def attain(setup: Setup) -> Outcome:
     """`policy="attain"` with KV memory cut to a third and to a twentieth.
 
     The last part has prompts of 20 tokens and outputs of 340: requests are displaced many times.
     """
-    chat = Point("llama-3-8b-a100", _dataset(args, "azure_conv_2023.csv.gz"), 1.0, 0.8, 0.12,
-                 "stock", num_requests=args.num_requests)  # fmt: skip
+    chat = Point("llama-3-8b-a100", _dataset(setup, "azure_conv_2023.csv.gz"), 1.0, 0.8, 0.12,
+                 "stock", num_requests=setup.num_requests)  # fmt: skip
     short = replace(
         chat,
-        dataset=_dataset(args, "alpaca.jsonl.gz"),
-        outputs_from="" if args.data is None else "sharegpt_lengths_llama2.csv.gz",
+        dataset=_dataset(setup, "alpaca.jsonl.gz"),
+        outputs_from="" if setup.data is None else "sharegpt_lengths_llama2.csv.gz",
         ttft_s=1.0,
         tpot_s=0.1,
     )
     scarce = 1500
+    found: list[Row] = []
     parts = []
     for base, num_blocks, rates in (
         (chat, _third_of_blocks(chat.profile), (5.0, 6.0, 7.0, 8.0, 10.0)),
         (chat, scarce, (3.0, 4.0, 5.0, 6.0, 8.0)),
         (short, scarce, (10.0, 14.0, 18.0)),
     ):
-        rates = rates[:2] if args.quick else rates
-        met, speed = _attain_tables(args, "attain", base, rates, num_blocks, {"vLLM": "stock"})
+        rates = rates[:2] if setup.is_quick else rates
+        rows, met, speed = _attain_tables(setup, base, rates, num_blocks, {"vLLM": "stock"})
+        found += rows
         outputs = f" with outputs of {base.outputs_from}" if base.outputs_from else ""
         parts.append(
             f"Llama-3-8B on one A100 with {num_blocks} KV blocks of 16 tokens, {base.dataset}"
             f"{outputs}, TTFT {base.ttft_s:g} s, TPOT {base.tpot_s:g} s. Requests within both:\n\n"
             f"{met}\n\nNormalized latency, ms a token:\n\n{speed}"
         )
-    return "\n\n".join(parts)
+    return Outcome(found, "\n\n".join(parts))
 
 
 #: Lengths, targets and the rate that stock vLLM sustains, as in `load` of benchmarks/simulation.
@@ -205,26 +205,28 @@ _LOADS = (
 )
 
 
-def third(args: argparse.Namespace) -> str:
+def third(setup: Setup) -> Outcome:
     """`policy="attain"` on the loads of `benchmarks/simulation`, with a third of the KV memory."""
-    shares = (1.0,) if args.quick else (0.75, 1.0, 1.25, 1.5, 2.0)
+    shares = (1.0,) if setup.is_quick else (0.75, 1.0, 1.25, 1.5, 2.0)
     chunks = {f"vLLM, {size}": f"stock:{size}" for size in (512, 1024, 2048, 8192)}
+    found: list[Row] = []
     parts = []
-    for file, ttft_s, tpot_s, rate in _LOADS[:1] if args.quick else _LOADS:
-        base = Point("llama-3-8b-a100", _dataset(args, file), 1.0, ttft_s, tpot_s, "stock",
-                     num_requests=args.num_requests)  # fmt: skip
+    for file, ttft_s, tpot_s, rate in _LOADS[:1] if setup.is_quick else _LOADS:
+        base = Point("llama-3-8b-a100", _dataset(setup, file), 1.0, ttft_s, tpot_s, "stock",
+                     num_requests=setup.num_requests)  # fmt: skip
         num_blocks = _third_of_blocks(base.profile)
         rates = [float(f"{share * rate:.3g}") for share in shares]
-        met, speed = _attain_tables(args, "third", base, rates, num_blocks, chunks)
+        rows, met, speed = _attain_tables(setup, base, rates, num_blocks, chunks)
+        found += rows
         parts.append(
             f"Llama-3-8B on one A100 with {num_blocks} KV blocks of 16 tokens, {base.dataset}, "
             f"TTFT {ttft_s:g} s, TPOT {tpot_s:g} s. Requests within both:\n\n{met}\n\n"
             f"Normalized latency, ms a token:\n\n{speed}"
         )
-    return "\n\n".join(parts)
+    return Outcome(found, "\n\n".join(parts))
 
 
-def engine(args: argparse.Namespace) -> str:
+def engine(setup: Setup) -> Outcome:
     """The ways of Fig. 8, and `attain`, on vLLM's real CPU engine with little KV memory."""
     variants = {
         "swap, raw": ("sola:policy=alise,swap.mode=raw", ""),
@@ -238,13 +240,10 @@ def engine(args: argparse.Namespace) -> str:
         "attain, swap": ("sola:swap.mode=raw", ""),
     }
     cases = [
-        EngineCase(name, seed, scheduler, policy, args.num_requests)
-        for seed, (name, (scheduler, policy)) in itertools.product(args.seeds, variants.items())
+        EngineCase(name, seed, scheduler, policy, setup.num_requests)
+        for seed, (name, (scheduler, policy)) in itertools.product(setup.seeds, variants.items())
     ]
-    rows = _stored_or_run(
-        args, "engine", cases, engine_key, engine_cases.run,
-        [field.name for field in fields(EngineCase)],
-    )  # fmt: skip
+    rows = setup.rows_of(cases, engine_key, engine_cases.run, "engine")
     lines = ["| | latency/token, ms | latency, s | attained | output tokens/s | preemptions |",
              "| --- | ---: | ---: | ---: | ---: | ---: |"]  # fmt: skip
     for name in variants:
@@ -255,30 +254,31 @@ def engine(args: argparse.Namespace) -> str:
                                    ("tokens_per_s", 0), ("num_preemptions", 0))
         ]  # fmt: skip
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return (
+    return Outcome(
+        rows,
         "vLLM's engine on a CPU, random Llama of 62 M parameters, "
-        f"{engine_cases.NUM_BLOCKS} KV blocks of 128 tokens, {args.num_requests} requests of "
+        f"{engine_cases.NUM_BLOCKS} KV blocks of 128 tokens, {setup.num_requests} requests of "
         f"`sharegpt-like` at {engine_cases.RATE_PER_S:g}/s, targets "
         f"{' and '.join(engine_cases.SLO)} ms; means of seeds "
-        f"{', '.join(map(str, args.seeds))}.\n\n" + "\n".join(lines)
+        f"{', '.join(map(str, setup.seeds))}.\n\n" + "\n".join(lines),
     )
 
 
 def _attain_tables(
-    args: argparse.Namespace,
-    name: str,
+    setup: Setup,
     base: Point,
     rates: Sequence[float],
     num_blocks: int,
     stock: dict[str, str],
-) -> tuple[str, str]:
-    """Attained shares and normalized latencies of vLLM and of ours, a line a rate."""
+) -> tuple[list[Row], str, str]:
+    """The rows; attained shares and normalized latencies of vLLM and of ours, a line a rate."""
     variants = stock | {"attain": "sola", "attain, swap": "sola:swap.mode=raw,swap.host_gib=64"}
-    rows = _rows(args, name, [
+    rows = _rows(setup, [
         Case(replace(base, rate_per_s=rate, scheduler=text, seed=seed), label, num_blocks)
-        for rate in rates for seed in args.seeds for label, text in variants.items()
+        for rate in rates for seed in setup.seeds for label, text in variants.items()
     ])  # fmt: skip
     return (
+        rows,
         _table(rows, list(variants), rates, "attained", lambda v: f"{100 * v:.1f} %"),
         _table(rows, list(variants), rates, "normalized_s", lambda v: f"{1e3 * v:.0f}"),
     )
@@ -290,76 +290,40 @@ def _third_of_blocks(profile: str) -> int:
     return (backend.options.profile.num_blocks or 3000) // 3
 
 
-EXPERIMENTS: dict[str, Callable[[argparse.Namespace], str]] = {
-    "alone": alone,
-    "attain": attain,
-    "engine": engine,
-    "fig8": fig8,
-    "host": host,
-    "third": third,
-}
-
-
 # Rows and tables ----------------------------------------------------------------------------
 
 
-def _rows(args: argparse.Namespace, name: str, cases: Sequence[Case]) -> list[dict[str, Any]]:
+def _rows(setup: Setup, cases: Sequence[Case]) -> list[Row]:
     """A row per case."""
-    names = ["name", "num_blocks", "policy", *Point.__dataclass_fields__]
-    rows = _stored_or_run(
-        args, name, cases, case_key, functools.partial(run, data=args.data), names
-    )
+    rows = setup.rows_of(cases, case_key, functools.partial(run, data=setup.data), "swap")
+    if len(rows) < len(set(cases)):
+        raise SystemExit(
+            f"error: {setup.path} must hold a row for each of {len(set(cases))} runs (got "
+            f"{len(rows)}); leave --stored out."
+        )
     return [row | {"refused": row["swap"].get("num_refused", 0)} for row in rows]
-
-
-def _stored_or_run(
-    args: argparse.Namespace,
-    name: str,
-    cases: Sequence[Any],
-    key_of: Callable[[Any], str],
-    make: Callable[[Any], dict[str, Any]],
-    names: Sequence[str],
-) -> list[dict[str, Any]]:
-    """A row per case, run where it is missing; with ``--stored`` the last one there is, found by
-    the columns `names`, by whatever source it was made."""
-    path = args.results / f"{name}{'-quick' if args.quick else ''}.jsonl"
-    if not args.stored:
-        return resumable.run(cases, path, key_of, make, title=name)
-    found = {json.dumps([row.get(name) for name in names]): row for row in resumable.load(path)}
-    wanted = [json.dumps([parameters(case)[name] for name in names]) for case in cases]
-    missing = sum(key not in found for key in wanted)
-    if missing:
-        raise SystemExit(f"{path} must hold a row for every run ({missing} of {len(wanted)} are "
-                         "missing); leave --stored out.")  # fmt: skip
-    return [found[key] for key in wanted]
-
-
-def parameters(case: Case | EngineCase) -> dict[str, Any]:
-    """All parameters as columns of one row."""
-    columns = asdict(case)
-    return columns | columns.pop("point", {})
 
 
 def case_key(case: Case) -> str:
     """Changes with all that decides the row."""
     point = case.point
-    return sweep.make_key(parameters(case), point.scheduler, point.profile,
+    return sweep.make_key(resumable.parameters(case), point.scheduler, point.profile,
                           scripts=[_FOLDER / "cases.py"])  # fmt: skip
 
 
 def engine_key(case: EngineCase) -> str:
     """Changes with all that decides the row."""
-    return sweep.make_key(parameters(case), case.scheduler,
+    return sweep.make_key(resumable.parameters(case), case.scheduler,
                           scripts=[_FOLDER / "engine_cases.py"])  # fmt: skip
 
 
-def _mean(rows: Sequence[dict[str, Any]], name: str, rate: float, column: str) -> float:
+def _mean(rows: Sequence[Row], name: str, rate: float, column: str) -> float:
     values = [r[column] for r in rows if r["name"] == name and r["rate_per_s"] == rate]
     return float(np.mean(values))
 
 
 def _table(
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[Row],
     names: Sequence[str],
     rates: Sequence[float],
     column: str,
@@ -373,37 +337,5 @@ def _table(
     return "\n".join(lines)
 
 
-def _dataset(args: argparse.Namespace, name: str) -> str:
-    return SYNTHETIC if args.data is None else name
-
-
-def _data(given: Path | None) -> Path | None:
-    named = given or os.environ.get(_DATA_VARIABLE)
-    path = Path(named) if named else _FOLDER.parents[2] / "shared" / "data"
-    return path if path.is_dir() else None
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run an experiment, print its table and store it; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=sorted(EXPERIMENTS))
-    parser.add_argument("--data", type=Path, help=f"data sets (default: ${_DATA_VARIABLE}, else "
-                        "../shared/data; without one, synthetic lengths)")  # fmt: skip
-    parser.add_argument("--results", type=Path, default=_RESULTS, metavar="DIR")
-    parser.add_argument("--num-requests", type=int, default=None)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--quick", action="store_true", help="few, small runs: does it work?")
-    parser.add_argument("--stored", action="store_true",
-                        help="the table of the rows there are; run nothing")  # fmt: skip
-    args = parser.parse_args(argv)
-    args.data = _data(args.data)
-    args.num_requests = args.num_requests or (60 if args.quick else 1000)
-    table = EXPERIMENTS[args.name](args)
-    path = args.results / f"{args.name}{'-quick' if args.quick else ''}.md"
-    path.write_text(table + "\n", encoding="utf-8")
-    print(f"\n{table}\n\nTable in {path}.")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+def _dataset(setup: Setup, name: str) -> str:
+    return SYNTHETIC if setup.data is None else name

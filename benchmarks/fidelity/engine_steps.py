@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
+from fidelity.recording import PARTS, Cycle, EngineFacts
 from sola_sched.bench.backends.base import SchedulerSpec, extra_args
-from sola_sched.bench.backends.engine_recording import PARTS, Cycle, EngineFacts
 from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.config.sola_config import CONFIG_KEY

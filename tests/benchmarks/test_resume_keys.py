@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -14,18 +15,28 @@ import pytest
 pytest.importorskip("vllm")
 
 import sola_sched
-from sola_sched.bench.research import import_closure, provenance, resumable, sweep
-from sola_sched.bench.research.points import BOUND, HINDSIGHT, SYNTHETIC, Point
+from harness import import_closure, provenance, resumable, sweep
+from harness.points import BOUND, HINDSIGHT, SYNTHETIC, Point
 from sola_sched.simulator.steps import profile as step_profile
 
 pytestmark = pytest.mark.vllm
 
 PACKAGE = Path(sola_sched.__file__).resolve().parent
+BENCHMARKS = Path(sweep.__file__).resolve().parents[1]
 BASE = Point(
     "llama-3-8b-a100", SYNTHETIC, rate_per_s=4.0, ttft_s=2.0, tpot_s=0.1, scheduler="stock:2048",
     num_requests=10,
 )  # fmt: skip
 COLUMNS = ("commit", "is_dirty", "vllm", "cpu", "num_cores", "num_workers")
+
+
+def the_file(name: str) -> Path:
+    """The one source file whose path ends so."""
+    roots = (PACKAGE, BENCHMARKS / "harness")
+    if name == "__init__.py":
+        return PACKAGE / name
+    (file,) = (path for root in roots for path in root.rglob("*.py") if path.match(name))
+    return file
 
 
 @pytest.fixture
@@ -48,20 +59,18 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("scheduler", "inside", "outside"),
     [
-        ("stock", ("simulator/engine.py", "simulator/host.py", "bench/research/points.py",
-                   "__init__.py"),
-         ("planner/attain/planner.py", "vllm_adapter/scheduler.py", "bench/report/table.py",
+        ("stock", ("simulator/engine.py", "simulator/host.py", "harness/points.py", "__init__.py"),
+         ("attain/planner.py", "vllm_adapter/scheduler.py", "report/table.py",
           "vllm_adapter/plugin.py")),
         ("sola", ("prediction/length.py", "cost/execution.py", "prediction/trust.py",
-                  "core/ewt.py", "vllm_adapter/swapping.py", "planner/attain/planner.py",
-                  "bench/research/sweep.py"),
-         ("bench/report/table.py", "bench/cli.py", "bench/report/results.py",
-          "simulator/bound/program.py", "vllm_adapter/plugin.py")),
-        ("sjf", ("simulator/baselines/rules.py", "cost/fit.py"), ("bench/report/plots.py",)),
-        (BOUND, ("simulator/bound/program.py", "simulator/steps/curves.py"),
+                  "core/ewt.py", "vllm_adapter/swapping.py", "attain/planner.py",
+                  "harness/sweep.py"),
+         ("report/table.py", "bench/cli.py", "report/results.py", "bound/upper.py",
+          "vllm_adapter/plugin.py", "harness/command.py", "harness/resumable.py")),
+        ("sjf", ("baselines/rules.py", "cost/fit.py"), ("report/plots.py",)),
+        (BOUND, ("bound/program.py", "steps/curves.py"),
          ("vllm_adapter/scheduler.py", "simulator/engine.py")),
-        (HINDSIGHT, ("bench/backends/hindsight.py", "planner/attain/pace.py"),
-         ("simulator/bound/program.py",)),
+        (HINDSIGHT, ("harness/hindsight.py", "attain/pace.py"), ("bound/upper.py",)),
     ],
 )  # fmt: skip
 def test_what_decides_a_run_changes_its_key(
@@ -70,11 +79,10 @@ def test_what_decides_a_run_changes_its_key(
     point = replace(BASE, scheduler=scheduler)
     key = sweep.key_of(point)
     for name in inside:
-        changed(PACKAGE / name)
+        changed(the_file(name))
         assert sweep.key_of(point) != key, name
     for name in outside:
-        assert (PACKAGE / name).is_file()
-        changed(PACKAGE / name)
+        changed(the_file(name))
         assert sweep.key_of(point) == key, name
 
 
@@ -88,7 +96,7 @@ def test_length_histogram_and_swap_policy_decide_our_runs(changed: Any) -> None:
 
 
 #: What the plug-in imports when vLLM loads it, beside files of its own name.
-OF_PLUGIN = ("refusals.py", "state.py", "vllm_names.py")
+OF_PLUGIN = ("refusals.py", "state.py", "names.py", "versions.py")
 
 
 @pytest.mark.slow
@@ -98,20 +106,21 @@ def test_all_that_a_run_imports_is_in_its_key() -> None:
         "import json, sys\n"
         "from pathlib import Path\n"
         "from dataclasses import replace\n"
-        "from sola_sched.bench import sweep\n"
-        "from sola_sched.bench.research.points import Point\n"
+        "from harness import sweep\n"
+        "from harness.points import Point\n"
         f"base = Point(**json.loads({json.dumps(asdict(BASE))!r}))\n"
         f"for name in ('stock', {BOUND!r}, 'sola', 'sjf', {HINDSIGHT!r}):\n"
         "    before = set(sys.modules) if name != 'stock' else set()\n"
         "    sweep.run_point(replace(base, scheduler=name))\n"
         "    new = [m for n, m in list(sys.modules.items())\n"
-        "           if n.startswith('sola_sched') and n not in before]\n"
+        "           if n.startswith(('sola_sched', 'harness')) and n not in before]\n"
         "    files = {str(Path(m.__file__).resolve()) for m in new}\n"
         "    print(json.dumps([name, sorted(files)]))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True,
+        env=os.environ | {"PYTHONPATH": str(BENCHMARKS)},
+    )  # fmt: skip
     runs = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
 
     keepers = {import_closure.__file__, provenance.__file__, resumable.__file__}
@@ -203,7 +212,7 @@ def test_rows_of_older_files_are_made_again_and_can_still_be_read(tmp_path: Path
     assert "commit" not in read
     sweep.run([BASE], path, is_hidden=True)
 
-    keys = [row["key"] for row in sweep.load(path)]
+    keys = [row["key"] for row in resumable.load(path)]
     assert keys == ["350c4b59ca2e", sweep.key_of(BASE)]
     assert sweep.stored([BASE], path)[0]["key"] == keys[1]
 

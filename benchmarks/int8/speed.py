@@ -1,23 +1,26 @@
-"""Speed of the INT8 kernels: `python benchmarks/kernels/bench_speed.py`, on a CUDA device.
+"""Speed of the INT8 kernels on a CUDA device.
 
 Checks parity with the torch twin first and reports no speed when that fails. See README.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from harness.markdown import markdown
+from harness.setup import Outcome, Setup
+
 _ROOT = Path(__file__).resolve().parents[2]
-_RESULTS = _ROOT / "benchmarks" / "results" / "kernels"
 _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 8, 256, 16  # keys beside values
 _MIB = 1 << 20
 _QUANTILES = (0.2, 0.5, 0.8)
+_HEAD = ("MiB of bf16 KV", "tokens a group", "kernel", "GB/s, slow fifth", "median", "fast fifth",
+         "of a copy")  # fmt: skip
 
 
 def parity() -> str | None:
@@ -45,7 +48,7 @@ def time_s(run: Callable[[], object], repeats: int = 30) -> list[float]:
     return [float(ordered.quantile(q)) for q in _QUANTILES]
 
 
-def measure(num_mib: int, group_tokens: int) -> list[str]:
+def measure(num_mib: int, group_tokens: int) -> list[list[str]]:
     """Rows of the table for one size: quantize, dequantize, and a copy of as many bytes."""
     from sola_sched.kernels import int8_kv
     from sola_sched.kernels.layout import allocate
@@ -75,47 +78,29 @@ def measure(num_mib: int, group_tokens: int) -> list[str]:
     for name, call in calls.items():
         seconds = time_s(call)
         copy_s = seconds[1] if name == "copy" else copy_s
-        cells = " | ".join(f"{moved / s / 1e9:.0f}" for s in seconds)
-        rows.append(
-            f"| {num_mib} | {group_tokens} | {name} | {cells} | {100 * copy_s / seconds[1]:.0f} % |"
-        )
+        cells = [f"{moved / s / 1e9:.0f}" for s in seconds]
+        share = f"{100 * copy_s / seconds[1]:.0f} %"
+        rows.append([str(num_mib), str(group_tokens), name, *cells, share])
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and store the table; 1 when parity is red."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[16, 64, 256], help="MiB of KV")
-    parser.add_argument("--results", type=Path, default=_RESULTS, metavar="DIR")
-    args = parser.parse_args(argv)
+def speed(setup: Setup) -> Outcome:
+    """GB/s of both kernels; ends with status 1 where parity is red."""
     failure = parity()
     if failure is not None:
-        print(f"Parity with the torch twin is red; no speed is reported.\n{failure}")
-        return 1
-    lines = [
-        "| MiB of bf16 KV | tokens a group | kernel | GB/s, slow fifth | median | fast fifth | "
-        "of a copy |",
-        "| ---: | ---: | --- | ---: | ---: | ---: | ---: |",
-    ]
+        raise SystemExit(f"Parity with the torch twin is red; no speed is reported.\n{failure}")
+    sizes, lines = setup.options["sizes"], []
     if torch.cuda.is_available():
         import triton
 
         device = torch.cuda.get_device_name()
         title = f"{device}, torch {torch.__version__}, triton {triton.__version__}"
-        for size in args.sizes:
+        for size in sizes:
             for group in (16, 64):
                 lines += measure(size, group)
     else:
         title = "No CUDA device: parity checked in Triton's interpreter, speed absent"
-        for size in args.sizes:
+        for size in sizes:
             for name in ("copy", "quantize", "dequantize"):
-                lines.append(f"| {size} | 16, 64 | {name} | absent | absent | absent | absent |")
-    table = f"{title}.\n\n" + "\n".join(lines)
-    args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / "speed.md").write_text(table + "\n", encoding="utf-8")
-    print(table)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+                lines.append([str(size), "16, 64", name, *["absent"] * 4])
+    return Outcome([], f"{title}.\n\n{markdown(_HEAD, lines, 0)}")

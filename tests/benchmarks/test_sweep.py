@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import json
 import math
-import subprocess
-import sys
-from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +14,20 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from sola_sched.bench.backends import hindsight as sim_hindsight
+from harness import hindsight as sim_hindsight
+from harness import points, resumable, sweep
+from harness.points import BOUND, HINDSIGHT, SYNTHETIC, Point, make_workload
 from sola_sched.bench.backends.base import parse_scheduler
 from sola_sched.bench.backends.bound import workload_bound
 from sola_sched.bench.cli import main
 from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.bench.report import table as report
-from sola_sched.bench.research import points, sweep
-from sola_sched.bench.research.points import BOUND, HINDSIGHT, SYNTHETIC, Point, make_workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.core import metrics
 from sola_sched.errors import ConfigError, DatasetError
 
 pytestmark = pytest.mark.vllm
 
-ROOT = Path(__file__).resolve().parents[2]
 BASE = Point(
     "llama-3-8b-a100", SYNTHETIC, rate_per_s=4.0, ttft_s=2.0, tpot_s=0.1, scheduler="stock:2048",
     num_requests=25,
@@ -82,7 +77,7 @@ def test_a_line_cut_off_by_a_kill_is_run_again(tmp_path: Path) -> None:
     whole = facts(sweep.run(POINTS, path, is_hidden=True))
     path.write_text(path.read_text()[:-40])
 
-    assert len(sweep.load(path)) == 2
+    assert len(resumable.load(path)) == 2
     assert facts(sweep.run(POINTS, path, is_hidden=True)) == whole
     assert len(path.read_text().splitlines()) == 3
 
@@ -236,130 +231,3 @@ def test_benchmark_prints_and_saves_the_bound(
     assert all(run["attainment"] <= run["bound_attainment"] for run in saved)
     assert "no scheduler attains more" in out
     assert len(list(tmp_path.glob("*-attainment.png"))) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "head", "num_lines"),
-    [
-        ("table4", "| model | scheduler | req/s |", 7),
-        pytest.param(
-            "benefit",
-            "| model, SLO | load | req/s | best stock | peak memory alone |",
-            3,
-            marks=pytest.mark.slow,
-        ),
-        ("cost", "| model | data | req/s |", 3),
-        pytest.param("hindsight", "| data | load | req/s | sola |", 3, marks=pytest.mark.slow),
-    ],
-)
-def test_experiments_run_without_data(
-    name: str,
-    head: str,
-    num_lines: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "simulation"))
-    monkeypatch.setenv("SOLA_SCHED_DATA", str(tmp_path / "none"))
-    run_script = importlib.import_module("run").main
-    argv = [name, "--quick", "--num-requests", "20", "--results", str(tmp_path)]
-
-    assert run_script(argv) == 0
-
-    table = (tmp_path / f"{name}-quick.md").read_text()
-    assert table.splitlines()[0].startswith(head)
-    assert len(table.splitlines()) == num_lines
-    assert run_script([*argv, "--stored"]) == 0
-    assert (tmp_path / f"{name}-quick.md").read_text() == table
-    assert table in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("half", "expected"), [(4.0, 3.21), (0.2, 0.0), (40.0, math.inf)], ids=["in", "below", "above"]
-)
-def test_the_rate_at_a_level_is_bracketed_and_bisected(
-    half: float, expected: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Attainment falls as 1 / (1 + (rate / half)^10), which is 0.9 at 0.803 half."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "simulation"))
-    setups = importlib.import_module("setups")
-    tried: list[float] = []
-
-    class Made(setups.Setup):  # type: ignore[misc, name-defined]
-        def rows(self, points: Iterable[Point], title: str) -> list[dict[str, Any]]:
-            rows = [asdict(point) for point in points]
-            tried.extend({row["rate_per_s"] for row in rows})
-            for row in rows:
-                whole = 1.0 / (1.0 + (row["rate_per_s"] / half) ** 10)
-                row["attainment"] = whole * (0.9 if row["scheduler"] == "worse" else 1.0)
-                row["attainment"] += 0.05 * (row["seed"] - 1) * whole
-            return rows
-
-    setup = Made(None, tmp_path / "rows.jsonl", seeds=(0, 1, 2))
-    base = Point("llama-3-8b-a100", SYNTHETIC, 1.0, 1.0, 0.1, "stock")
-    schedulers, rates = ("worse", "better"), [1.0, 2.0, 3.0, 4.0, 6.0]
-    rate, rows = setups.rate_at(setup, base, schedulers, 0.9, rates)
-    assert rate == pytest.approx(expected, rel=0.02)
-    assert len(tried) == len(set(tried)) <= 5
-    assert len(rows) == 6 * len(tried)
-
-
-def test_load_one_is_found_without_the_settings_that_came_later(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A setting that attains all would raise the rate, and with it every load that is stored."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "simulation"))
-    setups = importlib.import_module("setups")
-    tried: set[str] = set()
-
-    class Made(setups.Setup):  # type: ignore[misc, name-defined]
-        def rows(self, points: Iterable[Point], title: str) -> list[dict[str, Any]]:
-            rows = [asdict(point) for point in points]
-            for row in rows:
-                tried.add(row["scheduler"])
-                row["attainment"] = float(row["rate_per_s"] <= 4.0)
-            return rows
-
-    base = Point("llama-3-8b-a100", SYNTHETIC, 0.0, 1.0, 0.1, "stock")
-    point = setups.at_stock_rate(Made(None, tmp_path / "rows.jsonl"), base)
-
-    assert point.rate_per_s == pytest.approx(4.0, rel=0.06)
-    assert tried == {"stock:512", "stock:2048", "stock:8192"}
-    assert tried < set(setups.STOCK)
-
-
-@pytest.mark.parametrize(
-    ("stock", "ours", "expected"),
-    [(2.0, 3.0, "1.50"), (2.0, math.inf, "> 3.00"), (0.0, 3.0, "-"), (math.inf, math.inf, "-")],
-)
-def test_the_ratio_of_rates_says_what_lies_beyond_them(
-    stock: float, ours: float, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "simulation"))
-    tables = importlib.import_module("tables")
-
-    line = tables.level_line("data", 10.0, 0.9, stock, ours, highest=6.0)
-
-    assert (line[:3], line[-1]) == (["data", "10", "90%"], expected)
-
-
-def test_every_experiment_of_alise_has_runs() -> None:
-    script = (
-        "import sys\n"
-        "sys.path.insert(0, '')\n"  # not there by itself where PYTHONSAFEPATH is set
-        "import experiments\n"
-        "for name, experiment in experiments.EXPERIMENTS.items():\n"
-        "    print(name, *(len(experiment.runs([], quick)) > 0 for quick in (False, True)))\n"
-    )
-
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=ROOT / "benchmarks" / "alise",
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-
-    names = ("rates", "seeds", "wrong", "aging")
-    assert done.stdout.split("\n")[:-1] == [f"{name} True True" for name in names]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import MISSING, fields, is_dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from sola_sched.bench.research import provenance
+from harness import provenance
 
 Row = dict[str, Any]
 Item = TypeVar("Item")
@@ -22,6 +23,47 @@ def load(path: Path) -> list[Row]:
     if not path.exists():
         return []
     return [json.loads(line) for line in _whole(path).splitlines()]
+
+
+def parameters(item: Any) -> Row:
+    """Fields of a dataclass as columns, those of a dataclass in it beside its own."""
+    columns: Row = {}
+    for field in fields(item):
+        value = getattr(item, field.name)
+        columns |= parameters(value) if is_dataclass(value) else {field.name: value}
+    return columns
+
+
+def defaults(item: Any) -> Row:
+    """Values of the columns of `parameters` that rows may leave out."""
+    columns: Row = {}
+    for field in fields(item):
+        value = getattr(item, field.name, None)
+        if is_dataclass(value):
+            columns |= defaults(value)
+        elif field.default is not MISSING:
+            columns[field.name] = field.default
+    return columns
+
+
+def stored(items: Iterable[Any], path: Path) -> list[Row]:
+    """The rows that `path` has of the items; the last of each, by whatever source it was made.
+
+    Args:
+        items: Dataclasses of one kind; `parameters` are the columns that tell them apart.
+        path: As in `run`.
+    """
+    wanted = list(dict.fromkeys(items))
+    if not wanted:
+        return []
+    left_out, names = defaults(wanted[0]), list(parameters(wanted[0]))
+
+    def key_of(columns: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(columns.get(name, left_out.get(name)) for name in names)
+
+    found = {key_of(row): row for row in load(path)}
+    keys = (key_of(parameters(item)) for item in wanted)
+    return [found[key] for key in keys if key in found]
 
 
 def run(

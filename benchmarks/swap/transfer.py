@@ -1,4 +1,4 @@
-"""Copies of swapped KV on a GPU: `python benchmarks/swap/bench_transfer.py`.
+"""Copies of swapped KV on a GPU.
 
 Bandwidth of swapping out and in against pinned copies of as many bytes, and what copies under way
 cost the steps of a model beside them. Checks round trips first and reports nothing when they are
@@ -7,21 +7,19 @@ wrong; without a CUDA device that is all it does. See README.md.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from harness.setup import Outcome, Setup
 from sola_sched.kv_swap.geometry import Geometry
 from sola_sched.kv_swap.jobs import Job, Piece
 from sola_sched.kv_swap.packing import Packer
 from sola_sched.kv_swap.worker import SwapWorker
 
-_RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "swap"
 _BLOCK_SIZE, _SEGMENT_TOKENS, _GROUP_TOKENS = 16, 256, 64
 _MIB = 1 << 20
 _PEAK_BYTES = 256 * _MIB
@@ -244,17 +242,13 @@ def interference(shape: Shape, device: torch.device, *, is_int8: bool) -> tuple[
     return 1e3 * alone, sorted(b / a for a, b in pairs)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and store the table; 1 when round trips are wrong."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=_RESULTS, metavar="DIR")
-    args = parser.parse_args(argv)
+def transfer(setup: Setup) -> Outcome:
+    """Speed of copies and what they cost; ends with status 1 where round trips are wrong."""
     on_gpu = torch.cuda.is_available()
     device, shape = (torch.device("cuda"), Shape()) if on_gpu else (torch.device("cpu"), TINY)
     wrong = round_trips(shape, device)
     if wrong is not None:
-        print(f"{wrong}; no speed is reported.")
-        return 1
+        raise SystemExit(f"{wrong}; no speed is reported.")
     lines = [
         "| mode | tokens | way | MiB on the host | GB/s | pinned copy, GB/s | of it |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: |",
@@ -278,12 +272,4 @@ def main(argv: Sequence[str] | None = None) -> int:
                       for way in ("out", "in")]  # fmt: skip
         lines += ["", "| mode | step alone, ms | with copies both ways, ratio |"]
         lines += ["| --- | ---: | ---: |", "| raw, INT8 | absent | absent |"]
-    table = "\n".join(lines)
-    args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / "transfer.md").write_text(table + "\n", encoding="utf-8")
-    print(table)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return Outcome([], "\n".join(lines))

@@ -67,7 +67,7 @@ def cpu_model() -> str:
 
 def _git(*arguments: str, folder: Path | None = None) -> str | None:
     """What git prints, or None where it fails or is missing."""
-    root = folder or _FILE.parents[3]
+    root = folder or _FILE.parents[2]
     try:
         done = subprocess.run(
             ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False

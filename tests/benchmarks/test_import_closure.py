@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import sola_sched
-from sola_sched.bench.research.import_closure import digest, import_closure
+from harness.import_closure import digest, import_closure
 
 PACKAGE = Path(sola_sched.__file__).resolve().parent
 

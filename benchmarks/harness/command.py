@@ -1,0 +1,197 @@
+"""What `benchmarks/run.py` does: lists the experiments, runs one, keeps its table."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import options, provenance
+from harness.options import Refused
+from harness.setup import Outcome, Setup
+from sola_sched.errors import ConfigError, DatasetError, ProfileError, SloError
+from sola_sched.length_predictor.corpus import DATA_VARIABLE
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+#: Tables that were made with the options by default.
+TABLES = ROOT / "docs" / "results"
+EXIT_USAGE = 2
+_COMMAND = "python benchmarks/run.py"
+_QUICK_REQUESTS = 60
+_MAX_COMMITS = 4
+#: Fields of `Setup` that go by the option's own name.
+_SHARED = ("num_requests", "seeds", "only", "scheduling_time")
+_HANDLED = ("data", "results", "workers", "quick", "stored", "plots", *_SHARED)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One name of the command line.
+
+    Attributes:
+        name: As on the command line; its table is ``docs/results/NAME.md``.
+        summary: One line.
+        duration: How long it takes without rows, on two cores of a common machine.
+        function: ``module:function``, called with a `Setup`, gives an `Outcome`.
+        options: Those that it takes, keys of `options.OPTIONS`.
+        rows: File in the results; empty if it keeps none.
+        defaults: Of its options, with which its table was made.
+        figure: ``module:function`` that draws into a folder, called with name, setup and outcome.
+    """
+
+    name: str
+    summary: str
+    duration: str
+    function: str
+    options: Sequence[str] = ()
+    rows: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    figure: str = ""
+
+    def arguments(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parsed.
+
+        Raises:
+            Refused: They cannot be used.
+        """
+        defaults = {"results": RESULTS} | dict(self.defaults)
+        if "workers" in self.options:
+            defaults.setdefault("workers", 1)
+        taken = self.taken
+        return options.parse(
+            f"{self.name}: {self.summary}",
+            taken,
+            {name: value for name, value in defaults.items() if name in taken},
+            argv,
+        )
+
+    @property
+    def taken(self) -> tuple[str, ...]:
+        """Its options, with those that follow from what it keeps and draws."""
+        more = ["results"] + (["stored"] if self.rows else []) + (["plots"] if self.figure else [])
+        return (*self.options, *more)
+
+    def is_published(self, args: argparse.Namespace) -> bool:
+        """Whether the options are those with which its table is made."""
+        free = {"data", "results", "workers", "stored", "plots", "save_profile"}
+        by_default = vars(self.arguments([]))
+        has_data = "data" not in self.options or _data(args.data) is not None
+        return (
+            has_data
+            and args.results == RESULTS
+            and all(getattr(args, n) == by_default[n] for n in self.taken if n not in free)
+        )
+
+    def setup(self, args: argparse.Namespace) -> Setup:
+        """The arguments as its function takes them."""
+        is_quick = getattr(args, "quick", False)
+        path = args.results / (self.rows or "none")
+        if is_quick:
+            path = path.with_stem(f"{path.stem}-quick")
+        given = {n: getattr(args, n) for n in _SHARED if getattr(args, n, None) is not None}
+        if is_quick and given.get("num_requests") == self.defaults.get("num_requests"):
+            given["num_requests"] = _QUICK_REQUESTS
+        return Setup(
+            data=_data(getattr(args, "data", None)),
+            path=path,
+            num_workers=getattr(args, "workers", 1),
+            is_quick=is_quick,
+            is_stored=getattr(args, "stored", False),
+            options={n: getattr(args, n) for n in self.options if n not in _HANDLED},
+            **given,
+        )
+
+
+def main(experiments: Sequence[Experiment], argv: Sequence[str]) -> int:
+    """Run what the arguments say; return the exit status."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    by_name = {experiment.name: experiment for experiment in experiments}
+    try:
+        if not argv or argv[0] in ("-h", "--help"):
+            print(listing(experiments))
+        elif argv[0] == "tables":
+            options.parse("tables: every table whose rows are stored", (), {}, argv[1:])
+            for experiment in experiments:
+                if experiment.rows and (RESULTS / experiment.rows).exists():
+                    run(experiment, ["--stored"])
+        elif argv[0] not in by_name:
+            raise Refused(f"there is no experiment {argv[0]!r}; `{_COMMAND}` lists them.")
+        else:
+            run(by_name[argv[0]], argv[1:])
+    except (Refused, ConfigError, DatasetError, ProfileError, SloError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0
+
+
+def listing(experiments: Sequence[Experiment]) -> str:
+    """The experiments, a line each."""
+    width = max(len(experiment.name) for experiment in experiments)
+    lines = [f"{_COMMAND} NAME [options]; NAME --help lists the options of each. Times without "
+             "stored rows, one worker.\n"]  # fmt: skip
+    for each in experiments:
+        lines.append(f"{each.name:{width}}  {each.duration:>8}  {each.summary}")
+    lines.append(f"{'tables':{width}}  {'minutes':>8}  every table, of the rows that are stored")
+    return "\n".join(lines)
+
+
+def run(experiment: Experiment, argv: Sequence[str]) -> Outcome:
+    """Run an experiment, print its table and keep it.
+
+    Raises:
+        Refused: The arguments cannot be used.
+    """
+    args = experiment.arguments(argv)
+    setup = experiment.setup(args)
+    outcome: Outcome = _function(experiment.function)(setup)
+    print(outcome.table)
+    if getattr(args, "plots", None) is not None:
+        figure = _function(experiment.figure)(experiment.name, setup, outcome, args.plots)
+        print(f"Figure {figure}.")
+    path = args.results / f"{experiment.name}{'-quick' if setup.is_quick else ''}.md"
+    if experiment.is_published(args):
+        path = TABLES / path.name
+    elif args.results == RESULTS and not setup.is_quick:
+        print(f"Not kept: options or data are not those of {TABLES / path.name}.")
+        return outcome
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{heading(experiment, outcome)}\n\n{outcome.table.rstrip()}\n", "utf-8")
+    print(f"Table in {path}.")
+    return outcome
+
+
+def heading(experiment: Experiment, outcome: Outcome) -> str:
+    """The command, and the commits whose source made the rows."""
+    if not experiment.rows:
+        return f"`{_COMMAND} {experiment.name}`, commit {provenance.checkout()[0]}."
+    commits = [str(row["commit"])[:7] for row in outcome.rows if row.get("commit")]
+    known = sorted(set(commits))
+    said = ", ".join(known) if len(known) <= _MAX_COMMITS else f"{len(known)} commits"
+    num_untold = len(outcome.rows) - len(commits)
+    if num_untold:
+        said = f"{said}; {num_untold:,} rows tell none" if known else "not told"
+    return (
+        f"`{_COMMAND} {experiment.name}`, the table again from its {len(outcome.rows):,} rows with "
+        f"`--stored`. Commit of the rows: {said}."
+    )
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def _data(given: Path | None) -> Path | None:
+    """The folder of the data sets: given, of the environment, beside the repository, or none."""
+    if given is not None and not given.is_dir():
+        raise Refused(f"--data must be a folder (got {str(given)!r}).")
+    named = given or os.environ.get(DATA_VARIABLE)
+    folder = Path(named) if named else ROOT.parent / "shared" / "data"
+    return folder if folder.is_dir() else None

@@ -1,0 +1,141 @@
+"""The experiments of `benchmarks/run.py`: name, what it tells, function, options, where rows go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from harness.command import Experiment
+
+_VIRTUAL = ("data", "workers", "num_requests", "quick", "scheduling_time")
+_SWAP = ("data", "seeds", "workers", "num_requests", "quick")
+_THREE, _TEN = (0, 1, 2), tuple(range(10))
+
+
+def _simulation(
+    name: str,
+    summary: str,
+    duration: str,
+    options: Sequence[str] = ("seeds",),
+    figure: str = "draw_lines",
+    **defaults: Any,
+) -> Experiment:
+    """Of `simulation/`: points in virtual time, rows shared by all of them."""
+    common = {"num_requests": 1000, "scheduling_time": "none", "only": ()}
+    if "seeds" in options:
+        defaults.setdefault("seeds", (0,))
+    return Experiment(
+        name, summary, duration, f"simulation.experiments:{name}", (*_VIRTUAL, *options),
+        "runs.jsonl", common | defaults, figure and f"simulation.figures:{figure}",
+    )  # fmt: skip
+
+
+def _alise(name: str, summary: str, duration: str, figure: str = "") -> Experiment:
+    """Of `alise/`: latency in virtual time, rows shared by all of them."""
+    return Experiment(
+        f"alise-{name}", summary, duration, f"alise.latency:{name}",
+        ("data", "workers", "quick", "only"), "alise/runs.jsonl", {"only": ()}, figure,
+    )  # fmt: skip
+
+
+def _swap(name: str, summary: str, duration: str, **defaults: Any) -> Experiment:
+    """Of `swap/`: what becomes of displaced KV, in virtual time."""
+    return Experiment(
+        f"swap-{name}", summary, duration, f"swap.experiments:{name}", _SWAP,
+        f"swap/{name}.jsonl", {"num_requests": 1000, "seeds": (0,)} | defaults,
+    )  # fmt: skip
+
+
+_BOTH = ("seeds", "only")
+EXPERIMENTS = (
+    _simulation("load", "attainment over load: five data sets, targets of 10 x one request's",
+                "2 h", seeds=_THREE),
+    _simulation("load15", "the same with targets of 15 x, vLLM and ours alone", "1 h",
+                seeds=_THREE),
+    _simulation("levels", "the rates at 90 and 99 % of both, bracketed closer", "1 h", _BOTH,
+                seeds=_THREE),
+    _simulation("long", "`load` with four times the requests, vLLM and ours alone", "1 h"),
+    _simulation("chunks", "vLLM alone, one more chunk size", "20 min", seeds=_THREE),
+    _simulation("rivals", "every other rule at each chunk size", "1 h"),
+    _simulation("recorded", "`load` with the recorded arrivals of the traces", "20 min"),
+    _simulation("seeds", "three seeds around the load at which vLLM breaks down, one by one",
+                "10 min", ()),
+    _simulation("fig7", "SOLA Fig. 7: the five models of Table 3, tight and loose targets",
+                "40 min", _BOTH),
+    _simulation("fig8", "SOLA Fig. 8: rates at 90 and 99 %, from the rows of `fig7`", "40 min",
+                _BOTH),
+    _simulation("fig9", "SOLA Fig. 9: TTFT and TPOT of each request at one load", "2 min", (),
+                "draw_plane"),
+    _simulation("fig10", "SOLA Fig. 10: targets of 5 x and 20 x", "20 min"),
+    _simulation("slots", "256 and 512 slots, tight targets", "30 min", _BOTH),
+    _simulation("table4", "SOLA Table 4: CPU time of the scheduler against serving time", "5 min",
+                ("only",), num_requests=500, only=("Llama3-70B", "Llama3-8B")),
+    _simulation("benefit", "SOLA 6.3.1: peak-memory prediction and policies apart", "1 h",
+                seeds=_THREE),
+    _simulation("cost", "SOLA 6.3.2: error of the predicted step times", "5 min", ("only",)),
+    _simulation("ablation", "options of the scheduler, one at a time", "10 min"),
+    _simulation("bursts", "arrivals burstier than Poisson", "20 min"),
+    _simulation("shift", "lengths of another data set from the middle on", "10 min"),
+    _simulation("prediction", "what knowing output lengths is worth", "15 min"),
+    _simulation("predicted", "the retrieval predictor's errors, and true lengths, past saturation",
+                "40 min", seeds=_THREE),
+    _simulation("hindsight", "how much of the gap to the bound is knowledge of the future", "1 h"),
+    _simulation("missed", "the same at the goals that `levels` misses", "20 min"),
+    _simulation("shares", "a larger share for requests that are late anyway", "20 min"),
+    _alise("rates", "latency under policy=alise over request rate, by predictor", "1 h",
+           "alise.latency:draw"),
+    _alise("seeds", "the same on three seeds, fewer schedulers", "3 h"),
+    _alise("wrong", "predictions that are off", "30 min"),
+    _alise("aging", "the aging threshold", "10 min"),
+    Experiment("alise-waits", "estimated against real waits", "5 min", "alise.waits:waits",
+               ("data",)),
+    Experiment("alise-predictions", "predictions of held-out prompts, which alise-* replay",
+               "5 min", "alise.record:predictions", ("data",), "alise"),
+    _swap("fig8", "ALISE Fig. 8: swap displaced KV, compute it again, or displace nobody", "2 h",
+          num_requests=500, seeds=_TEN),
+    _swap("alone", "the same where prompts are computed in steps of their own", "1 h",
+          num_requests=500, seeds=_TEN),
+    _swap("host", "INT8 against raw at equal host memory and bandwidth", "5 min",
+          num_requests=500),
+    _swap("attain", "policy=attain with little KV memory, with and without swapping", "10 min",
+          num_requests=600),
+    _swap("third", "the loads of `load` with a third of the KV memory", "1 h", seeds=_THREE),
+    Experiment("swap-engine", "swap-fig8 and attain by the clock on vLLM's engine on a CPU",
+               "40 min", "swap.experiments:engine", ("seeds", "num_requests", "quick"),
+               "swap/engine.jsonl", {"num_requests": 100, "seeds": (0, 1)}),
+    Experiment("swap-transfer", "speed of copies on a GPU, and what they cost beside a model",
+               "1 min", "swap.transfer:transfer"),
+    Experiment("int8-accuracy", "what INT8 does to keys, values, attention and logits", "1 min",
+               "int8.accuracy:accuracy", ("num_tokens", "seeds"),
+               defaults={"num_tokens": 1024, "seeds": _THREE}),
+    Experiment("int8-speed", "speed of the INT8 kernels against a copy, on a GPU", "2 min",
+               "int8.speed:speed", ("sizes",), defaults={"sizes": (16, 64, 256)}),
+    Experiment("overhead", "what the scheduler adds to vLLM's own time per step", "30 min",
+               "scheduler.bench_overhead:overhead",
+               ("policies", "kinds", "modes", "num_running", "num_waiting", "num_steps", "seeds",
+                "clock", "label", "compare"),
+               "overhead.jsonl",
+               {"policies": ("attain",), "kinds": ("chat", "code", "long"),
+                "modes": ("sync", "async"), "num_running": (1, 16, 64, 256), "num_waiting": (0,),
+                "num_steps": 1000, "seeds": (0,), "clock": "cpu", "label": ""}),
+    Experiment("predictor-engine", "what a predictor process costs the engine loop", "10 min",
+               "predictor.bench_engine:engine",
+               ("predictors", "num_running", "num_pairs", "block", "seeds"),
+               "predictor-engine.jsonl",
+               {"predictors": ("lexical", "retrieval"), "num_running": (32,), "num_pairs": 24,
+                "block": 100, "seeds": (0,)}),
+    Experiment("predictor-floor", "how far apart two answers of one model to one prompt are",
+               "1 min", "predictor.bench_floor:floor", ("data",)),
+    Experiment("predictor-index", "which FAISS index: speed, recall, memory", "5 min",
+               "predictor.bench_index:index", ("store",)),
+    Experiment("predictor-latency", "time of one prediction, by part, and memory", "10 min",
+               "predictor.bench_latency:latency", ("store", "data"), "predictor-latency.jsonl"),
+    Experiment("fidelity", "how near virtual time comes to real engines", "15 min",
+               "fidelity.experiment:fidelity",
+               ("data", "seeds", "num_requests", "quick", "only", "schedulers", "clock",
+                "save_profile"),
+               "fidelity.json",
+               {"seeds": (0,), "num_requests": 60, "schedulers": ("stock:512", "sola:2048"),
+                "clock": "cpu", "only": ()}),
+)  # fmt: skip
+"""In the order of the list."""

@@ -1,1 +1,0 @@
-"""Sweeps and the fidelity of virtual time."""
