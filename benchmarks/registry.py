@@ -21,9 +21,9 @@ def _simulation(
     **defaults: Any,
 ) -> Experiment:
     """Of `simulation/`: points in virtual time, rows shared by all of them."""
-    common = {"num_requests": 1000, "scheduling_time": "none", "only": ()}
-    if "seeds" in options:
-        defaults.setdefault("seeds", (0,))
+    common: dict[str, Any] = {"num_requests": 1000, "scheduling_time": "none"}
+    some = {"seeds": (0,), "only": ()}
+    common |= {option: value for option, value in some.items() if option in options}
     return Experiment(
         name, summary, duration, f"simulation.experiments:{name}", (*_VIRTUAL, *options),
         "runs.jsonl", common | defaults, figure and f"simulation.figures:{figure}",

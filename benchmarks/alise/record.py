@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.stats import spearmanr
 
 from harness.markdown import markdown
 from harness.resumable import Row
@@ -52,10 +53,11 @@ def _record(folder: Path, data: Path | None) -> None:
     rng = np.random.default_rng(0)
     train = train.take(np.sort(rng.permutation(len(train))[:NUM_TRAIN]))
     test = test.take(np.sort(rng.permutation(len(test))[:NUM_TEST]))
-    for name, predictor in {
+    predictors: dict[str, Any] = {
         "lexical": build_lexical(train),
         "retrieval": build_retrieval(train, encoder),
-    }.items():
+    }
+    for name, predictor in predictors.items():
         counts = _prompt_tokens(test, data)
         _write(
             folder, "alpaca", name, [(test, predictor.predict(test.prompts))], prompt_tokens=counts
@@ -101,7 +103,7 @@ def _write(
         "dataset": dataset,
         "source": max(set(sources), key=sources.count),
         "median_log_error": round(float(np.median(error)), 4),
-        "rank_correlation": round(_spearman(quantiles.mean(axis=1), lengths), 4),
+        "rank_correlation": round(float(spearmanr(quantiles.mean(axis=1), lengths).statistic), 4),
         "coverage": np.round(covered, 3).tolist(),
         **more,
         "lengths": lengths.tolist(),
@@ -110,8 +112,3 @@ def _write(
     path = folder / f"predictions-{dataset}-{name}.json"
     path.write_text(json.dumps(row, separators=(",", ":")) + "\n", encoding="utf-8")
     print({k: v for k, v in row.items() if not isinstance(v, list) or len(v) == 10}, len(lengths))
-
-
-def _spearman(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
-    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])

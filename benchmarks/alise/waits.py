@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.stats import spearmanr
 
 from alise.setups import Run, make_workload, scheduler_of
 from harness.markdown import markdown
@@ -81,13 +82,12 @@ def watch(run: Run, data: Path | None) -> list[str]:
         watches.append(Watch(made.scheduler))
         return made
 
-    sim_backend.SimBackend._engine = engine  # type: ignore[method-assign]
+    sim_backend.SimBackend._engine = engine  # type: ignore[method-assign, assignment]
     try:
         backend.run(workload, parse_scheduler(scheduler_of(run)), _SLO)
     finally:
         sim_backend.SimBackend._engine = build  # type: ignore[method-assign]
     estimate, wait = np.array(watches[0].pairs).T
-    ranks = [np.argsort(np.argsort(values)) for values in (estimate, wait)]
     ratio = np.log(estimate / np.maximum(wait, 1e-3))
     return [
         f"{run.profile}, {run.dataset}, {run.rate_per_s:g}/s",
@@ -97,7 +97,7 @@ def watch(run: Run, data: Path | None) -> list[str]:
         f"{np.median(estimate):.3g}",
         f"{np.exp(np.median(ratio)):.2f}",
         f"{np.exp(np.median(np.abs(ratio))):.2f}",
-        f"{np.corrcoef(*ranks)[0, 1]:.2f}",
+        f"{spearmanr(estimate, wait).statistic:.2f}",
     ]
 
 

@@ -117,9 +117,7 @@ def main(experiments: Sequence[Experiment], argv: Sequence[str]) -> int:
             print(listing(experiments))
         elif argv[0] == "tables":
             options.parse("tables: every table whose rows are stored", (), {}, argv[1:])
-            for experiment in experiments:
-                if experiment.rows and (RESULTS / experiment.rows).exists():
-                    run(experiment, ["--stored"])
+            return _tables(experiments)
         elif argv[0] not in by_name:
             raise Refused(f"there is no experiment {argv[0]!r}; `{_COMMAND}` lists them.")
         else:
@@ -128,6 +126,19 @@ def main(experiments: Sequence[Experiment], argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     return 0
+
+
+def _tables(experiments: Sequence[Experiment]) -> int:
+    """Every table whose rows are stored; 1 where one cannot be made of them."""
+    failed = 0
+    for experiment in experiments:
+        if experiment.rows and (RESULTS / experiment.rows).exists():
+            try:
+                run(experiment, ["--stored"])
+            except SystemExit as error:
+                print(f"{experiment.name}: {error}", file=sys.stderr)
+                failed = 1
+    return failed
 
 
 def listing(experiments: Sequence[Experiment]) -> str:

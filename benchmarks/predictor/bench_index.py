@@ -80,7 +80,7 @@ def index(setup: Setup) -> Outcome:
 
 def _build(name: str, stored: Any) -> tuple[Any, float]:
     start = time.perf_counter()
-    index = faiss.index_factory(stored.shape[1], name, faiss.METRIC_INNER_PRODUCT)
+    index: Any = faiss.index_factory(stored.shape[1], name, faiss.METRIC_INNER_PRODUCT)
     if name.startswith("HNSW"):
         index.hnsw.efConstruction = 100
     if not index.is_trained:

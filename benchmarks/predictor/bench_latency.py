@@ -66,9 +66,9 @@ def measure(path: Path, data: Path | None) -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
     prompts = {}
     for name in ("alpaca", "arena", "sharegpt"):
-        texts = load(name, data).prompts
-        chosen = rng.permutation(len(texts))[:_NUM_PROMPTS].tolist()
-        prompts[name] = [texts[place] for place in chosen]
+        every = load(name, data).prompts
+        chosen = rng.permutation(len(every))[:_NUM_PROMPTS].tolist()
+        prompts[name] = [every[place] for place in chosen]
     encoder = SentenceEncoder()
     retrieval, lexical = load_retrieval(path, encoder), load_lexical(path)
     store = retrieval.store

@@ -31,13 +31,14 @@ import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-import sola_sched
 from harness import provenance
 from harness.markdown import markdown
 from harness.setup import Outcome, Setup
 from sola_sched.bench.report import results
-from sola_sched.simulator import VirtualEngine, VirtualRequest
+from sola_sched.simulator.engine import VirtualEngine
+from sola_sched.simulator.request import VirtualRequest
 from sola_sched.simulator.steps.profile import load_step_profile
+from sola_sched.vllm_adapter.scheduler import Scheduler as SolaScheduler
 
 #: Steps of this model are the shortest that are realistic: what they take at least, microseconds.
 PROFILE, SHORTEST_STEP_US = "llama-3-8b-h100", 6500.0
@@ -172,7 +173,7 @@ def measure(
     that of stock, and the same for the 99th percentile.
     """
     stock_cls = AsyncScheduler if load.is_async else Scheduler
-    engines = [ClosedLoop(cls, load, seed) for cls in (stock_cls, sola_sched.Scheduler)]
+    engines = [ClosedLoop(cls, load, seed) for cls in (stock_cls, SolaScheduler)]
     gc.collect()
     gc.disable()
     try:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from harness.markdown import markdown
 from harness.points import BOUND, HINDSIGHT, SYNTHETIC, Point
+from harness.resumable import Row
 from harness.setup import Outcome, Setup
-from harness.sweep import Row
 from simulation.setups import (
     DATASETS,
     LOAD_ONE,

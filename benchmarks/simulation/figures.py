@@ -10,8 +10,8 @@ import numpy as np
 
 from harness import sweep
 from harness.points import BOUND, Point
+from harness.resumable import Row
 from harness.setup import Outcome, Setup
-from harness.sweep import Row
 from simulation.experiments import plane_points
 from simulation.setups import NAMES, PAPER, REJECT, SPF
 from simulation.tables import best_stock_rows, of_scheduler

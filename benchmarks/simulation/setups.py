@@ -14,8 +14,8 @@ import numpy as np
 
 from harness import sweep
 from harness.points import BOUND, SYNTHETIC, Point, make_workload
+from harness.resumable import Row
 from harness.setup import Setup
-from harness.sweep import Row
 from sola_sched.bench.backends import environment
 from sola_sched.bench.backends.base import parse_scheduler
 from sola_sched.bench.calibrate import SLO_FACTOR, measure_slo

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from harness.points import BOUND, HINDSIGHT
-from harness.sweep import Row
+from harness.resumable import Row
 from simulation.setups import ORACLE, PAPER, REJECT, SPF, crossing, mean
 
 

@@ -98,10 +98,11 @@ def run(case: Case, data: Path | None) -> dict[str, Any]:
         engines.append(build(*args))
         return engines[-1]
 
-    backend._engine = remember  # type: ignore[method-assign]
+    backend._engine = remember  # type: ignore[method-assign, assignment]
     workload = make_workload(point, backend.limits, data)
     with policy_of(case.policy):
         outcome = backend.run(workload, spec, point.slo)
+    assert outcome.scheduler is not None
     ended = [r for r in outcome.records if r.completed]
     normalized = [(r.token_times_s[-1] - r.arrival_s) / len(r.token_times_s) for r in ended]
     met = [_is_met(r.token_times_s, r.arrival_s, point) for r in ended]

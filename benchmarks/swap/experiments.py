@@ -178,11 +178,12 @@ def attain(setup: Setup) -> Outcome:
     scarce = 1500
     found: list[Row] = []
     parts = []
-    for base, num_blocks, rates in (
+    loads: tuple[tuple[Point, int, tuple[float, ...]], ...] = (
         (chat, _third_of_blocks(chat.profile), (5.0, 6.0, 7.0, 8.0, 10.0)),
         (chat, scarce, (3.0, 4.0, 5.0, 6.0, 8.0)),
         (short, scarce, (10.0, 14.0, 18.0)),
-    ):
+    )
+    for base, num_blocks, rates in loads:
         rates = rates[:2] if setup.is_quick else rates
         rows, met, speed = _attain_tables(setup, base, rates, num_blocks, {"vLLM": "stock"})
         found += rows
