@@ -137,5 +137,14 @@ EXPERIMENTS = (
                "fidelity.json",
                {"seeds": (0,), "num_requests": 60, "schedulers": ("stock:512", "sola:2048"),
                 "clock": "cpu", "only": ()}),
+    Experiment("fidelity-gpu-steps", "profiles of measured kernels against single steps", "2 min",
+               "fidelity.gpu_steps:gpu_steps", ("data",)),
+    Experiment("fidelity-gpu-engines", "the simulator against whole engines measured by others",
+               "5 min", "fidelity.gpu_engines:gpu_engines", ("data",)),
+    Experiment("fidelity-load", "`load` in short on measured step times", "1 h",
+               "fidelity.measured_load:measured_load",
+               ("data", "seeds", "workers", "num_requests", "quick", "only", "scheduling_time"),
+               "measured-load.jsonl",
+               {"seeds": (0,), "num_requests": 600, "only": (), "scheduling_time": "none"}),
 )  # fmt: skip
 """In the order of the list."""

@@ -1,24 +1,23 @@
 """Whole engines on A100 and H100, measured by others, against the simulator.
 
-`python benchmarks/fidelity/gpu_engines.py [--data DIR]`: static batches are scheduled by vLLM's own
+`python benchmarks/run.py fidelity-gpu-engines`: static batches are scheduled by vLLM's own
 scheduler in the virtual engine, and each of their steps takes what the measured kernels of the GPU
 and the roofline say.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import gzip
-import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
+from harness.setup import Outcome, Setup
+from sola_sched.errors import ConfigError
 from sola_sched.simulator.steps.kernels import KernelTables
 from sola_sched.simulator.steps.measured import build
 from sola_sched.simulator.steps.roofline import (
@@ -214,8 +213,9 @@ def _steps(
     Whole prompts, as vLLM scheduled them until 2024. The schedule of a batch that is there from the
     start does not depend on what steps take.
     """
-    from sola_sched.simulator import VirtualEngine, VirtualRequest
+    from sola_sched.simulator.engine import VirtualEngine
     from sola_sched.simulator.host import stock_scheduler_cls
+    from sola_sched.simulator.request import VirtualRequest
 
     taken: list[StepCounts] = []
 
@@ -279,28 +279,18 @@ def _host_cells(rows: Sequence[Row], name: str) -> list[str]:
     return [host, f"{np.abs(off).mean():.1%}"]
 
 
-def data_folder(given: Path | None) -> Path:
-    """The folder of the measured tables."""
-    named = os.environ.get("SOLA_SCHED_DATA")
-    folder = given or Path(named or _ROOT.parent / "shared" / "data") / "gpu_steps"
-    if not (folder / "kernel_gemm.csv.gz").is_file():
-        raise SystemExit(f"--data must be a folder with kernel_gemm.csv.gz (got {folder}).")
+def data_folder(data: Path | None) -> Path:
+    """The folder of the measured tables.
+
+    Raises:
+        ConfigError: It is not among the data sets.
+    """
+    folder = None if data is None else data / "gpu_steps"
+    if folder is None or not (folder / "kernel_gemm.csv.gz").is_file():
+        raise ConfigError("'--data' must hold gpu_steps/kernel_gemm.csv.gz (got no such file).")
     return folder
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; return the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--data", type=Path, metavar="DIR", help="folder of the measured tables")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="all rows, as JSON lines")
-    args = parser.parse_args(argv)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    found = rows(data_folder(args.data))
-    if args.output:
-        args.output.write_text("".join(json.dumps(asdict(row)) + "\n" for row in found))
-    print(table(found))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+def gpu_engines(setup: Setup) -> Outcome:
+    """Errors by source, kind, model and GPUs."""
+    return Outcome([], table(rows(data_folder(setup.data))))

@@ -1,13 +1,12 @@
 """Single steps put together from measured kernels, against the profiles that predict them.
 
-`python benchmarks/fidelity/gpu_steps.py [--data DIR]` prints the errors of the measured profiles,
-built from all rows and without those of the very steps, and of the roofline, as shipped and
-corrected; and what layers take in the tables of a second source.
+`python benchmarks/run.py fidelity-gpu-steps` prints the errors of the measured profiles, built from
+all rows and without those of the very steps, and of the roofline, as shipped and corrected; and
+what layers take in the tables of a second source.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import gzip
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from gpu_engines import data_folder
 
+from fidelity.gpu_engines import data_folder
+from harness.setup import Outcome, Setup
 from sola_sched.simulator.steps.kernels import KernelTables
 from sola_sched.simulator.steps.measured import (
     MEASURED_GPUS,
@@ -225,19 +225,11 @@ def roofline_of(model: Model, gpu: Gpu, assumed: Assumptions) -> StepTimeModel:
     return StepTimeModel(**{name: value for name, (value, _) in values.items()})
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables; return the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--data", type=Path, metavar="DIR", help="folder of the measured tables")
-    folder = data_folder(parser.parse_args(argv).data)
+def gpu_steps(setup: Setup) -> Outcome:
+    """Errors by size and by model, and layers of a second source."""
+    folder = data_folder(setup.data)
     found = errors(folder)
-    print(table(found, lambda error: (error.gpu, error.step.kind, error.step.size)))
-    print()
-    print(table(found, lambda error: (error.gpu, error.model, error.step.kind)))
-    print("\nA layer without attention in Vidur's tables, over that of the profiles:\n")
-    print(second_source(folder))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    by_size = table(found, lambda error: (error.gpu, error.step.kind, error.step.size))
+    by_model = table(found, lambda error: (error.gpu, error.model, error.step.kind))
+    title = "A layer without attention in Vidur's tables, over that of the profiles:"
+    return Outcome([], "\n\n".join([by_size, by_model, title, second_source(folder)]))

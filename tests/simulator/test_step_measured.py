@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import gzip
+import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from scripts import load_script
 
 from sola_sched.errors import ProfileError
 from sola_sched.simulator.steps.kernels import KernelTables, monotone
@@ -189,7 +189,7 @@ LIMITS = {"all rows": (0.02, 0.12), "held out": (0.06, 0.12)}
 
 @needs_data
 def test_steps_are_predicted_within_the_stated_errors() -> None:
-    errors = load_script("fidelity", "gpu_steps").errors(DATA, ["llama-3-8b"])
+    errors = importlib.import_module("fidelity.gpu_steps").errors(DATA, ["llama-3-8b"])
 
     for gpu in MEASURED_GPUS:
         for kind in ("prefill", "decode", "mixed"):
@@ -225,7 +225,7 @@ ENGINE_LIMIT = 0.15
 def test_an_engine_on_one_a100_is_predicted_within_the_stated_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engines = load_script("fidelity", "gpu_engines")
+    engines = importlib.import_module("fidelity.gpu_engines")
     entries = [
         entry
         for entry in engines._read(DATA / "engine_static_batches.csv.gz")
