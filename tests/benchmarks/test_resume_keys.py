@@ -224,7 +224,7 @@ def test_a_checkout_tells_its_commit_and_whether_it_was_changed(
         subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b",
                         *arguments], check=True, capture_output=True)  # fmt: skip
 
-    folder = tmp_path / "sola_sched" / "bench" / "research"
+    folder = tmp_path / "benchmarks" / "harness"
     folder.mkdir(parents=True)
     file = folder / "provenance.py"
     file.write_text("")
