@@ -206,7 +206,7 @@ ROOFLINE_LIMIT = 0.09
 
 @needs_data
 def test_the_corrected_roofline_is_nearer_to_kernels_than_the_shipped_one() -> None:
-    errors = load_script("fidelity", "gpu_steps").errors(DATA, ["llama-3-8b"])
+    errors = importlib.import_module("fidelity.gpu_steps").errors(DATA, ["llama-3-8b"])
 
     for gpu in MEASURED_GPUS:
         of_gpu = [e for e in errors if e.gpu == gpu]
