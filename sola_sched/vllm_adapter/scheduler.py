@@ -33,6 +33,7 @@ from sola_sched.planner import Planner, make_planner, pass_through
 from sola_sched.reports import load
 from sola_sched.reports.log import IntervalLog, engine_stats, waits_for_slots_alone
 from sola_sched.vllm_adapter.booking import BookingMixin
+from sola_sched.vllm_adapter.compiled import let_vllm_look_through_llvmlite
 from sola_sched.vllm_adapter.engine_facts import differences, facts_of
 from sola_sched.vllm_adapter.guard import Guard
 from sola_sched.vllm_adapter.steering import NEUTRAL, SteeringMixin
@@ -89,6 +90,7 @@ class SolaSchedulerMixin(BookingMixin, SteeringMixin, SwapMixin):
             self._new_cost_model(), LengthHistogram(), lambda: self.sola_clock()
         )
         self.sola_planner = self._new_planner()
+        let_vllm_look_through_llvmlite()
         self.sola_predictions = make_client(config, self.vllm_config.model_config)
         self._honours_priority = self.policy == SchedulingPolicy.PRIORITY
         self.waiting = PlannedQueue(key=_place_of if self._honours_priority else None)

@@ -1,0 +1,46 @@
+"""Engines start in a process in which a planner has loaded numba."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("numba")
+pytest.importorskip("vllm.triton_utils.dispatcher")
+
+# In a process of its own, because what is mended stays so.
+_LOOK = """
+from sola_sched.planner.attain import loops
+from sola_sched.vllm_adapter.compiled import let_vllm_look_through_llvmlite
+
+loops.load()
+let_vllm_look_through_llvmlite()
+from vllm.triton_utils.dispatcher import _rebind_kernels
+
+_rebind_kernels([(object(), object())])
+import numba
+
+print(numba.njit(lambda x: x + 1)(1))
+"""
+
+
+def test_vllm_looks_through_all_modules_after_a_planner_has_compiled() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", _LOOK], capture_output=True, text=True)
+
+    assert done.stdout.splitlines()[-1:] == ["2"], done.stderr
+
+
+def test_without_numba_there_is_nothing_to_do() -> None:
+    code = (
+        "import sys\n"
+        "from sola_sched.vllm_adapter.compiled import let_vllm_look_through_llvmlite as look\n"
+        "sys.modules.pop('llvmlite.binding.ffi', None)\n"
+        "look()\n"
+        "print('done')"
+    )
+
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+
+    assert done.stdout == "done\n", done.stderr
