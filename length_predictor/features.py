@@ -39,11 +39,11 @@ class PromptFeatures:
     counts: FloatArray
 
 
-def head_and_tail(text: str) -> str:
-    """The first and the last 768 characters of a longer text."""
-    if len(text) <= MAX_CHARS:
+def head_and_tail(text: str, max_chars: int = MAX_CHARS) -> str:
+    """The two ends of a long text, together ``max_chars``."""
+    if len(text) <= max_chars:
         return text
-    half = MAX_CHARS // 2
+    half = max_chars // 2
     return f"{text[:half]} {text[-half:]}"
 
 

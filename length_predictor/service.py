@@ -194,15 +194,10 @@ def make_predictor(settings: ServiceSettings) -> Any:
     from sola_sched.length_predictor.embed import DEFAULT_ENCODER, SentenceEncoder
 
     encoder = SentenceEncoder(settings.encoder or DEFAULT_ENCODER)
-    try:
-        from sola_sched.length_predictor.index import use_one_thread
-        from sola_sched.length_predictor.predictor import RetrievalPredictor
-        from sola_sched.length_predictor.storage import load_retrieval
-    except ImportError as error:
-        raise EncoderError(
-            f"'predictor': 'retrieval' needs FAISS ({error}); `pip install faiss-cpu`, or use "
-            "'lexical'."
-        ) from error
+    from sola_sched.length_predictor.index import use_one_thread
+    from sola_sched.length_predictor.predictor import RetrievalPredictor
+    from sola_sched.length_predictor.storage import load_retrieval
+
     use_one_thread()
     encoder.encode(["The first call takes longer."])
     if is_new or path is None:

