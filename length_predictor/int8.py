@@ -1,7 +1,7 @@
 """The network of a sentence encoder in INT8, as one graph, inside sentence-transformers.
 
 That library's own INT8 needs packages that do not go with vLLM: optimum-onnx asks for transformers
-before 4.58, optimum-intel for one before 5.6, vLLM for 5.16 or later. What is left is its torch
+before 4.58, optimum-intel for one before 5.6, vLLM 0.32 for 5.16.1. What is left is its torch
 backend, which takes 1.8 to 2.9 times as long a prompt (`benchmarks/predictor/README.md`, "The
 encoder"): INT8 makes the difference, and one graph without Python between its operations.
 """
