@@ -136,7 +136,7 @@ class Module:
     classes: dict[str, Class] = field(default_factory=dict)
     imports: dict[str, tuple[str, str | None]] = field(default_factory=dict)
     aliases: dict[str, ast.expr] = field(default_factory=dict)
-    functions: dict[str, ast.FunctionDef] = field(default_factory=dict)
+    functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = field(default_factory=dict)
     stars: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -159,7 +159,7 @@ class Module:
                     else:
                         self.imports[alias.asname or alias.name] = (source, alias.name)
         for top in self.top_level(self.tree.body):
-            if isinstance(top, ast.FunctionDef):
+            if isinstance(top, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 self.functions[top.name] = top
             elif isinstance(top, ast.AnnAssign) and isinstance(top.target, ast.Name) and top.value:
                 self.aliases.setdefault(top.target.id, top.value)
@@ -205,7 +205,9 @@ class Module:
             return self.class_of(self.aliases[name], depth + 1)
         return None
 
-    def function_named(self, name: str, depth: int = 0) -> tuple[Module, ast.FunctionDef] | None:
+    def function_named(
+        self, name: str, depth: int = 0
+    ) -> tuple[Module, ast.FunctionDef | ast.AsyncFunctionDef] | None:
         """The function that `name` means in this module, and where it is."""
         if name in self.functions:
             return self, self.functions[name]

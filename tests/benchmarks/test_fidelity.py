@@ -467,7 +467,7 @@ def test_command_runs_on_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixt
 
     assert "Ranking of the schedulers" in capsys.readouterr().out
     table = (tmp_path / "fidelity-quick.md").read_text()
-    assert "commit" in table.splitlines()[0]
+    assert "Commit" in table.splitlines()[0]
     assert main(EXPERIMENTS, [*argv, "--stored"]) == 0
     assert (tmp_path / "fidelity-quick.md").read_text() == table
     assert MeasuredStepTime(CostModel.load(profile)).curves is not None

@@ -30,7 +30,7 @@ from sola_sched.vllm_adapter.names import EITHER, PARTS, SCHEDULER, Part, lackin
 pytestmark = pytest.mark.vllm
 
 PACKAGES = Path(vllm.__file__).parents[1]
-TOOLS = ("sola_sched.bench", "sola_sched.simulator", "sola_sched.profile.measure")
+TOOLS = ("sola_sched.bench", "sola_sched.simulator", "sola_sched.profile", "sola_sched.serving")
 #: Programs, and the front end's half.
 OUTSIDE_A_STEP = (*TOOLS, "sola_sched.vllm_adapter.plugin", "sola_sched.vllm_adapter.stat_logger")
 SWAPPING = ("sola_sched.vllm_adapter.swapping", "sola_sched.kv_swap")
