@@ -14,54 +14,87 @@ from sola_sched.errors import SloError
 #: Per-request keys read from ``SamplingParams.extra_args`` (``vllm_xargs`` over HTTP).
 TTFT_KEY = "ttft_slo_ms"
 TPOT_KEY = "tpot_slo_ms"
+E2E_KEY = "e2e_slo_ms"
 CLASS_KEY = "slo_class"
-REQUEST_KEYS = (TTFT_KEY, TPOT_KEY, CLASS_KEY)
+REQUEST_KEYS = (TTFT_KEY, TPOT_KEY, E2E_KEY, CLASS_KEY)
+#: Value of the first three for no such target.
+NO_TARGET = "none"
 #: Written by a gateway that sends a request again: milliseconds since it came or, with the number
 #: of output tokens that its client has already, since the first of them was sent.
 WAITED_KEY = "waited_ms"
 RESUMED_KEY = "resumed_tokens"
-GATEWAY_KEYS = (WAITED_KEY, RESUMED_KEY)
+#: With them, milliseconds that the first of those tokens took.
+BEGAN_KEY = "began_ms"
+GATEWAY_KEYS = (WAITED_KEY, RESUMED_KEY, BEGAN_KEY)
 #: Names that are not like the key they stand for, plain.
-_OTHER_NAMES = {"ttft": TTFT_KEY, "ttfts": TTFT_KEY, "tpot": TPOT_KEY, "tpots": TPOT_KEY}
+_OTHER_NAMES = {
+    "ttft": TTFT_KEY, "ttfts": TTFT_KEY, "tpot": TPOT_KEY, "tpots": TPOT_KEY,
+    "e2e": E2E_KEY, "e2es": E2E_KEY, "e2el": E2E_KEY,
+}  # fmt: skip
+#: Fields of `SloTarget` that are targets, and how they are called.
+TARGETS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "last token"}
 _LONGEST_NAME = 40
+#: What is left at least of a target that is missed already, seconds.
+_LEAST_S = 1e-3
 #: Name under which requests without an SLO class are reported.
 DEFAULT_CLASS = "default"
 
 
 @dataclass(frozen=True, slots=True)
 class SloTarget:
-    """The two latency targets of one request.
+    """The latency targets of one request, and what it is worth to meet all of them.
 
     Attributes:
         ttft_s: Longest time from arrival to first output token, seconds, > 0;
             ``inf`` means no objective.
         tpot_s: Longest mean time per output token after the first, seconds, > 0;
             ``inf`` means no objective.
+        e2e_s: Longest time from arrival to last output token, seconds, > 0 and no less than either
+            of the others; ``inf`` means no objective.
+        weight: What one such request is worth that meets its targets, > 0.
     """
 
     ttft_s: float = math.inf
     tpot_s: float = math.inf
+    e2e_s: float = math.inf
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("ttft_s", "tpot_s"):
+        for name in TARGETS:
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
                 raise SloError(
                     f"'{name}' must be a number of seconds > 0 (got {value!r}); "
                     f"use null to disable this objective."
                 )
+        for name in ("ttft_s", "tpot_s"):
+            value = getattr(self, name)
+            if self.e2e_s < value < math.inf:
+                raise SloError(
+                    f"'e2e_s', the time to the last token, must be >= '{name}' (got {self.e2e_s:g} "
+                    f"s and {value:g} s); raise it, or lower or disable '{name}'."
+                )
+        worth: Any = self.weight
+        is_number = isinstance(worth, int | float) and not isinstance(worth, bool)
+        if not is_number or not 0 < worth < math.inf:
+            raise SloError(f"'weight' must be a finite number > 0 (got {worth!r}).")
 
     @property
     def is_unlimited(self) -> bool:
-        """True when neither objective is set."""
-        return math.isinf(self.ttft_s) and math.isinf(self.tpot_s)
+        """True when no objective is set."""
+        return all(math.isinf(getattr(self, name)) for name in TARGETS)
 
     def __str__(self) -> str:
-        if self.is_unlimited:
-            return "no targets"
-        ttft = "no TTFT target" if math.isinf(self.ttft_s) else f"TTFT {self.ttft_s:g} s"
-        tpot = "no TPOT target" if math.isinf(self.tpot_s) else f"TPOT {self.tpot_s:g} s"
-        return f"{ttft}, {tpot}"
+        parts = (
+            ["no targets"]
+            if self.is_unlimited
+            else [
+                f"no {word} target" if math.isinf(seconds) else f"{word} {seconds:g} s"
+                for name, word in TARGETS.items()
+                if math.isfinite(seconds := getattr(self, name)) or name != "e2e_s"
+            ]
+        )
+        return ", ".join(parts + [f"weight {self.weight:g}"] * (self.weight != 1.0))
 
 
 def meant_key(name: Any) -> str | None:
@@ -84,10 +117,10 @@ def request_target(
 ) -> SloTarget:
     """Resolve the targets of one request from its flat per-request keys.
 
-    ``slo_class`` picks a configured class; ``ttft_slo_ms`` and ``tpot_slo_ms`` (milliseconds)
-    then override single targets. Keys that are absent or None leave the default in force. Of a
-    request that is resumed, the next token is due when TPOT says so: `RESUMED_KEY` times that
-    after the first one.
+    ``slo_class`` picks a configured class; ``ttft_slo_ms``, ``tpot_slo_ms`` and ``e2e_slo_ms``
+    (milliseconds, or `NO_TARGET`) then override single targets. Keys that are absent or None leave
+    the default in force. Of a request that is resumed, whose time runs from its first token, the
+    next token is due when TPOT says so: `RESUMED_KEY` times that after the first one.
 
     Args:
         extra_args: The request's free arguments, or None. Foreign keys are ignored, unless they
@@ -97,7 +130,7 @@ def request_target(
 
     Raises:
         SloError: A key of ours has a wrong type or value, or names an unknown class, or a key is
-            nearly one of ours.
+            nearly one of ours; or the targets contradict each other.
     """
     if not extra_args:
         return default
@@ -119,12 +152,27 @@ def request_target(
         target = classes[name]
     ttft_s = _milliseconds(extra_args, TTFT_KEY, target.ttft_s)
     tpot_s = _milliseconds(extra_args, TPOT_KEY, target.tpot_s)
+    e2e_s = _milliseconds(extra_args, E2E_KEY, target.e2e_s)
+    _refuse_contradiction(ttft_s, tpot_s, e2e_s)
     _, num_resumed = history(extra_args)
-    if num_resumed and tpot_s < math.inf:
-        ttft_s = num_resumed * tpot_s
-    if ttft_s == target.ttft_s and tpot_s == target.tpot_s:
+    if num_resumed:
+        e2e_s = max(e2e_s - _waited(extra_args, BEGAN_KEY), _LEAST_S)
+        ttft_s = min(ttft_s if math.isinf(tpot_s) else num_resumed * tpot_s, e2e_s)
+        tpot_s = min(tpot_s, e2e_s) if tpot_s < math.inf else tpot_s
+    if (ttft_s, tpot_s, e2e_s) == (target.ttft_s, target.tpot_s, target.e2e_s):
         return target
-    return SloTarget(ttft_s=ttft_s, tpot_s=tpot_s)
+    return SloTarget(ttft_s, tpot_s, e2e_s, target.weight)
+
+
+def _refuse_contradiction(ttft_s: float, tpot_s: float, e2e_s: float) -> None:
+    """As `SloTarget` does, in the words of a request."""
+    for key, seconds in ((TTFT_KEY, ttft_s), (TPOT_KEY, tpot_s)):
+        if e2e_s < seconds < math.inf:
+            raise SloError(
+                f"'{E2E_KEY}', the time to the last token, must be at least '{key}' (got "
+                f"{1e3 * e2e_s:g} and {1e3 * seconds:g}, of the request, its class or the server's "
+                f"default); raise it, or give a shorter '{key}' or \"{NO_TARGET}\"."
+            )
 
 
 def history(extra_args: Mapping[str, Any] | None) -> tuple[float, int]:
@@ -136,26 +184,30 @@ def history(extra_args: Mapping[str, Any] | None) -> tuple[float, int]:
     Raises:
         SloError: They are no time >= 0 and no count.
     """
-    waited_ms = (extra_args or {}).get(WAITED_KEY) or 0.0
-    if (
-        isinstance(waited_ms, bool)
-        or not isinstance(waited_ms, int | float)
-        or not 0 <= waited_ms < math.inf
-    ):
-        raise SloError(f"'{WAITED_KEY}' must be milliseconds >= 0 (got {waited_ms!r}).")
+    waited_s = _waited(extra_args or {}, WAITED_KEY)
     num_resumed = (extra_args or {}).get(RESUMED_KEY) or 0
     if isinstance(num_resumed, bool) or not isinstance(num_resumed, int) or num_resumed < 0:
         raise SloError(f"'{RESUMED_KEY}' must be a number of tokens >= 0 (got {num_resumed!r}).")
-    return waited_ms / 1e3, num_resumed
+    return waited_s, num_resumed
+
+
+def _waited(extra_args: Mapping[str, Any], key: str) -> float:
+    """Seconds that a gateway's key says; 0 without it."""
+    value = extra_args.get(key) or 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise SloError(f"'{key}' must be milliseconds >= 0 (got {value!r}).")
+    return value / 1e3
 
 
 def _milliseconds(extra_args: Mapping[str, Any], key: str, fallback_s: float) -> float:
     value = extra_args.get(key)
     if value is None:
         return fallback_s
+    if value == NO_TARGET:
+        return math.inf
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise SloError(
             f"'{key}' must be a finite number of milliseconds > 0 (got {value!r}); "
-            f"leave it out to use the server's default."
+            f'leave it out to use the server\'s default, or "{NO_TARGET}" for no such target.'
         )
     return float(value) / 1e3

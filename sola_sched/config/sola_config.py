@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sola_sched.config import rules
-from sola_sched.config.slo import SloTarget
+from sola_sched.config.slo import TARGETS, SloTarget
 from sola_sched.config.swap import SwapConfig
 from sola_sched.errors import ConfigError, SloError
 
@@ -39,12 +39,14 @@ class SolaConfig:
     """Options of ``sola_sched.Scheduler``.
 
     Attributes:
-        policy: ``attain`` maximizes the number of requests that meet both SLOs; ``paper`` is
+        policy: ``attain`` maximizes the number of requests that meet all SLOs; ``paper`` is
             SOLA as published; ``alise`` serves the shortest remaining time first, SLOs aside.
         ttft_s: Default TTFT target, seconds; None disables it. The default of 2 s (and of 0.1 s
             for TPOT) is the server target of MLPerf Inference for an 8B chat model.
         tpot_s: Default TPOT target, seconds; None disables it.
-        classes: SLO classes by name, each ``{"ttft_s": ..., "tpot_s": ...}``.
+        e2e_s: Default target for the time to the last token, seconds; None disables it.
+        classes: SLO classes by name, each ``{"ttft_s": ..., "tpot_s": ..., "e2e_s": ...,
+            "weight": ...}``.
         overload: What happens to a waiting request that can no longer meet its SLO: ``defer``
             serves it from the best-effort share, ``reject`` ends it at once with an error.
         best_effort_share: Share of engine time, in [0, 1), kept for requests that have lost
@@ -84,6 +86,7 @@ class SolaConfig:
     policy: str = "attain"
     ttft_s: float | None = 2.0
     tpot_s: float | None = 0.1
+    e2e_s: float | None = None
     classes: Mapping[str, SloTarget] = field(default_factory=dict)
     overload: str = "defer"
     best_effort_share: float = 0.05
@@ -106,10 +109,14 @@ class SolaConfig:
     def __post_init__(self) -> None:
         rules.one_of("policy", self.policy, POLICIES)
         rules.one_of("overload", self.overload, OVERLOAD_MODES)
-        for name in ("ttft_s", "tpot_s"):
+        for name in TARGETS:
             value = getattr(self, name)
             if value is not None:
                 rules.number(name, value, low=0.0, low_open=True, hint="use null to disable it")
+        try:
+            _ = self.default_slo
+        except SloError as error:
+            raise ConfigError(str(error)) from error
         rules.number("best_effort_share", self.best_effort_share, low=0.0, high=1.0, high_open=True)
         rules.number("alpha", self.alpha, low=0.0, low_open=True, high=1.0)
         rules.number("safety", self.safety, low=0.0, high=1.0, high_open=True)
@@ -138,6 +145,7 @@ class SolaConfig:
         return SloTarget(
             ttft_s=math.inf if self.ttft_s is None else float(self.ttft_s),
             tpot_s=math.inf if self.tpot_s is None else float(self.tpot_s),
+            e2e_s=math.inf if self.e2e_s is None else float(self.e2e_s),
         )
 
     @property
@@ -229,12 +237,12 @@ def _classes(raw: Any) -> dict[str, SloTarget]:
         if isinstance(targets, SloTarget):
             classes[name] = targets
             continue
-        if not isinstance(targets, Mapping) or set(targets) - {"ttft_s", "tpot_s"}:
+        if not isinstance(targets, Mapping) or set(targets) - {*TARGETS, "weight"}:
             raise ConfigError(
-                f"SLO class {name!r} must be an object with 'ttft_s' and 'tpot_s' "
-                f"(got {targets!r})."
+                f"SLO class {name!r} must be an object with 'ttft_s', 'tpot_s', 'e2e_s' and "
+                f"'weight', each only if wanted (got {targets!r})."
             )
-        values = {k: math.inf if v is None else v for k, v in targets.items()}
+        values = {k: math.inf if v is None and k in TARGETS else v for k, v in targets.items()}
         try:
             classes[name] = SloTarget(**values)
         except SloError as error:

@@ -2,8 +2,9 @@
 
 All times are seconds on one clock. TTFT runs from *arrival* to the first output token.
 TPOT = (latency - TTFT) / (output tokens - 1); it is undefined (NaN) for a single token, which
-counts as met. A request attains its SLO iff it completed and meets both targets; a failed,
-lost or rejected request does not. Goodput is attained requests per second of run. The normalized
+counts as met. A request attains its SLO iff it completed and meets all of its targets: TTFT, TPOT
+and the time to the last token, arrival to last token. A failed, lost or rejected request does not.
+Goodput is attained requests per second of run, or the sum of what they are worth. The normalized
 latency of a request is its latency (arrival to last token) / output tokens; that of a run is the
 mean over its completed requests.
 """
@@ -78,12 +79,14 @@ class RequestRecord:
         return np.diff(self.token_times_s).tolist() if len(self.token_times_s) > 1 else []
 
     def attains(self, default: SloTarget) -> bool:
-        """True if the request completed and met both of its targets.
+        """True if the request completed and met all of its targets.
 
         Args:
             default: Targets of the run, used when the request has none of its own.
         """
-        return meets_slo(self.ttft_s, self.tpot_s, self.slo or default, self.completed)
+        return meets_slo(
+            self.ttft_s, self.tpot_s, self.latency_s, self.slo or default, self.completed
+        )
 
 
 def ttft_s(arrival_s: float, first_token_s: float) -> float:
@@ -98,9 +101,12 @@ def tpot_s(latency_s: float, ttft_s: float, num_output_tokens: int) -> float:
     return (latency_s - ttft_s) / (num_output_tokens - 1)
 
 
-def meets_slo(ttft_s: float, tpot_s: float, slo: SloTarget, completed: bool = True) -> bool:
-    """True if a completed request meets both targets; an undefined TPOT (NaN) counts as met."""
-    return bool(completed and ttft_s <= slo.ttft_s and not tpot_s > slo.tpot_s)
+def meets_slo(
+    ttft_s: float, tpot_s: float, latency_s: float, slo: SloTarget, completed: bool = True
+) -> bool:
+    """True if a completed request meets all targets; an undefined TPOT (NaN) counts as met."""
+    is_in_time = ttft_s <= slo.ttft_s and latency_s <= slo.e2e_s
+    return bool(completed and is_in_time and not tpot_s > slo.tpot_s)
 
 
 def attained(records: Iterable[RequestRecord], default: SloTarget) -> BoolArray:
@@ -114,15 +120,30 @@ def attainment_ratio(flags: ArrayLike) -> float:
     return float(flags.mean()) if flags.size else float("nan")
 
 
-def goodput_per_s(flags: ArrayLike, duration_s: float) -> float:
-    """Attained requests per second of run.
+def weights(records: Iterable[RequestRecord], default: SloTarget) -> FloatArray:
+    """What each request is worth that attains its SLO, in order."""
+    return np.array([(record.slo or default).weight for record in records], dtype=np.float64)
+
+
+def weighted_ratio(flags: ArrayLike, worth: ArrayLike) -> float:
+    """Share of what all requests are worth that the attained ones are; NaN for none.
+
+    Args:
+        flags, worth: One each per request; see `attained` and `weights`.
+    """
+    flags, worth = np.asarray(flags, dtype=np.bool_), np.asarray(worth, dtype=np.float64)
+    return float(worth[flags].sum() / worth.sum()) if flags.size else float("nan")
+
+
+def goodput_per_s(flags: ArrayLike, duration_s: float, worth: ArrayLike = 1.0) -> float:
+    """Attained requests per second of run, each counted as what it is worth.
 
     Raises:
         ValueError: ``duration_s`` is not > 0.
     """
     if not duration_s > 0:
         raise ValueError(f"'duration_s' must be > 0 (got {duration_s!r}).")
-    return float(np.count_nonzero(np.asarray(flags))) / duration_s
+    return float((np.asarray(flags, dtype=np.bool_) * np.asarray(worth)).sum()) / duration_s
 
 
 def mean_normalized_latency_s(records: Iterable[RequestRecord]) -> float:

@@ -108,7 +108,7 @@ class StateMonitor:
         self._elapsed_s = 0.0
         self._next_pos = 1
         self._front_pos = -1
-        self._num_limited = self._num_ranked = 0
+        self._num_limited = self._num_due = self._num_ranked = 0
         self._num_running = 0
         self._slot_s = math.nan  # time of all slots held, since the latest of them that ended
         self._num_freed = 0  # ends of slots that are not averaged yet
@@ -144,6 +144,9 @@ class StateMonitor:
         table.ttft_s[row] = slo.ttft_s
         table.due_s[row] = arrival_s + slo.ttft_s
         table.tpot_s[row] = slo.tpot_s
+        table.e2e_s[row] = slo.e2e_s
+        table.e2e_due_s[row] = arrival_s + slo.e2e_s
+        table.weight[row] = slo.weight
         table.priority[row] = priority
         table.num_prompt[row] = num_prompt_tokens
         table.prefill_target[row] = num_prompt_tokens
@@ -152,6 +155,7 @@ class StateMonitor:
         table.queue_pos[row] = self._next_pos
         self._next_pos += 1
         self._num_limited += not slo.is_unlimited
+        self._num_due += math.isfinite(slo.e2e_s)
         self._num_ranked += priority != 0
         if slo_class != DEFAULT_CLASS:
             self._outcomes[row] = self.stats.of_class(slo_class)
@@ -170,7 +174,7 @@ class StateMonitor:
         old, now = self.table, self.clock()
         table = self.table = RequestTable()
         table.num_added, table.epoch = old.num_added, old.epoch + 1
-        self._num_limited = self._num_ranked = 0
+        self._num_limited = self._num_due = self._num_ranked = 0
         self._to_begin.clear()
         self._waiting_epoch = -1
         self._parked = set()
@@ -366,8 +370,10 @@ class StateMonitor:
         """
         table = self.table
         row = table.row_of[req_id]
+        has_e2e = math.isfinite(table.e2e_s[row])
+        self._num_due -= has_e2e
         self._num_limited -= bool(
-            math.isfinite(table.ttft_s[row]) or math.isfinite(table.tpot_s[row])
+            has_e2e or math.isfinite(table.ttft_s[row]) or math.isfinite(table.tpot_s[row])
         )
         self._num_ranked -= bool(table.priority[row] != 0)
         self._count_end(row, by_itself, rejected, failed)
@@ -394,16 +400,20 @@ class StateMonitor:
             outcomes.missed += 1
         elif not by_itself:
             stats.num_aborted += 1
-            if ttft_met:
+            if ttft_met and self.clock() <= table.e2e_due_s[row]:
                 outcomes.aborted += 1
             else:
                 outcomes.missed += 1
         else:
             self._compare_prediction(row, num_output)
             self.lengths.observe(int(table.length_class[row]), num_output)
-            decode_s = float(table.last_token_s[row]) - first
-            tpot_met = num_output < 2 or decode_s / (num_output - 1) <= table.tpot_s[row]
-            attained = bool(ttft_met and tpot_met)
+            last = float(table.last_token_s[row]) if num_output else first
+            tpot_met = num_output < 2 or (last - first) / (num_output - 1) <= table.tpot_s[row]
+            e2e_met = last - float(table.arrival_s[row]) <= table.e2e_s[row]
+            attained = bool(ttft_met and tpot_met and e2e_met)
+            if math.isfinite(table.e2e_s[row]):
+                stats.num_e2e += 1
+                stats.num_e2e_met += bool(e2e_met)
             stats.num_finished += 1
             stats.num_ttft_met += bool(ttft_met)
             stats.num_tpot_met += bool(tpot_met)
@@ -507,6 +517,7 @@ class StateMonitor:
             prefill_share=self.prefill_share,
             end_interval_s=self.end_interval_s,
             has_slo=self._num_limited > 0,
+            has_e2e=self._num_due > 0,
             has_classes=self._num_ranked > 0,
             trusts_predictions=self.trust.is_trusted,
         )

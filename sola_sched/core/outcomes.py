@@ -12,9 +12,9 @@ class ClassOutcomes:
     """Ends of the requests of one class; each request is in exactly one of the four.
 
     Attributes:
-        attained: Completed with both targets met.
+        attained: Completed with all targets met.
         missed: Completed with a target missed, failed in the engine, or ended by their client
-            when the first token was late already.
+            when the first or the last token was late already.
         rejected: Refused because of overload.
         aborted: Ended by their client before that. They count neither way: nobody knows whether
             the targets would have been met.
@@ -37,7 +37,9 @@ class MonitorStats:
 
     Attributes:
         num_finished: Requests that ended by themselves.
-        num_attained, num_ttft_met, num_tpot_met: Those of them that met both or one target.
+        num_attained, num_ttft_met, num_tpot_met: Those of them that met all or one target.
+        num_e2e: Those of them with a target for the time to the last token.
+        num_e2e_met: Those of these that met it.
         num_aborted: Ended by their client, whenever that was.
         num_failed: Ended by an error of the engine.
         num_rejected: Refused because of overload.
@@ -48,6 +50,8 @@ class MonitorStats:
     num_attained: int = 0
     num_ttft_met: int = 0
     num_tpot_met: int = 0
+    num_e2e: int = 0
+    num_e2e_met: int = 0
     num_aborted: int = 0
     num_failed: int = 0
     num_rejected: int = 0

@@ -37,6 +37,9 @@ _COLUMNS: dict[str, tuple[type, Any]] = {
     "ttft_s": (np.float64, np.inf),
     "due_s": (np.float64, np.inf),
     "tpot_s": (np.float64, np.inf),
+    "e2e_s": (np.float64, np.inf),
+    "e2e_due_s": (np.float64, np.inf),
+    "weight": (np.float64, 1.0),
     "priority": (np.int64, 0),
     "queue_pos": (np.int64, 0),
     "num_prompt": (np.int64, 0),
@@ -71,8 +74,10 @@ class RequestTable:
             planner's hands, e.g. while a connector loads its KV). Written by `move` alone.
         serial: Number of the request, counted from 0: tells two requests in one row apart.
         arrival_s: Arrival on the monitor's clock, seconds.
-        ttft_s, tpot_s: Targets, seconds; ``inf`` means none.
+        ttft_s, tpot_s, e2e_s: Targets, seconds; ``inf`` means none.
         due_s: When the first token is due: ``arrival_s + ttft_s``.
+        e2e_due_s: When the last token is due: ``arrival_s + e2e_s``.
+        weight: What the request is worth if it meets its targets, > 0.
         priority: Smaller is more urgent, as in vLLM.
         queue_pos: First-come-first-served position; preempted requests get one in front.
         num_prompt, max_tokens: Tokens.
@@ -102,6 +107,9 @@ class RequestTable:
     ttft_s: FloatArray
     tpot_s: FloatArray
     due_s: FloatArray
+    e2e_s: FloatArray
+    e2e_due_s: FloatArray
+    weight: FloatArray
     priority: IntArray
     queue_pos: IntArray
     num_prompt: IntArray
@@ -284,6 +292,7 @@ class StepState:
         end_interval_s: Recent mean time between two ends of requests that held a slot, seconds,
             as it is while all slots are held; NaN at first.
         has_slo: Whether any live request has a target.
+        has_e2e: Whether any live request has a target for its last token.
         has_classes: Whether the priorities of live requests may differ.
         trusts_predictions: Whether a row's own prediction is used; see `PredictionTrust`.
         reload_s_per_token: What it takes to swap KV back in, seconds per token; ``inf`` where it
@@ -309,6 +318,7 @@ class StepState:
     prefill_share: float = 0.0
     end_interval_s: float = math.nan
     has_slo: bool = True
+    has_e2e: bool = False
     has_classes: bool = True
     trusts_predictions: bool = True
     reload_s_per_token: float | None = math.inf

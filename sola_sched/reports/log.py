@@ -27,6 +27,8 @@ _COUNTERS = (
     "num_attained",
     "num_ttft_met",
     "num_tpot_met",
+    "num_e2e",
+    "num_e2e_met",
     "num_held",
     "num_preempted_by_policy",
 )
@@ -107,7 +109,8 @@ def engine_stats(policy: str, monitor: StateMonitor) -> dict[str, Any]:
 
     `attainment` and `ttft_attainment` are shares of `num_counted`: a rejected or failed request
     has attained nothing, one that its client ended in time counts neither way. `tpot_attainment`
-    is the share of those that finished.
+    is the share of those that finished, `e2e_attainment` of those of them that had such a target
+    (NaN without any).
     """
     stats = monitor.stats
     counted = max(1, stats.num_counted)
@@ -124,9 +127,12 @@ def engine_stats(policy: str, monitor: StateMonitor) -> dict[str, Any]:
         "num_attained": stats.num_attained,
         "num_ttft_met": stats.num_ttft_met,
         "num_tpot_met": stats.num_tpot_met,
+        "num_e2e": stats.num_e2e,
+        "num_e2e_met": stats.num_e2e_met,
         "attainment": stats.num_attained / counted,
         "ttft_attainment": stats.num_ttft_met / counted,
         "tpot_attainment": stats.num_tpot_met / max(1, stats.num_finished),
+        "e2e_attainment": stats.num_e2e_met / stats.num_e2e if stats.num_e2e else math.nan,
         "by_class": {name: dataclasses.asdict(ends) for name, ends in stats.by_class.items()},
         "max_wait_s": stats.max_wait_s,
         "mean_ewt_s": mean_ewt_s,
@@ -182,18 +188,20 @@ def summary_line(stats: Mapping[str, Any], num_running: int, num_waiting: int) -
         if stats[name]
     )
     error = stats["cost_model_error"]
-    attained, ttft, tpot = (
+    attained, ttft, tpot, e2e = (
         f"{stats[num] / stats[whole]:.1%}" if stats[whole] else "-"
         for num, whole in (
             ("num_attained", "num_counted"),
             ("num_ttft_met", "num_counted"),
             ("num_tpot_met", "num_finished"),
+            ("num_e2e_met", "num_e2e"),
         )
     )
+    last = f", last token {e2e}" if stats["num_e2e"] else ""
     return (
         f"{stats['num_finished']} finished, {stats['num_rejected']} rejected, "
         f"{stats['num_aborted']} aborted{others}, "
-        f"attained {attained} (TTFT {ttft}, TPOT {tpot}), "
+        f"attained {attained} (TTFT {ttft}, TPOT {tpot}{last}), "
         f"{num_running} running, {num_waiting} waiting "
         f"(longest estimate {stats['longest_ewt_s']:.1f} s), {stats['num_held']} holds, "
         f"{stats['num_preempted_by_policy']} preemptions by policy, "

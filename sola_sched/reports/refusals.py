@@ -11,7 +11,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from sola_sched.config.slo import SloTarget
+from sola_sched.config.slo import TARGETS, SloTarget
 from sola_sched.core.state import RequestTable
 
 _FORM = re.compile(r"refused by sola_sched, retry after (\d+) s: (.*)", re.DOTALL)
@@ -37,8 +37,8 @@ class Refusal:
         is_known = math.isfinite(wait_s) and wait_s > 0.0
         wanted = [
             f"{name} {seconds:g} s"
-            for name, seconds in (("TTFT", target.ttft_s), ("TPOT", target.tpot_s))
-            if math.isfinite(seconds)
+            for field, name in TARGETS.items()
+            if math.isfinite(seconds := getattr(target, field))
         ]
         message = f"the request could not have met its targets ({', '.join(wanted) or 'none'})"
         if is_known:
@@ -49,7 +49,9 @@ class Refusal:
     @classmethod
     def of_row(cls, table: RequestTable, row: int) -> Refusal:
         """The refusal of a live request."""
-        target = SloTarget(float(table.ttft_s[row]), float(table.tpot_s[row]))
+        target = SloTarget(
+            float(table.ttft_s[row]), float(table.tpot_s[row]), float(table.e2e_s[row])
+        )
         return cls.because_of(target, wait_of(table, row))
 
     def to_stop_reason(self) -> str:

@@ -150,13 +150,14 @@ def num_lost(table: RequestTable, now_s: float) -> int:
 
 
 def is_lost(table: RequestTable, rows: IntArray, now_s: float) -> NDArray[np.bool_]:
-    """Whether the first token of each row is late, or its TPOT would be missed at full length.
+    """Whether the first or last token of each row is late, or TPOT would be missed at full length.
 
     A lower bound of those that a planner gives up: it knows how long a step takes as well.
     """
     first_s = table.first_token_s[rows]
     has_begun = ~np.isnan(first_s)
     is_late = np.where(has_begun, first_s, now_s) > table.due_s[rows]
+    is_late |= now_s > table.e2e_due_s[rows]
     allowed_s = table.tpot_s[rows] * np.maximum(1, table.max_tokens[rows] - 1)
     result: NDArray[np.bool_] = is_late | (has_begun & (now_s - first_s > allowed_s))
     return result

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from sola_sched.config.slo import RESUMED_KEY, WAITED_KEY
+from sola_sched.config.slo import BEGAN_KEY, RESUMED_KEY, WAITED_KEY
 from sola_sched.serving import events
 from sola_sched.serving.call import Call, Lengths
 from sola_sched.serving.replicas import Attempt, Replica, Replicas
@@ -194,6 +194,8 @@ class Delivery:
         since_s = self._call.arrival_s
         if self._num_resumed and self._first_token_s is not None:
             since_s = self._first_token_s
+            if not xargs.get(RESUMED_KEY):
+                xargs[BEGAN_KEY] = round(1e3 * (since_s - self._call.arrival_s), 3)
             xargs[RESUMED_KEY] = self._num_resumed + (xargs.get(RESUMED_KEY) or 0)
         waited_ms = 1e3 * (now_s - since_s)
         xargs[WAITED_KEY] = round(waited_ms + (xargs.get(WAITED_KEY) or 0.0), 3)

@@ -4,9 +4,11 @@
 | --- | --- |
 | `x-slo-ttft-ms`, `x-llm-d-slo-ttft-ms` | `ttft_slo_ms` |
 | `x-slo-tpot-ms`, `x-llm-d-slo-tpot-ms` | `tpot_slo_ms` |
+| `x-slo-e2e-ms` | `e2e_slo_ms` |
 | `x-gateway-inference-objective` | `slo_class` |
 
-The body wins: a key that it has is taken from it, and one that names a class has said both targets.
+The body wins: a key that it has is taken from it, and one that names a class has said all targets.
+`x-slo-e2e-ms` is ours, in their form: neither names the time to the last token.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from sola_sched.config.slo import CLASS_KEY, TPOT_KEY, TTFT_KEY
+from sola_sched.config.slo import CLASS_KEY, E2E_KEY, TPOT_KEY, TTFT_KEY
 from sola_sched.errors import SloError
 
 XARGS = "vllm_xargs"
@@ -24,6 +26,7 @@ _MILLISECONDS = {
     "x-llm-d-slo-ttft-ms": TTFT_KEY,
     "x-slo-tpot-ms": TPOT_KEY,
     "x-llm-d-slo-tpot-ms": TPOT_KEY,
+    "x-slo-e2e-ms": E2E_KEY,
 }
 _OBJECTIVE = "x-gateway-inference-objective"
 #: All of them, in lower case.

@@ -323,6 +323,7 @@ def test_a_resumed_stream_tells_how_far_it_is() -> None:
         told = second.bodies[0]["vllm_xargs"]
         assert told["resumed_tokens"] == 5
         assert told["waited_ms"] >= 75.0  # since its first token, after which came four more
+        assert 0.0 < told["began_ms"] < 1e4  # that first one, since the arrival
 
     run(test, first, second)
 

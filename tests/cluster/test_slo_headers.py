@@ -27,6 +27,7 @@ from sola_sched.serving.slo_middleware import SloHeaders
         ({"x-slo-ttft-ms": "200"}, {"ttft_slo_ms": 200.0}),
         ({"x-slo-tpot-ms": "12.5"}, {"tpot_slo_ms": 12.5}),
         ({"x-llm-d-slo-ttft-ms": "200"}, {"ttft_slo_ms": 200.0}),
+        ({"x-slo-e2e-ms": "60000"}, {"e2e_slo_ms": 60000.0}),
         ({"x-slo-ttft-ms": "200", "x-llm-d-slo-ttft-ms": "200.0"}, {"ttft_slo_ms": 200.0}),
         ({"x-gateway-inference-objective": "chat"}, {"slo_class": "chat"}),
         (
@@ -52,7 +53,7 @@ def test_without_any_of_them_the_body_stays_as_it_is() -> None:
         ({"ttft_slo_ms": 50}, {"ttft_slo_ms": 50, "tpot_slo_ms": 30.0}),
         ({"ttft_slo_ms": None}, {"ttft_slo_ms": 200.0, "tpot_slo_ms": 30.0}),
         ({"other": 1}, {"ttft_slo_ms": 200.0, "tpot_slo_ms": 30.0, "other": 1}),
-        # A class says both targets.
+        # A class says all targets.
         ({"slo_class": "batch"}, {"slo_class": "batch"}),
     ],
 )

@@ -11,7 +11,11 @@ from sola_sched.config.slo import SloTarget, request_target
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.errors import ConfigError, SloError
 
-CLASSES = {"chat": SloTarget(0.5, 0.05), "batch": SloTarget()}
+CLASSES = {
+    "chat": SloTarget(0.5, 0.05),
+    "batch": SloTarget(),
+    "tier": SloTarget(e2e_s=600.0, weight=2.0),
+}
 DEFAULT = SloTarget(1.0, 0.1)
 
 
@@ -53,6 +57,13 @@ def test_classes_are_read() -> None:
         ({"predictor_save_s": 60}, r"'predictor_save_s' 60 needs 'predictor_path'"),
         ({"polcy": "paper"}, r"\(meant: 'policy'\?\)"),
         ({"ttft-s": 1}, r"Unknown option 'ttft-s' in 'sola_sched'; .*\(meant: 'ttft_s'\?\)"),
+        ({"e2e_s": 0}, r"'e2e_s' must be a number in \(0, inf\) \(got 0\)"),
+        ({"e2e_s": 1}, r"'e2e_s', the .* must be >= 'ttft_s' \(got 1 s and 2 s\); raise it"),
+        ({"e2e_s": 0.05, "ttft_s": None}, r"must be >= 'tpot_s' \(got 0.05 s and 0.1 s\)"),
+        ({"classes": {"a": {"e2e_s": 1, "ttft_s": 2}}}, r"SLO class 'a': 'e2e_s', .*'ttft_s'"),
+        ({"classes": {"a": {"weight": 0}}}, r"SLO class 'a': 'weight' must be a finite number > 0"),
+        ({"classes": {"a": {"weight": None}}}, r"'weight' must be a finite .*\(got None\)"),
+        ({"classes": {"a": {"weight": math.inf}}}, r"'weight' must be a finite number"),
         ({"classes": []}, r"'classes' must map names to targets"),
         ({"classes": {"a": {"ttft": 1}}}, r"SLO class 'a' must be an object with"),
         ({"classes": {"a": {"ttft_s": -1}}}, r"SLO class 'a': 'ttft_s' must be"),
@@ -162,6 +173,8 @@ def test_a_class_says_what_it_has_not() -> None:
                 "b": {"tpot_s": 0.05},
                 "c": {},
                 "d": {"ttft_s": 1, "tpot_s": 2},
+                "e": {"e2e_s": 600, "weight": 3},
+                "f": {"weight": 0.5, "ttft_s": None},
             }
         }
     ).classes
@@ -170,6 +183,8 @@ def test_a_class_says_what_it_has_not() -> None:
         "b": "no TTFT target, TPOT 0.05 s",
         "c": "no targets",
         "d": "TTFT 1 s, TPOT 2 s",
+        "e": "no TTFT target, no TPOT target, last token 600 s, weight 3",
+        "f": "no targets, weight 0.5",
     }
 
 
@@ -188,6 +203,10 @@ def test_a_class_says_what_it_has_not() -> None:
         ("tpot_slo", "tpot_slo_ms"),
         ("tpto_slo_ms", "tpot_slo_ms"),
         ("tpot_s", "tpot_slo_ms"),
+        ("e2e_slo", "e2e_slo_ms"),
+        ("e2eSloMs", "e2e_slo_ms"),
+        ("e2e", "e2e_slo_ms"),
+        ("e2e_s", "e2e_slo_ms"),
         ("slo-class", "slo_class"),
         ("SLO_CLASS", "slo_class"),
         ("sloclas", "slo_class"),
@@ -221,6 +240,11 @@ def test_a_request_key_that_is_not_like_ours_stays_foreign(key: str) -> None:
         ({"slo_class": "chat"}, SloTarget(0.5, 0.05)),
         ({"slo_class": "chat", "tpot_slo_ms": 10}, SloTarget(0.5, 0.01)),
         ({"slo_class": "batch"}, SloTarget()),
+        ({"e2e_slo_ms": 1500}, SloTarget(1.0, 0.1, 1.5)),
+        ({"ttft_slo_ms": "none", "tpot_slo_ms": "none"}, SloTarget()),
+        ({"e2e_slo_ms": 500, "ttft_slo_ms": "none"}, SloTarget(math.inf, 0.1, 0.5)),
+        ({"slo_class": "tier"}, SloTarget(e2e_s=600.0, weight=2.0)),
+        ({"slo_class": "tier", "ttft_slo_ms": 6000}, SloTarget(6.0, e2e_s=600.0, weight=2.0)),
     ],
 )
 def test_request_keys_override_the_default(extra_args: Any, expected: SloTarget) -> None:
@@ -235,6 +259,15 @@ def test_request_keys_override_the_default(extra_args: Any, expected: SloTarget)
         ({"tpot_slo_ms": True}, r"'tpot_slo_ms' must be"),
         ({"tpot_slo_ms": math.inf}, r"'tpot_slo_ms' must be a finite"),
         ({"ttft_slo_ms": [1]}, r"'ttft_slo_ms' must be"),
+        ({"e2e_slo_ms": 0}, r"'e2e_slo_ms' must be a finite number of milliseconds > 0"),
+        ({"e2e_slo_ms": "None"}, r"'e2e_slo_ms' must be .* or \"none\" for no such target"),
+        (
+            {"e2e_slo_ms": 900, "ttft_slo_ms": 901},
+            r"'e2e_slo_ms', .* must be at least 'ttft_slo_ms' \(got 900 and 901, of .*; raise it",
+        ),
+        ({"e2e_slo_ms": 900}, r"at least 'ttft_slo_ms' \(got 900 and 1000, .*server's default"),
+        ({"e2e_slo_ms": 50, "ttft_slo_ms": "none"}, r"at least 'tpot_slo_ms' \(got 50 and 100"),
+        ({"slo_class": "tier", "tpot_slo_ms": 600001}, r"at least 'tpot_slo_ms' \(got 600000 and"),
         ({"slo_class": "nope"}, r"'slo_class' must name a configured SLO class.*batch, chat"),
         ({"slo_class": 3}, r"'slo_class' must name"),
     ],
@@ -242,6 +275,22 @@ def test_request_keys_override_the_default(extra_args: Any, expected: SloTarget)
 def test_bad_request_keys_are_refused_by_key_value_and_rule(extra_args: Any, message: str) -> None:
     with pytest.raises(SloError, match=message):
         request_target(extra_args, DEFAULT, CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"e2e_slo_ms": 9000}, SloTarget(5.0, 0.1, 8.5)),  # it began after 0.5 s
+        ({"e2e_slo_ms": 4000}, SloTarget(3.5, 0.1, 3.5)),  # the end is due before the next token
+        ({"e2e_slo_ms": 1000, "began_ms": 2000}, SloTarget(0.001, 0.001, 0.001)),
+        ({"e2e_slo_ms": 9000, "tpot_slo_ms": "none"}, SloTarget(1.0, e2e_s=8.5)),
+    ],
+)
+def test_what_is_left_of_the_time_to_the_last_token_of_one_that_is_resumed(
+    keys: dict[str, Any], expected: SloTarget
+) -> None:
+    asked = {"resumed_tokens": 50, "waited_ms": 300.0, "began_ms": 500.0} | keys
+    assert request_target(asked, DEFAULT, CLASSES) == expected
 
 
 def test_a_target_must_be_positive() -> None:

@@ -68,6 +68,26 @@ def test_own_targets_of_a_request_replace_those_of_the_run() -> None:
     assert metrics.attained([slow, strict], SLO).tolist() == [True, False]
 
 
+def test_the_last_token_has_to_be_in_time_where_it_is_due() -> None:
+    record = make_record(10.4, 10.5, 10.8, arrival_s=10.0)
+
+    assert record.attains(SloTarget(e2e_s=0.8 + 1e-9))
+    assert not record.attains(SloTarget(e2e_s=0.79))
+    assert not record.attains(SloTarget(ttft_s=0.3, e2e_s=0.9))
+
+
+def test_weights_count_in_goodput_and_share() -> None:
+    heavy = SloTarget(ttft_s=0.5, weight=3.0)
+    records = [make_record(0.1, slo=heavy), make_record(0.9, slo=heavy), make_record(0.1)]
+
+    flags, worth = metrics.attained(records, SLO), metrics.weights(records, SLO)
+
+    assert worth.tolist() == [3.0, 3.0, 1.0]
+    assert metrics.goodput_per_s(flags, 2.0, worth) == 2.0
+    assert metrics.weighted_ratio(flags, worth) == pytest.approx(4 / 7)
+    assert math.isnan(metrics.weighted_ratio([], []))
+
+
 def test_goodput_counts_attained_requests_per_second() -> None:
     records = [make_record(0.1), make_record(0.9), make_record(completed=False), make_record(0.4)]
 

@@ -103,6 +103,28 @@ def test_attainment_needs_both_targets(
     assert (stats.num_ttft_met, stats.num_tpot_met, stats.num_attained) == met
 
 
+@pytest.mark.parametrize(("e2e_s", "is_met"), [(0.6, True), (0.59, False)])
+def test_attainment_needs_the_last_token_in_time(e2e_s: float, is_met: bool) -> None:
+    monitor, clock = make_monitor()
+    row = add(monitor, "a", slo=SloTarget(e2e_s=e2e_s + 1e-9, weight=2.0))
+    assert monitor.table.weight[row] == 2.0
+    assert state_of(monitor).has_slo
+    assert state_of(monitor).has_e2e
+    monitor.admitted(row, num_computed=0, prefill_target=100)
+    monitor.scheduled(rows(), rows(row), rows(100))
+    clock.now += 0.5
+    monitor.completed()
+    for _ in range(2):
+        monitor.scheduled(rows(row), rows(), rows())
+        clock.now += 0.05
+        monitor.completed()
+    monitor.finished("a")
+    stats = monitor.stats
+    assert (stats.num_e2e, stats.num_e2e_met, stats.num_attained) == (1, is_met, is_met)
+    assert not state_of(monitor).has_slo
+    assert not state_of(monitor).has_e2e
+
+
 class Slots:
     """Eight slots, a step every 10 ms, and as many requests that hold a slot as a test wants."""
 

@@ -11,6 +11,7 @@ from sola_sched.core.monitor import StateMonitor
 from sola_sched.core.outcomes import ClassOutcomes
 from sola_sched.reports.log import engine_stats, summary_line
 
+SLO = SloTarget(1.0, 1.0)
 NONE = np.empty(0, dtype=np.int64)
 COUNTS = {"num_held": 0, "num_preempted_by_policy": 0, "short_of_slots": 0.0}
 
@@ -22,12 +23,12 @@ class Requests:
         self.now = 0.0
         self.monitor = StateMonitor(make_cost(), FixedLengths(), lambda: self.now)
 
-    def add(self, name: str, **options: str) -> int:
+    def add(self, name: str, slo: SloTarget = SLO, **options: str) -> int:
         return self.monitor.add(
             name,
             num_prompt_tokens=10,
             max_tokens=9,
-            slo=SloTarget(1.0, 1.0),
+            slo=slo,
             arrival_s=self.now,
             **options,  # type: ignore[arg-type]
         )
@@ -68,6 +69,19 @@ def test_rejected_requests_have_not_attained_their_targets() -> None:
     assert "attained 40.0% (TTFT 40.0%" in summary_line(stats | COUNTS, 0, 0)
 
 
+def test_the_log_line_tells_of_last_tokens_where_any_are_due() -> None:
+    requests = Requests()
+    requests.serve(2, after_s=0.1)
+    assert "TPOT 100.0%), " in summary_line(requests.stats | COUNTS, 0, 0)
+    for slow_s in (0.1, 0.3):
+        row = requests.add("due", slo=SloTarget(e2e_s=0.2))
+        requests.answer(row, slow_s)
+        requests.monitor.finished("due")
+    assert requests.stats["e2e_attainment"] == pytest.approx(0.5)
+    assert requests.stats["attainment"] == pytest.approx(0.75)
+    assert "TPOT 100.0%, last token 50.0%), " in summary_line(requests.stats | COUNTS, 0, 0)
+
+
 def test_failed_requests_have_not_attained_their_targets() -> None:
     requests = Requests()
     requests.serve(1, after_s=0.1)
@@ -97,6 +111,15 @@ def test_an_abort_counts_by_its_first_token_where_there_is_one() -> None:
     for name, after_s in (("early", 0.9), ("late", 1.1)):
         requests.answer(requests.add(name), after_s)
         requests.now += 5.0
+        requests.monitor.finished(name, by_itself=False)
+    assert requests.monitor.stats.by_class["default"] == ClassOutcomes(missed=1, aborted=1)
+
+
+def test_an_abort_after_the_last_token_was_due_is_a_miss() -> None:
+    requests = Requests()
+    for name, after_s in (("early", 1.9), ("late", 2.1)):
+        requests.answer(requests.add(name, slo=SloTarget(e2e_s=2.0)), 0.1)
+        requests.now += after_s - 0.1
         requests.monitor.finished(name, by_itself=False)
     assert requests.monitor.stats.by_class["default"] == ClassOutcomes(missed=1, aborted=1)
 

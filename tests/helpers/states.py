@@ -156,6 +156,9 @@ class StateBuilder:
         self.table.ttft_s[row] = slo.ttft_s
         self.table.due_s[row] = NOW - arrived_ago_s + slo.ttft_s
         self.table.tpot_s[row] = slo.tpot_s
+        self.table.e2e_s[row] = slo.e2e_s
+        self.table.e2e_due_s[row] = NOW - arrived_ago_s + slo.e2e_s
+        self.table.weight[row] = slo.weight
         self.table.num_prompt[row] = prompt
         self.table.prefill_target[row] = prompt
         self.table.max_tokens[row] = 10_000
@@ -176,6 +179,7 @@ class StateBuilder:
             "cost": make_cost(),
             "block_size": 16,
             "has_classes": bool(self.table.priority.any()),
+            "has_e2e": bool(np.isfinite(self.table.e2e_s).any()),
             **self.options,
             **changes,
         }

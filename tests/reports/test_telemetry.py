@@ -112,6 +112,9 @@ def test_requests_are_lost_once_no_outcome_meets_their_targets(engine: Engine) -
     assert num_lost(engine.monitor.table, 1.4) == 3  # slow too
     engine.monitor.finished("late")
     assert num_lost(engine.monitor.table, 1.4) == 2
+    engine.monitor.table.e2e_due_s[fast] = 1.3
+    assert num_lost(engine.monitor.table, 1.2) == 1  # waits
+    assert num_lost(engine.monitor.table, 1.4) == 3  # the last token of fast too
 
 
 def test_a_report_arrives_as_it_was_sent_and_leaves_nothing_behind(engine: Engine) -> None:

@@ -260,7 +260,7 @@ def num_attained(name, model, trace, slo, limits, *, is_async):
         if record.is_finished:
             ttft = ttft_s(record.arrival_s, record.first_token_s)
             latency = record.last_token_s - record.arrival_s
-            count += meets_slo(ttft, tpot_s(latency, ttft, record.num_output_tokens), slo)
+            count += meets_slo(ttft, tpot_s(latency, ttft, record.num_output_tokens), latency, slo)
     return count
 
 

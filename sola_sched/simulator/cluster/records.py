@@ -49,13 +49,17 @@ class ClusterRecord:
     @property
     def tpot_s(self) -> float:
         """Mean time per output token after the first; NaN for fewer than two."""
-        latency_s = self.last_token_s - self.arrival_s
-        return metrics.tpot_s(latency_s, self.ttft_s, self.num_output_tokens)
+        return metrics.tpot_s(self.latency_s, self.ttft_s, self.num_output_tokens)
+
+    @property
+    def latency_s(self) -> float:
+        """Arrival to last token; NaN without any."""
+        return self.last_token_s - self.arrival_s
 
     @property
     def attains(self) -> bool:
-        """True if it completed and met both targets."""
-        return metrics.meets_slo(self.ttft_s, self.tpot_s, self.slo, self.completed)
+        """True if it completed and met all targets."""
+        return metrics.meets_slo(self.ttft_s, self.tpot_s, self.latency_s, self.slo, self.completed)
 
 
 @dataclass(frozen=True)
