@@ -1,11 +1,13 @@
-"""`policy="attain"`: as many requests as possible meet both of their SLOs.
+"""`policy="attain"`: as many requests as possible meet all of their SLOs.
 
 SOLA (Hong et al., MLSys 2025) minimizes the worst latency. Under overload "worst first" spends the
 accelerator on requests that are lost already, and loses others with them. This planner keeps SOLA's
 means - order, chunk size, peak memory, a cost model corrected online - and maximizes the number of
-requests that meet both targets. One plan is a pipeline; each part has a module and a result:
+requests that meet all their targets, each counted as what it is worth. One plan is a pipeline; each
+part has a module and a result:
 
     lost         who is lost?                       -> Judged (Decodes, Prefills)
+    ends         (deadlines for the last token, as limits for the pace before it)
     pace         how long may the step be,
                  and which prefills are on time?    -> Pace
     alone        (prompts without decodes, if all decodes can wait for them)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sola_sched.core.state import DECODE, BoolArray, FloatArray, IntArray, StepState
+from sola_sched.planner.attain.ends import bear_s, start_by_s
 from sola_sched.planner.attain.loops import load
 from sola_sched.planner.attain.tuning import AttainTuning
 
@@ -186,6 +187,8 @@ def judge_decodes(
         decodes.ctx, decodes.bank_s, decodes.token_s, decodes.lost,
     )  # fmt: skip
     decodes.count(num_alive, float(ctx_alive))
+    if state.has_e2e:
+        _follow_ends(decodes, keep)
     behind = np.empty(count, dtype=np.bool_)
     num_behind, decodes.slack_s, decodes.least_token_s = load().find_slack(
         decodes.bank_s, decodes.token_s, decodes.lost, decodes.decode_s, behind
@@ -198,6 +201,17 @@ def judge_decodes(
     if not is_easy:
         judge_by_length(decodes, tuning, lowest)
     return decodes
+
+
+def _follow_ends(decodes: Decodes, keep: float) -> None:
+    """Where an end is due, the pace that it takes is a target for the next step and all others."""
+    state = decodes.state
+    step_s = state.accepted_per_decode * bear_s(state, decodes.rows, keep, decodes.ahead)
+    np.minimum(decodes.bank_s, step_s, out=decodes.bank_s)
+    np.minimum(decodes.token_s, step_s, out=decodes.token_s)
+    if (step_s <= 0.0).any():
+        decodes.lost |= step_s <= 0.0
+        _count(decodes)
 
 
 def _catch_up(decodes: Decodes, behind: IntArray, tuning: AttainTuning) -> bool:
@@ -318,6 +332,10 @@ def _deadlines(
         gain = np.where(np.isinf(tpot), 0.0, gain)
         due = first + tpot * num_output[again] + gain * (state.remaining(back) - 1)
         deadline_s[again] = np.where(first > table.due_s[back], -np.inf, due - state.now_s)
+    if state.has_e2e:
+        step_s = max(decode_s, float(state.cost.decode_s(1.0, 0.0)))  # it will be one of them
+        least_s, usual_s = step_s / state.accepted_per_decode, usual_token_s(state, step_s)
+        deadline_s = np.minimum(deadline_s, start_by_s(state, rows, keep, least_s, usual_s))
     return deadline_s
 
 

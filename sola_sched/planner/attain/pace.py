@@ -91,14 +91,14 @@ class Jobs:
         self.lead_s = judged.mixed_s if is_short else 0.0
 
     def weight_s(self, places: IntArray) -> FloatArray:
-        """What serving each costs, seconds: its prefill and, if slots are short, its share of
-        the time of all slots."""
+        """What serving each costs for what it is worth, seconds: its prefill and, if slots are
+        short, its share of the time of all slots."""
         judged, state, prefills = self.judged, self.judged.state, self.judged.prefills
         weight_s: FloatArray = prefills.service_s[places]
         if self.are_slots_short:
             usual_s = usual_token_s(state, judged.decodes.decode_s) / state.max_num_running
             weight_s = weight_s + usual_s * state.remaining(prefills.rows[places])
-        return weight_s
+        return weight_s / state.table.weight[prefills.rows[places]]
 
     def _by_deadline(self, candidates: IntArray) -> tuple[IntArray, IntArray]:
         """The first by class and deadline, as many as are looked at; the others in any order."""

@@ -11,6 +11,7 @@ from sola_sched.core.state import IntArray, StepPlan, StepState
 from sola_sched.planner.attain import loops
 from sola_sched.planner.attain.alone import find_prompts_alone
 from sola_sched.planner.attain.best_effort import Account, Share, find_victims, serve_lost
+from sola_sched.planner.attain.ends import bear_s
 from sola_sched.planner.attain.entry import Entry, let_in
 from sola_sched.planner.attain.lost import Judged, judge
 from sola_sched.planner.attain.pace import Pace, find_pace
@@ -120,6 +121,8 @@ class AttainPlanner:
                 if self._num_settled % self.tuning.slot_review_steps == 1:
                     return False
         tpot_s = table.shortest_tpot_s(rows)
+        if state.has_e2e:
+            tpot_s = min(tpot_s, float(bear_s(state, rows, 1.0, state.num_ahead).min()))
         return state.decode_step_s(rows) <= self.keep * tpot_s * state.accepted_per_decode
 
 
