@@ -12,6 +12,7 @@ from typing import Any
 from sola_sched.config import rules
 from sola_sched.config.slo import TARGETS, SloTarget
 from sola_sched.config.swap import SwapConfig
+from sola_sched.config.turns import TurnsConfig
 from sola_sched.errors import ConfigError, SloError
 
 #: The one key under ``--additional-config`` that belongs to this package.
@@ -81,6 +82,7 @@ class SolaConfig:
             failures, and repeated failures leave the engine to vLLM's own scheduling. None for no
             limit.
         swap: What happens to the KV of preempted requests; see `SwapConfig`.
+        turns: How the GPU is shared with other engines; see `TurnsConfig`. None for no sharing.
     """
 
     policy: str = "attain"
@@ -105,6 +107,7 @@ class SolaConfig:
     load_interval_s: float | None = None
     plan_limit_s: float | None = 0.1
     swap: SwapConfig = field(default_factory=SwapConfig)
+    turns: TurnsConfig | None = None
 
     def __post_init__(self) -> None:
         rules.one_of("policy", self.policy, POLICIES)
@@ -188,6 +191,8 @@ class SolaConfig:
             values["classes"] = _classes(values["classes"])
         if "swap" in values:
             values["swap"] = SwapConfig.from_mapping(values["swap"])
+        if values.get("turns") is not None:
+            values["turns"] = TurnsConfig.from_mapping(values["turns"])
         config = cls(**values)
         config._refuse_unused(options)
         return config

@@ -40,6 +40,7 @@ from sola_sched.vllm_adapter.steering import NEUTRAL, SteeringMixin
 from sola_sched.vllm_adapter.support import support_of
 from sola_sched.vllm_adapter.swapping import SwapMixin
 from sola_sched.vllm_adapter.telemetry_sender import TelemetrySender
+from sola_sched.vllm_adapter.turns import TurnsMixin
 from sola_sched.vllm_adapter.versions import Seams, check_version
 
 # A child of vLLM's logger: its level and handlers are the ones an operator has set up.
@@ -383,7 +384,7 @@ class SolaSchedulerMixin(BookingMixin, SteeringMixin, SwapMixin):
             logger.info("sola_sched: %s", line)
 
 
-class Scheduler(SolaSchedulerMixin, AsyncScheduler):
+class Scheduler(TurnsMixin, SolaSchedulerMixin, AsyncScheduler):
     """Drop-in replacement: ``vllm serve MODEL --scheduler-cls sola_sched.Scheduler``.
 
     Works with asynchronous scheduling on and off. Options come from

@@ -1,0 +1,1 @@
+"""Several engines that share what computes: turns, and a KV cache for models of unlike shapes."""

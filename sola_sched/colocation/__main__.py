@@ -1,0 +1,60 @@
+"""`python -m sola_sched.colocation`: a door before services that sleep; shared KV memory."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from sola_sched.colocation.sleeping import SleepOptions
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m sola_sched.colocation", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    door = commands.add_parser(
+        "door", help="one address before vLLM servers that sleep while nobody asks for them"
+    )
+    door.add_argument(
+        "--service", action="append", required=True, metavar="NAME=URL",
+        help="the name that requests give as `model`, and the server; once for each",
+    )  # fmt: skip
+    door.add_argument("--host", default="127.0.0.1")
+    door.add_argument("--port", type=int, default=8000)
+    door.add_argument("--idle-s", type=float, default=SleepOptions.idle_s)
+    door.add_argument("--max-awake", type=int, default=None, help="that fit into the memory")
+    door.add_argument("--least-s", type=float, default=SleepOptions.least_s)
+    door.add_argument("--level", type=int, choices=(1, 2), default=1, help="of vLLM's sleep")
+    commands.add_parser("memory", help="whether engines here can share KV memory (kvcached)")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what the arguments say; return the exit status."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.command == "memory":
+        from sola_sched.colocation.elastic_kv import status
+
+        found = status()
+        print(found)
+        return 0 if found.is_usable else 1
+    urls = dict(part.partition("=")[::2] for part in args.service)
+    if not all(name and url.startswith("http") for name, url in urls.items()):
+        parser.error(f"--service must be NAME=URL (got {' '.join(args.service)})")
+    if args.max_awake is not None and args.max_awake < 1:
+        parser.error(f"--max-awake must be at least 1 (got {args.max_awake})")
+    from aiohttp import web
+
+    from sola_sched.colocation.door import Door
+
+    options = SleepOptions(args.idle_s, args.max_awake, args.least_s)
+    door = Door(urls, options, args.level)
+    web.run_app(door.app(), host=args.host, port=args.port, handler_cancellation=True,
+                access_log=None)  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,169 @@
+"""One address before services that sleep: `python -m sola_sched.colocation door`.
+
+A request goes to the service that its body names as `model`, and waits while that is woken. Each
+service is a vLLM server with `--enable-sleep-mode` and `VLLM_SERVER_DEV_MODE=1`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from sola_sched.colocation.sleeping import Dormitory, SleepOptions, WakeError
+
+#: Headers of one connection.
+_HOP = frozenset(
+    {"connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding",
+     "upgrade", "expect"}
+)  # fmt: skip
+_CONTROL_S = 600.0
+
+
+class VllmServer:
+    """A vLLM server, as `sleeping.Sleeper`.
+
+    Args:
+        url: Without a path.
+        session: For its requests.
+        level: Of its sleep: 1 keeps the weights in host memory.
+    """
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, level: int = 1) -> None:
+        self.url = url.rstrip("/")
+        self._session, self._level = session, level
+
+    async def sleep(self) -> None:
+        # `wait`: vLLM's own default would end requests that the door does not know of.
+        await self._post(f"/sleep?level={self._level}&mode=wait")
+        if not await self.is_sleeping():
+            raise RuntimeError(f"{self.url} does not sleep although it was told to")
+
+    async def wake_up(self) -> None:
+        await self._post("/wake_up")
+        if await self.is_sleeping():
+            raise RuntimeError(f"{self.url} sleeps although it was woken")
+
+    async def is_sleeping(self) -> bool:
+        async with self._session.get(f"{self.url}/is_sleeping", timeout=_limit()) as answer:
+            await _check(answer, self.url)
+            return bool((await answer.json())["is_sleeping"])
+
+    async def _post(self, path: str) -> None:
+        async with self._session.post(self.url + path, timeout=_limit()) as answer:
+            await _check(answer, self.url)
+
+
+def _limit() -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=_CONTROL_S)
+
+
+async def _check(answer: aiohttp.ClientResponse, url: str) -> None:
+    if answer.status == 404:
+        raise RuntimeError(
+            f"{url} must offer {answer.url.path} (it does not): start vLLM with "
+            "VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode, which needs a GPU."
+        )
+    if answer.status >= 400:
+        raise RuntimeError(f"{url}{answer.url.path} answered {answer.status}: "
+                           f"{(await answer.text())[:200]}")  # fmt: skip
+
+
+class Door:
+    """The web application.
+
+    Args:
+        urls: Of the services, by the name that requests give as `model`.
+        options: When they sleep.
+        level: Of their sleep.
+    """
+
+    def __init__(self, urls: Mapping[str, str], options: SleepOptions, level: int = 1) -> None:
+        self._urls, self._options, self._level = dict(urls), options, level
+        self.dormitory: Dormitory
+
+    def app(self) -> web.Application:
+        """As aiohttp serves it."""
+        app = web.Application(client_max_size=1 << 30)
+        app.cleanup_ctx.append(self._running)
+        app.router.add_get("/services", self._services)
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        return app
+
+    async def _running(self, app: web.Application) -> AsyncIterator[None]:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            self._session = session
+            servers = {
+                name: VllmServer(url, session, self._level) for name, url in self._urls.items()
+            }
+            self.dormitory = Dormitory(servers, self._options)
+            await self.dormitory.start()
+            task = asyncio.create_task(self.dormitory.run())
+            yield
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _services(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                name: {
+                    "is_awake": service.is_awake,
+                    "num_in_flight": service.num_in_flight,
+                    "num_waiting": service.num_waiting,
+                }
+                for name, service in self.dormitory.services.items()
+            }
+        )
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/v1/models":
+            names = [{"id": name, "object": "model"} for name in self._urls]
+            return web.json_response({"object": "list", "data": names})
+        data = await request.read()
+        name = _model(data)
+        if name not in self._urls:
+            known = ", ".join(map(repr, self._urls))
+            return _error(404, f"'model' must be one of {known} (got {name!r}).")
+        try:
+            async with self.dormitory.awake(name):
+                return await self._answer(request, data, self._urls[name].rstrip("/"))
+        except WakeError as error:
+            return _error(503, str(error), {"Retry-After": "10"})
+        except aiohttp.ClientConnectorError as error:
+            return _error(502, f"the server of {name!r} cannot be reached: {error}")
+
+    async def _answer(self, request: web.Request, data: bytes, url: str) -> web.StreamResponse:
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP}
+        target = url + request.path_qs
+        async with self._session.request(
+            request.method, target, data=data, headers=headers, allow_redirects=False
+        ) as answer:
+            passed = {k: v for k, v in answer.headers.items() if k.lower() not in _HOP}
+            passed.pop("Content-Encoding", None)  # the client has decoded it
+            response = web.StreamResponse(status=answer.status, headers=passed)
+            await response.prepare(request)
+            async for piece in answer.content.iter_any():
+                await response.write(piece)
+            await response.write_eof()
+            return response
+
+
+def _model(data: bytes) -> Any:
+    try:
+        body = json.loads(data)
+    except ValueError:
+        return None
+    return body.get("model") if isinstance(body, dict) else None
+
+
+def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
+    error = {"message": message, "type": "sola_sched", "code": status}
+    return web.json_response({"error": error}, status=status, headers=headers)

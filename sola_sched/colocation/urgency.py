@@ -1,0 +1,83 @@
+"""How much an engine wants the next turn: a number for its requests, the smaller the sooner.
+
+`latest_start_s` is the rule of deadlines: when the engine's next step has to start, at the latest,
+for all its requests that can still meet their targets. It is a time on the clock that all
+processes of a machine share, so that engines can be compared, and the earliest goes first. Where
+all can be met by some order of the steps, and steps are short, they are met by this one (earliest
+deadline first).
+
+Source: SeaLLM section 4.2 chooses the next batch of all services by the most urgent request of
+each; there urgency is O_r (Eq. 7), here the time that is left, which policies with targets go by.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from sola_sched.core.state import DECODE, FREE, PARKED, RequestTable
+from sola_sched.cost.model import CostModel
+
+
+def latest_start_s(table: RequestTable, cost: CostModel, now_s: float) -> float:
+    """When the next step must start for those alive to be in time, seconds on the table's clock.
+
+    Args:
+        table: The engine's requests.
+        cost: Its step times; while they are being learned, any request is urgent now.
+        now_s: The present, seconds.
+
+    Returns:
+        May lie in the past; inf if no request has a target that it can still meet.
+    """
+    (rows,) = ((table.phase != FREE) & (table.phase != PARKED)).nonzero()
+    if not len(rows):
+        return math.inf
+    if not cost.is_ready:
+        return now_s if np.isfinite([table.ttft_s[rows], table.tpot_s[rows]]).any() else math.inf
+    is_decode = table.phase[rows] == DECODE
+    decodes, prefills = rows[is_decode], rows[~is_decode]
+    context = float((table.num_prompt[decodes] + table.num_output[decodes]).sum())
+    decode_s = float(cost.decode_s(len(decodes), context)) if len(decodes) else 0.0
+    return now_s + min(
+        _slack_of_decodes_s(table, decodes, decode_s, now_s),
+        _slack_of_prefills_s(table, prefills, cost, decode_s, now_s),
+    )
+
+
+def _slack_of_decodes_s(
+    table: RequestTable, rows: np.ndarray, decode_s: float, now_s: float
+) -> float:
+    """Until the first token is due, less the step that computes it.
+
+    Token j after the first is due at ``first + j * TPOT``, as in `planner/attain`.
+    """
+    first_s, tpot_s = table.first_token_s[rows], table.tpot_s[rows]
+    bank_s = first_s + tpot_s * table.num_output[rows] - now_s
+    left = np.maximum(table.max_tokens[rows] - table.num_output[rows], 1)
+    # Too slow: even bare steps to the last token that it may have would be late.
+    lost = (first_s > table.due_s[rows]) | (bank_s + (left - 1.0) * tpot_s < left * decode_s)
+    return float(bank_s[~lost].min(initial=math.inf)) - decode_s
+
+
+def _slack_of_prefills_s(
+    table: RequestTable, rows: np.ndarray, cost: CostModel, decode_s: float, now_s: float
+) -> float:
+    """The least time that prompts, one after the other by deadline, leave before their ends."""
+    due_s = table.due_s[rows] - now_s
+    again = table.num_output[rows] > 0  # displaced: its next token is due, not its first
+    if again.any():
+        back = rows[again]
+        next_s = table.first_token_s[back] + table.tpot_s[back] * table.num_output[back] - now_s
+        due_s[again] = np.where(table.first_token_s[back] > table.due_s[back], math.inf, next_s)
+    target = np.maximum(table.prefill_target[rows], table.num_prompt[rows])
+    has = table.num_computed[rows].astype(np.float64)
+    need_s = cost.prefill_marginal_s(np.maximum(target - has, 1.0), has)
+    extra_s = max(decode_s, float(cost.prefill_s(1.0)) - float(cost.prefill_marginal_s(1.0)))
+    can = np.isfinite(due_s) & (again | (need_s + extra_s <= due_s))
+    if not can.any():
+        return math.inf
+    due_s, need_s = due_s[can], need_s[can]
+    order = np.argsort(due_s, kind="stable")
+    return float((due_s[order] - np.cumsum(need_s[order])).min()) - extra_s
