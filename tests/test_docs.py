@@ -13,6 +13,7 @@ import pytest
 from sola_sched.config.slo import REQUEST_KEYS
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.config.swap import SwapConfig
+from sola_sched.config.turns import TurnsConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -69,10 +70,13 @@ def options() -> dict[str, object]:
     defaults: dict[str, object] = {
         field.name: getattr(SolaConfig(), field.name)
         for field in dataclasses.fields(SolaConfig)
-        if field.name != "swap"
+        if field.name not in ("swap", "turns")
     }
     for field in dataclasses.fields(SwapConfig):
         defaults[f"swap.{field.name}"] = getattr(SwapConfig(), field.name)
+    for field in dataclasses.fields(TurnsConfig):
+        defaults[f"turns.{field.name}"] = getattr(TurnsConfig("any"), field.name)
+    defaults["turns.group"] = None  # without it there are no turns
     return defaults
 
 

@@ -39,7 +39,7 @@ class ElasticKv:
     def __str__(self) -> str:
         if not self.has_gpu:
             return (
-                "KV memory is not shared: kvcached needs a GPU, and vLLM on CPUs has none. Give each "
+                "KV memory is not shared: kvcached needs a GPU, and vLLM here has none. Give each "
                 "engine its own with --kv-cache-memory-bytes."
             )
         if not self.version:
