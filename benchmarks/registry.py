@@ -30,6 +30,24 @@ def _simulation(
     )  # fmt: skip
 
 
+def _headline(
+    name: str,
+    summary: str,
+    duration: str,
+    options: Sequence[str] = (),
+    figure: str = "",
+    **defaults: Any,
+) -> Experiment:
+    """Of `simulation/headline.py`: on measured step times, rows shared by all of them."""
+    common: dict[str, Any] = {"num_requests": 500, "scheduling_time": "none", "rerun": ()}
+    if "only" in options:
+        common["only"] = ()
+    return Experiment(
+        name, summary, duration, f"simulation.headline:{name}", (*_VIRTUAL, "rerun", *options),
+        "headline.jsonl", common | defaults, figure and f"simulation.figures:{figure}",
+    )  # fmt: skip
+
+
 def _alise(name: str, summary: str, duration: str, figure: str = "") -> Experiment:
     """Of `alise/`: latency in virtual time, rows shared by all of them."""
     return Experiment(
@@ -48,15 +66,14 @@ def _swap(name: str, summary: str, duration: str, **defaults: Any) -> Experiment
 
 _BOTH = ("seeds", "only")
 EXPERIMENTS = (
-    _simulation("load", "attainment over load: five data sets, targets of 10 x one request's",
-                "2 h", seeds=_THREE),
-    _simulation("load15", "the same with targets of 15 x, vLLM and ours alone", "1 h",
-                seeds=_THREE),
-    _simulation("levels", "the rates at 90 and 99 % of both, bracketed closer", "1 h", _BOTH,
-                seeds=_THREE),
-    _simulation("long", "`load` with four times the requests, vLLM and ours alone", "1 h"),
-    _simulation("chunks", "vLLM alone, one more chunk size", "20 min", seeds=_THREE),
-    _simulation("rivals", "every other rule at each chunk size", "1 h"),
+    _headline("load", "attainment over load: five data sets, targets of 10 x one request's",
+              "1 h", ("seeds", "only"), "draw_lines", seeds=_THREE),
+    _headline("models", "the same on other measured profiles, held out", "30 min",
+              ("seeds", "only"), "draw_lines", seeds=_THREE),
+    _headline("levels", "the rates at 90 and 99 %, bracketed closer", "40 min",
+              ("seeds", "only"), seeds=_THREE),
+    _headline("rivals", "every other rule at each chunk size, at load 1.25", "30 min"),
+    _headline("long", "`load` with four times the requests, vLLM and ours alone", "10 min"),
     _simulation("recorded", "`load` with the recorded arrivals of the traces", "20 min"),
     _simulation("seeds", "three seeds around the load at which vLLM breaks down, one by one",
                 "10 min", ()),
@@ -141,10 +158,5 @@ EXPERIMENTS = (
                "fidelity.gpu_steps:gpu_steps", ("data",)),
     Experiment("fidelity-gpu-engines", "the simulator against whole engines measured by others",
                "5 min", "fidelity.gpu_engines:gpu_engines", ("data",)),
-    Experiment("fidelity-load", "`load` in short on measured step times", "1 h",
-               "fidelity.measured_load:measured_load",
-               ("data", "seeds", "workers", "num_requests", "quick", "only", "scheduling_time"),
-               "measured-load.jsonl",
-               {"seeds": (0,), "num_requests": 600, "only": (), "scheduling_time": "none"}),
 )  # fmt: skip
 """In the order of the list."""

@@ -26,7 +26,7 @@ _COMMAND = "python benchmarks/run.py"
 _QUICK_REQUESTS = 60
 _MAX_COMMITS = 4
 #: Fields of `Setup` that go by the option's own name.
-_SHARED = ("num_requests", "seeds", "only", "scheduling_time")
+_SHARED = ("num_requests", "seeds", "only", "scheduling_time", "rerun")
 _HANDLED = ("data", "results", "workers", "quick", "stored", "plots", *_SHARED)
 
 
@@ -79,7 +79,7 @@ class Experiment:
 
     def is_published(self, args: argparse.Namespace) -> bool:
         """Whether the options are those with which its table is made."""
-        free = {"data", "results", "workers", "stored", "plots", "save_profile"}
+        free = {"data", "results", "workers", "stored", "plots", "rerun", "save_profile"}
         by_default = vars(self.arguments([]))
         has_data = "data" not in self.options or _data(args.data) is not None
         return (

@@ -30,6 +30,12 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "quick": {"action": "store_true", "help": "few, small runs: does it work?"},
     "stored": {"action": "store_true", "help": "the table of the rows there are; runs nothing"},
     "only": {"nargs": "+", "metavar": "PART", "help": "these parts of the experiment alone"},
+    "rerun": {
+        "nargs": "+",
+        "metavar": "SPEC",
+        "help": "schedulers whose runs must be of this source; of all others the rows that are "
+        "stored count, whatever source made them",
+    },
     "plots": {"type": Path, "metavar": "DIR", "help": "draw the figure into this folder"},
     "scheduling_time": {
         "choices": ("none", "model"),

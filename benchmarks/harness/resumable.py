@@ -53,17 +53,26 @@ def stored(items: Iterable[Any], path: Path) -> list[Row]:
         items: Dataclasses of one kind; `parameters` are the columns that tell them apart.
         path: As in `run`.
     """
+    return list(_stored(items, path).values())
+
+
+def stored_keys(items: Iterable[Item], path: Path) -> dict[Item, str]:
+    """The key of the row that `stored` gives, of each item that has one."""
+    return {item: row["key"] for item, row in _stored(items, path).items() if "key" in row}
+
+
+def _stored(items: Iterable[Item], path: Path) -> dict[Item, Row]:
     wanted = list(dict.fromkeys(items))
     if not wanted:
-        return []
+        return {}
     left_out, names = defaults(wanted[0]), list(parameters(wanted[0]))
 
     def key_of(columns: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(columns.get(name, left_out.get(name)) for name in names)
 
     found = {key_of(row): row for row in load(path)}
-    keys = (key_of(parameters(item)) for item in wanted)
-    return [found[key] for key in keys if key in found]
+    keys = {item: key_of(parameters(item)) for item in wanted}
+    return {item: found[key] for item, key in keys.items() if key in found}
 
 
 def run(

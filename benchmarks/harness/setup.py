@@ -28,6 +28,7 @@ class Setup:
         is_hidden: No progress bars.
         only: Parts of the experiment to run, where it lets choose; empty for all.
         scheduling_time: As in `Point`, of every run.
+        rerun: Schedulers whose rows must be of this source, see `sweep.run`.
         options: What this experiment alone takes, by name.
     """
 
@@ -41,6 +42,7 @@ class Setup:
     is_hidden: bool = False
     only: Sequence[str] = ()
     scheduling_time: str = "none"
+    rerun: Sequence[str] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def rows(self, points: Iterable[Point], title: str) -> list[Row]:
@@ -52,7 +54,7 @@ class Setup:
             return self._some(sweep.stored(points, self.path), title)
         return sweep.run(
             points, self.path, data=self.data, num_workers=self.num_workers, title=title,
-            is_hidden=self.is_hidden,
+            is_hidden=self.is_hidden, rerun=self.rerun,
         )  # fmt: skip
 
     def rows_of(

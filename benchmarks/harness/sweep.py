@@ -59,6 +59,7 @@ def run(
     num_workers: int = 1,
     title: str = "sweep",
     is_hidden: bool = False,
+    rerun: Sequence[str] = (),
 ) -> list[Row]:
     """Run the points that `path` has no row of yet; append each row when it is done.
 
@@ -72,6 +73,8 @@ def run(
         num_workers: Processes, >= 1; with one, the runs are made in this process.
         title: Of the progress bar.
         is_hidden: No progress bar.
+        rerun: Schedulers whose rows must be of this source. With any, of all others a row that is
+            stored counts, whatever source made it.
 
     Returns:
         One row per distinct point of a scheduler, in the order given, with all parameters, and
@@ -79,9 +82,13 @@ def run(
         and ``HINDSIGHT`` too; NaN otherwise.
     """
     make = functools.partial(run_point, data=data)
+    points = list(points)
+    others = [point for point in points if rerun and point.scheduler not in rerun]
+    kept = resumable.stored_keys(others, path)
     rows = resumable.run(
-        points, path, key_of, make, num_workers=num_workers, title=title, is_hidden=is_hidden
-    )
+        points, path, lambda point: kept.get(point) or key_of(point), make,
+        num_workers=num_workers, title=title, is_hidden=is_hidden,
+    )  # fmt: skip
     return with_bound(rows)
 
 

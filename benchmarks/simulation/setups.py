@@ -79,15 +79,15 @@ def single_request_slo(
     return SloTarget(_digits(ratio * slo.ttft_s, 3), _digits(ratio * slo.tpot_s, 3))
 
 
-def at_stock_rate(setup: Setup, base: Point) -> Point:
-    """The point at the rate at which stock vLLM, at the best of `LOAD_ONE`, attains `LEVEL`.
+def at_stock_rate(setup: Setup, base: Point, schedulers: Sequence[str] = LOAD_ONE) -> Point:
+    """The point at the rate at which stock vLLM, at the best of the settings, attains `LEVEL`.
 
     From a guess, the rate is multiplied by a step until the level is passed, then bisected. The
     runs are rows like all others, with seed 0. Three digits are kept.
     """
     base = replace(base, num_requests=setup.num_requests)
     base = replace(base, rate_per_s=_digits(_guessed_rate(base, setup.data), 3))
-    return replace(base, rate_per_s=_stock_rate(setup, base))
+    return replace(base, rate_per_s=_stock_rate(setup, base, schedulers))
 
 
 def multiples(rate_per_s: float, shares: Sequence[float]) -> list[float]:
@@ -140,8 +140,8 @@ def rate_at(
     return low + min(1.0, share) * (high - low), rows
 
 
-def _stock_rate(setup: Setup, base: Point) -> float:
-    order = list(LOAD_ONE)
+def _stock_rate(setup: Setup, base: Point, schedulers: Sequence[str]) -> float:
+    order = list(schedulers)
 
     def is_attained(rate: float) -> bool:
         # The setting that did it last is tried first: one that attains the level is enough.

@@ -32,6 +32,29 @@ def load_lines(
     return lines
 
 
+def rule_lines(
+    rows: Sequence[Row], name: str, base_rate: float, rules: Sequence[str]
+) -> list[list[str]]:
+    """One line per rate: stock and each rule at its best setting, the bound, and our share of it.
+
+    Args:
+        rules: As `rule_of` names them.
+    """
+    lines = []
+    for rate, group in _by_rate(rows):
+        cells = []
+        for rule in ("stock", *rules):
+            best = _best_of([row for row in group if rule_of(row["scheduler"]) == rule])
+            has_chunk = best[0]["scheduler"].partition(":")[2].isdecimal()
+            cells.append(_with_setting(best) if has_chunk else percent(best))
+        share = mean(of_scheduler(group, "sola"), "attainment") / mean(group, BOUND)
+        lines.append(
+            [name, f"{rate / base_rate:.2f}", f"{rate:.3g}", *cells, percent(group, BOUND),
+             f"{share:.2f}"]
+        )  # fmt: skip
+    return lines
+
+
 def rival_lines(
     rows: Sequence[Row], name: str, base_rate: float, rules: Sequence[str]
 ) -> list[list[str]]:
@@ -212,6 +235,12 @@ def short(scheduler: str) -> str:
     if scheduler in names:
         return names[scheduler]
     return scheduler.removeprefix("sola:sim.predictor=")
+
+
+def rule_of(scheduler: str) -> str:
+    """A scheduler's name without its chunk size."""
+    name, _, setting = scheduler.partition(":")
+    return name if setting.isdecimal() else short(scheduler)
 
 
 def percent(rows: Sequence[Row], column: str = "attainment") -> str:

@@ -1,0 +1,190 @@
+"""The headline: stock vLLM, other rules, SOLA as published and `attain`, on measured step times.
+
+Every rule has its best chunk size at each rate: all of `CHUNKS` are run with seed 0, then the best
+one, of stock vLLM the best two, with every seed. Seed 0 counts in their means.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from harness.markdown import markdown
+from harness.points import BOUND, Point
+from harness.resumable import Row
+from harness.setup import Outcome, Setup
+from simulation.setups import (
+    NAMES,
+    ORACLE,
+    PAPER,
+    at_stock_rate,
+    datasets,
+    grid,
+    multiples,
+    rate_at,
+    single_request_slo,
+    with_bound,
+)
+from simulation.tables import (
+    EFFECTS,
+    effect_lines,
+    level_line,
+    rival_lines,
+    rule_lines,
+    seed_lines,
+)
+from sola_sched.bench.backends.base import BASELINES
+from sola_sched.bench.calibrate import SLO_FACTOR
+
+#: The one that all but `models` use.
+MEASURED = "llama-3-8b-a100-measured"
+#: Never used to choose anything in `attain`.
+HELD_OUT = ("llama-3-8b-h100-measured", "llama-3-70b-a100-measured")
+#: Dear ones first.
+LENGTHS = ("sharegpt", "arxiv", "azure-conv", "azure-code", "mooncake")
+LOADS = (1.0, 1.25, 1.5, 2.0)
+LEVEL_LOADS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+CHUNKS = (512, 1024, 2048, 4096, 8192)
+#: Settings of stock with which load 1 and the rates at a level are found: on measured steps a
+#: chunk of 512 is behind at every rate at which stock keeps up.
+STOCK = tuple(f"stock:{size}" for size in (4096, 2048, 8192, 1024))
+#: How many settings of a rule are run with every seed.
+_KEPT = {"stock": 2, "reject": 1, "spf": 1}
+#: `paper` tuned is told a share of the TTFT target: the best at `_TUNED_AT` on seed 0.
+_TTFT_SHARES = (0.8, 0.6, 0.4)
+_TUNED_AT = 1.25
+_TUNED = "paper, tuned"
+_RULES = ("reject", "spf", "paper", _TUNED, "sola", "oracle")
+
+
+def load(setup: Setup) -> Outcome:
+    """Attained share at multiples of the rate at which stock attains 90 %, means of the seeds."""
+    return _attained(setup, [(MEASURED, name) for name in LENGTHS], LOADS, _RULES)
+
+
+def models(setup: Setup) -> Outcome:
+    """`load` on other measured profiles, which nothing in `attain` was chosen by."""
+    parts = [(profile, name) for profile in HELD_OUT for name in ("azure-conv", "sharegpt")]
+    return _attained(setup, parts, (1.0, 1.25, 1.5), ("reject", "spf", "sola"))
+
+
+def _attained(
+    setup: Setup, parts: Sequence[tuple[str, str]], loads: Sequence[float], rules: Sequence[str]
+) -> Outcome:
+    """Attainment, seeds one by one, and what else differs, for each profile and data set."""
+    known = list(dict.fromkeys(name for part in parts for name in part))
+    setup.check_only(known)
+    rows: list[Row] = []
+    tables: list[list[list[str]]] = [[], [], []]
+    several = len({profile for profile, _ in parts}) > 1
+    for profile, name in parts[:1] if setup.is_quick else parts:
+        if setup.only and not {profile, name} & set(setup.only):
+            continue
+        file = datasets(setup, (name,))[0]
+        base = _base(setup, profile, file)
+        found = _compared(setup, base, (0.75, 1.5) if setup.is_quick else loads, rules)
+        rows += found
+        label = f"{profile}, {NAMES[file]}" if several else NAMES[file]
+        targets = f"{label} ({base.ttft_s:g} s, {1e3 * base.tpot_s:.0f} ms)"
+        tables[0] += rule_lines(found, targets, base.rate_per_s, rules)
+        tables[1] += seed_lines(found, label, base.rate_per_s)
+        tables[2] += effect_lines(found, label)
+    heads = (
+        ["data (TTFT, TPOT)", "load", "req/s", "best stock", *rules, BOUND, "sola / bound"],
+        ["data, each seed", "load", "req/s", "best stock", "sola", BOUND],
+        EFFECTS,
+    )
+    return Outcome(rows, "\n\n".join(map(markdown, heads, tables)))
+
+
+def levels(setup: Setup) -> Outcome:
+    """Rates at which stock and `sola` attain 90 and 99 %, closer than the steps of `load`."""
+    rows: list[Row] = []
+    lines = []
+    parts = {
+        f"{NAMES[file]}/{100 * level:.0f}": (file, level)
+        for file, level in itertools.product(datasets(setup, LENGTHS), (0.9, 0.99))
+    }
+    setup.check_only(list(parts))
+    for name, (file, level) in parts.items():
+        if setup.only and name not in setup.only:
+            continue
+        base = _base(setup, MEASURED, file)
+        rates = multiples(base.rate_per_s, (0.75, 1.5) if setup.is_quick else LEVEL_LOADS)
+        stock, of_stock = rate_at(setup, base, STOCK, level, rates)
+        ours, of_ours = rate_at(setup, base, ("sola",), level, rates)
+        rows += of_stock + of_ours
+        lines.append(level_line(NAMES[file], SLO_FACTOR, level, stock, ours, rates[-1]))
+    columns = ["data", "targets, x", "level", "best stock", "sola", "sola / stock"]
+    return Outcome(rows, markdown(columns, lines))
+
+
+def rivals(setup: Setup) -> Outcome:
+    """Every other rule, each at its best chunk size, past stock's rate; seed 0."""
+    rows: list[Row] = []
+    lines = []
+    for file in datasets(setup, LENGTHS[:3]):
+        base = _base(setup, MEASURED, file)
+        base = replace(base, rate_per_s=multiples(base.rate_per_s, (_TUNED_AT,))[0])
+        names = [*(f"{rule}:{size}" for rule in ("stock", *BASELINES) for size in CHUNKS), "sola"]
+        found = setup.rows(with_bound(grid(base, scheduler=names)), f"rivals, {NAMES[file]}")
+        rows += found
+        lines += rival_lines(found, NAMES[file], base.rate_per_s, ("stock", *BASELINES))
+    columns = ["data", "load", "req/s", "best stock", *BASELINES, "sola", BOUND]
+    return Outcome(rows, markdown(columns, lines))
+
+
+def long(setup: Setup) -> Outcome:
+    """What is left of a good start: four times the requests of `load`, seed 0."""
+    rows: list[Row] = []
+    tables: list[list[list[str]]] = [[], []]
+    for file in datasets(setup, ("sharegpt",)):
+        base = _base(setup, MEASURED, file)
+        rates = multiples(base.rate_per_s, (1.0,) if setup.is_quick else (1.0, 1.25))
+        base = replace(base, num_requests=4 * base.num_requests)
+        points = grid(base, rate_per_s=rates, scheduler=(*STOCK, "sola"))
+        found = setup.rows(with_bound(points), f"long, {NAMES[file]}")
+        rows += found
+        tables[0] += rule_lines(found, NAMES[file], base.rate_per_s, ("sola",))
+        tables[1] += effect_lines(found, NAMES[file])
+    columns = ["data", "load", "req/s", "best stock", "sola", BOUND, "sola / bound"]
+    return Outcome(rows, "\n\n".join(map(markdown, (columns, EFFECTS), tables)))
+
+
+def _base(setup: Setup, profile: str, file: str) -> Point:
+    """A point at the rate that stock sustains, with targets of `SLO_FACTOR` single latencies."""
+    slo = single_request_slo(profile, file, SLO_FACTOR, setup.data)
+    point = Point(profile, file, 0.0, slo.ttft_s, slo.tpot_s, "stock")
+    return at_stock_rate(setup, point, STOCK)
+
+
+def _compared(setup: Setup, base: Point, loads: Sequence[float], rules: Sequence[str]) -> list[Row]:
+    """Rows of every seed: stock's best settings, and of each rule its best."""
+    tuned = _tuned(setup, base) if _TUNED in rules else ""
+    spec = {"paper": PAPER, _TUNED: tuned, "sola": "sola", "oracle": ORACLE}
+    rows: list[Row] = []
+    for rate in multiples(base.rate_per_s, loads):
+        at = replace(base, rate_per_s=rate)
+        swept = [rule for rule in ("stock", *rules) if rule in _KEPT]
+        names = [name for rule in swept for name in _best_chunks(setup, at, rule)]
+        names += [spec[rule] for rule in rules if rule in spec]
+        points = grid(at, seed=setup.seeds, scheduler=names)
+        rows += setup.rows(with_bound(points), f"{NAMES[base.dataset]} at {rate:g}/s")
+    return [row | {"scheduler": _TUNED} if row["scheduler"] == tuned else row for row in rows]
+
+
+def _best_chunks(setup: Setup, base: Point, rule: str) -> list[str]:
+    names = [f"{rule}:{size}" for size in CHUNKS]
+    rows = setup.rows(grid(base, scheduler=names), f"chunks of {rule}")
+    return [str(row["scheduler"]) for row in _best(rows)[: _KEPT[rule]]]
+
+
+def _tuned(setup: Setup, base: Point) -> str:
+    names = [f"{PAPER},ttft_s={share * base.ttft_s:.3g}" for share in _TTFT_SHARES]
+    point = replace(base, rate_per_s=multiples(base.rate_per_s, (_TUNED_AT,))[0])
+    return str(_best(setup.rows(grid(point, scheduler=names), "paper, tuned"))[0]["scheduler"])
+
+
+def _best(rows: Sequence[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: (-row["attainment"], row["mean_ttft_s"]))
