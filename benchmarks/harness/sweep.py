@@ -23,6 +23,7 @@ from sola_sched.bench.backends.base import RunOutcome, SchedulerSpec, parse_sche
 from sola_sched.config.slo import SloTarget
 from sola_sched.config.sola_config import CONFIG_KEY
 from sola_sched.core import metrics
+from sola_sched.core.metrics import BoolArray, RequestRecord
 from sola_sched.simulator.steps.profile import load_step_profile, step_profile_file
 
 #: Token budget of schedulers that name none, and of the bound.
@@ -46,6 +47,7 @@ _UNUSED = {
 _DEFAULTS = {f.name: f.default for f in fields(Point) if f.default is not MISSING} | {
     "num_preemptions": 0,
     "cost_model_error": None,
+    "longest_attainment": None,
 }
 #: Raised when the meaning of a row changes without its source.
 _FORMAT = 2
@@ -219,6 +221,7 @@ def _measures(outcome: RunOutcome, slo: SloTarget) -> Row:
         "attainment": metrics.attainment_ratio(flags),
         "met_ttft": metrics.attainment_ratio(metrics.attained(records, only_ttft)),
         "met_tpot": metrics.attainment_ratio(metrics.attained(records, only_tpot)),
+        "longest_attainment": _of_longest_prompts(records, flags),
         "num_completed": len(done),
         **{f"{name}_ttft_s": ttft[name] for name in ("mean", "p50", "p99")},
         **{f"{name}_tpot_s": tpot[name] for name in ("mean", "p50", "p99")},
@@ -233,6 +236,12 @@ def _measures(outcome: RunOutcome, slo: SloTarget) -> Row:
         "cost_model_error": stats.cost_model_error,
         "cpu_us_per_step": 1e6 * stats.cpu_s / max(1, stats.num_steps),
     }
+
+
+def _of_longest_prompts(records: Sequence[RequestRecord], flags: BoolArray) -> float:
+    """Attained share of the tenth with the longest prompts."""
+    order = np.argsort([-record.num_prompt_tokens for record in records], kind="stable")
+    return float(np.mean(flags[order[: -(-len(records) // 10)]]))
 
 
 def _rounded(value: Any) -> Any:
