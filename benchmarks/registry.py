@@ -20,13 +20,14 @@ def _simulation(
     figure: str = "draw_lines",
     **defaults: Any,
 ) -> Experiment:
-    """Of `simulation/`: points in virtual time, rows shared by all of them."""
+    """Of `simulation/experiments.py`: on computed step times, rows shared by all of them."""
     common: dict[str, Any] = {"num_requests": 1000, "scheduling_time": "none"}
     some = {"seeds": (0,), "only": ()}
     common |= {option: value for option, value in some.items() if option in options}
     return Experiment(
         name, summary, duration, f"simulation.experiments:{name}", (*_VIRTUAL, *options),
         "runs.jsonl", common | defaults, figure and f"simulation.figures:{figure}",
+        untold="they are of the policy of commit b5fd42f or older ones",
     )  # fmt: skip
 
 
@@ -75,14 +76,10 @@ EXPERIMENTS = (
     _headline("rivals", "every other rule at each chunk size, at load 1.25", "30 min"),
     _headline("long", "`load` with four times the requests, vLLM and ours alone", "10 min"),
     _simulation("recorded", "`load` with the recorded arrivals of the traces", "20 min"),
-    _simulation("seeds", "three seeds around the load at which vLLM breaks down, one by one",
-                "10 min", ()),
     _simulation("fig7", "SOLA Fig. 7: the five models of Table 3, tight and loose targets",
                 "40 min", _BOTH),
     _simulation("fig8", "SOLA Fig. 8: rates at 90 and 99 %, from the rows of `fig7`", "40 min",
                 _BOTH),
-    _simulation("fig9", "SOLA Fig. 9: TTFT and TPOT of each request at one load", "2 min", (),
-                "draw_plane"),
     _simulation("fig10", "SOLA Fig. 10: targets of 5 x and 20 x", "20 min"),
     _simulation("slots", "256 and 512 slots, tight targets", "30 min", _BOTH),
     _simulation("table4", "SOLA Table 4: CPU time of the scheduler against serving time", "5 min",
@@ -90,12 +87,9 @@ EXPERIMENTS = (
     _simulation("benefit", "SOLA 6.3.1: peak-memory prediction and policies apart", "1 h",
                 seeds=_THREE),
     _simulation("cost", "SOLA 6.3.2: error of the predicted step times", "5 min", ("only",)),
-    _simulation("ablation", "options of the scheduler, one at a time", "10 min"),
     _simulation("bursts", "arrivals burstier than Poisson", "20 min"),
     _simulation("shift", "lengths of another data set from the middle on", "10 min"),
     _simulation("prediction", "what knowing output lengths is worth", "15 min"),
-    _simulation("predicted", "the retrieval predictor's errors, and true lengths, past saturation",
-                "40 min", seeds=_THREE),
     _simulation("hindsight", "how much of the gap to the bound is knowledge of the future", "1 h"),
     _simulation("missed", "the same at the goals that `levels` misses", "20 min"),
     _simulation("shares", "a larger share for requests that are late anyway", "20 min"),

@@ -43,6 +43,7 @@ class Experiment:
         rows: File in the results; empty if it keeps none.
         defaults: Of its options, with which its table was made.
         figure: ``module:function`` that draws into a folder, called with name, setup and outcome.
+        untold: What is known of rows that tell no commit.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Experiment:
     rows: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     figure: str = ""
+    untold: str = ""
 
     def arguments(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parsed.
@@ -181,16 +183,32 @@ def heading(experiment: Experiment, outcome: Outcome) -> str:
     """The command, and the commits whose source made the rows."""
     if not experiment.rows:
         return f"`{_COMMAND} {experiment.name}`, commit {provenance.checkout()[0]}."
-    commits = [str(row["commit"])[:7] for row in outcome.rows if row.get("commit")]
-    known = sorted(set(commits))
-    said = ", ".join(known) if len(known) <= _MAX_COMMITS else f"{len(known)} commits"
-    num_untold = len(outcome.rows) - len(commits)
+    said = commits(outcome.rows)
+    num_untold = sum(not row.get("commit") for row in outcome.rows)
     if num_untold:
-        said = f"{said}; {num_untold:,} rows tell none" if known else "not told"
+        said = f"{said}; {num_untold:,} rows tell none" if said else "not told"
+        said += f" ({experiment.untold})" if experiment.untold else ""
     return (
         f"`{_COMMAND} {experiment.name}`, the table again from its {len(outcome.rows):,} rows with "
         f"`--stored`. Commit of the rows: {said}."
     )
+
+
+def commits(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The commits that rows tell; whose rows, where ours and the others were made apart."""
+    said: dict[str, str] = {}
+    for whose in ("sola", "others"):
+        told = [row for row in rows if row.get("commit") and _is_ours(row) == (whose == "sola")]
+        known = sorted({str(row["commit"])[:7] for row in told})
+        said[whose] = ", ".join(known) if len(known) <= _MAX_COMMITS else f"{len(known)} commits"
+    if not all(said.values()) or said["sola"] == said["others"]:
+        return said["others"] or said["sola"]
+    return f"{said['sola']} (sola), {said['others']} (others)"
+
+
+def _is_ours(row: Mapping[str, Any]) -> bool:
+    name = str(row.get("scheduler", ""))
+    return name.partition(":")[0] == "sola" and "policy=" not in name
 
 
 def _function(name: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The experiments: which points each runs, and the table it makes of the rows."""
+"""Experiments on computed step times: which points each runs, and the table made of the rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from harness.resumable import Row
 from harness.setup import Outcome, Setup
 from simulation.setups import (
     DATASETS,
-    LOAD_ONE,
     NAMES,
     ORACLE,
     PAPER,
@@ -23,185 +22,36 @@ from simulation.setups import (
     datasets,
     grid,
     multiples,
-    rate_at,
     single_request_slo,
     with_bound,
 )
 from simulation.tables import (
-    EFFECTS,
     GAP,
-    effect_lines,
     gap_lines,
     goodput_head,
     goodput_lines,
     head,
-    level_line,
     load_lines,
-    of_scheduler,
     part_lines,
-    percent,
-    predicted_lines,
-    rival_lines,
-    seed_lines,
     share_table,
     short,
     side_by_side_lines,
 )
-from sola_sched.bench.backends.base import BASELINES
 from sola_sched.bench.calibrate import SLO_FACTOR
 
 PROFILE = "llama-3-8b-a100"
+"""Computed step times, as in all of this file."""
 LENGTHS = ("sharegpt", "azure-conv", "azure-code", "arxiv", "mooncake")
 LOADS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
-LONG_LOADS = (0.8, 1.0, 1.25, 1.5)
-#: Targets of `load15`, as a multiple of the single-request latency.
-LOOSE_FACTOR = 15.0
-#: Requests of a long run, as a multiple of those of the others.
-LONG = 4
+_LOOSE_FACTOR = 15.0
 OTHERS = (REJECT, SPF, PAPER)
 
 
-def load(setup: Setup) -> Outcome:
-    """Attainment over load, as a multiple of the rate that stock vLLM sustains at 90 %."""
-    return _load(setup, LENGTHS, SLO_FACTOR)
-
-
-def load15(setup: Setup) -> Outcome:
-    """`load` with targets of 15 times the single-request latency, stock and `sola` alone."""
-    return _load(setup, LENGTHS, LOOSE_FACTOR, others=())
-
-
-def long(setup: Setup) -> Outcome:
-    """`load` with four times the requests, stock and `sola` alone: what is left of a good start."""
-    return _load(setup, LENGTHS, SLO_FACTOR, others=(), loads=LONG_LOADS, length=LONG)
-
-
-#: Of stock's settings those that load 1 is not found with; bracketed by themselves in `levels`.
-_BETWEEN = tuple(name for name in STOCK if name not in LOAD_ONE)
-
-
-def levels(setup: Setup) -> Outcome:
-    """Rates at 90 and 99 % attainment, bracketed closer than the steps of `load` and `load15`."""
-    shares = (0.75, 1.5) if setup.is_quick else LOADS
-    rows: list[Row] = []
-    lines = []
-    parts = {
-        f"{NAMES[file]}/{factor:g}/{100 * level:.0f}": (factor, file, level)
-        for factor, file, level in itertools.product(
-            (SLO_FACTOR, LOOSE_FACTOR), datasets(setup, LENGTHS), (0.9, 0.99)
-        )
-    }
-    setup.check_only(list(parts))
-    for name, (factor, file, level) in parts.items():
-        if setup.only and name not in setup.only:
-            continue
-        base = _base(setup, PROFILE, file, factor)
-        rates = multiples(base.rate_per_s, shares)
-        found = [rate_at(setup, base, names, level, rates) for names in (LOAD_ONE, _BETWEEN)]
-        stock = max(rate for rate, _ in found)
-        ours, of_ours = rate_at(setup, base, ("sola",), level, rates)
-        rows += [row for _, group in found for row in group] + of_ours
-        lines.append(level_line(NAMES[file], factor, level, stock, ours, rates[-1]))
-    columns = ["data", "targets, x", "level", "best stock", "sola", "sola / stock"]
-    return Outcome(rows, markdown(columns, lines))
-
-
-#: All that stock is counted at anywhere, and one between.
-_CHUNKS = (512, 1024, 2048, 4096, 8192)
-
-
-def chunks(setup: Setup) -> Outcome:
-    """Stock vLLM at one chunk size more than the others count it at."""
-    rows: list[Row] = []
-    lines = []
-    names = [f"stock:{size}" for size in _CHUNKS]
-    for file in datasets(setup, LENGTHS):
-        base = _base(setup, PROFILE, file, SLO_FACTOR)
-        for rate in multiples(base.rate_per_s, (1.0,) if setup.is_quick else (1.0, 1.25)):
-            points = grid(base, rate_per_s=(rate,), seed=setup.seeds, scheduler=names)
-            found = setup.rows(points, f"chunks, {NAMES[file]}")
-            rows += found
-            lines.append([NAMES[file], f"{rate / base.rate_per_s:.2f}", f"{rate:.3g}",
-                          *(percent(of_scheduler(found, name)) for name in names)])  # fmt: skip
-    return Outcome(rows, markdown(["data", "load", "req/s", *map(str, _CHUNKS)], lines))
-
-
-def rivals(setup: Setup) -> Outcome:
-    """Every other rule, each at the best of stock's chunk sizes, at stock's rate and past it."""
-    chunks = tuple(name.partition(":")[2] for name in STOCK)
-    names = (*STOCK, *(f"{rule}:{size}" for rule in BASELINES for size in chunks), "sola")
-    rows: list[Row] = []
-    lines = []
-    for file in datasets(setup, LENGTHS):
-        base = _base(setup, PROFILE, file, SLO_FACTOR)
-        rates = multiples(base.rate_per_s, (1.0,) if setup.is_quick else (1.0, 1.25))
-        points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=names)
-        found = setup.rows(with_bound(points), f"rivals, {NAMES[file]}")
-        rows += found
-        lines += rival_lines(found, NAMES[file], base.rate_per_s, ("stock", *BASELINES))
-    columns = ["data", "load", "req/s", "best stock", *BASELINES, "sola", BOUND]
-    return Outcome(rows, markdown(columns, lines))
-
-
 def recorded(setup: Setup) -> Outcome:
-    """`load` with the recorded arrivals of the traces, stretched to the same mean rates."""
+    """The recorded arrivals of the traces, stretched to the same mean rates."""
     arrivals = "recorded" if setup.data else "gamma:0.5"
-    return _load(setup, ("azure-conv", "azure-code"), SLO_FACTOR, arrivals)
-
-
-def seeds(setup: Setup) -> Outcome:
-    """Other requests and arrivals around the load at which stock breaks down, seed by seed."""
-    rows: list[Row] = []
-    lines = []
-    for file in datasets(setup, ("azure-conv", "sharegpt", "arxiv")):
-        base = _base(setup, PROFILE, file, SLO_FACTOR)
-        rates = multiples(base.rate_per_s, (1.0, 1.25))
-        points = grid(base, rate_per_s=rates, seed=(0, 1, 2), scheduler=(*STOCK, "sola"))
-        found = setup.rows(with_bound(points), f"seeds, {NAMES[file]}")
-        rows += found
-        lines += seed_lines(found, NAMES[file], base.rate_per_s)
-    return Outcome(rows, markdown(["data", "load", "req/s", "best stock", "sola", BOUND], lines))
-
-
-def _load(
-    setup: Setup,
-    names: Sequence[str],
-    factor: float,
-    arrivals: str = "poisson",
-    others: Sequence[str] = OTHERS,
-    loads: Sequence[float] = LOADS,
-    length: int = 1,
-) -> Outcome:
-    """Stock and `sola` with every seed, the others with the first one.
-
-    Args:
-        setup: As for every experiment.
-        names: Data sets.
-        factor: Targets as a multiple of the single-request latency.
-        arrivals: As in `Point`.
-        others: Schedulers beside stock and `sola`.
-        loads: Multiples of stock's rate.
-        length: Requests as a multiple of those with which stock's rate is found.
-    """
-    compared = (*STOCK, *others, "sola")
-    shares = (0.75, 1.5) if setup.is_quick else loads
-    rows: list[Row] = []
-    tables: list[list[list[str]]] = [[], [], []]
-    for file in datasets(setup, names):
-        base = _base(setup, PROFILE, file, factor)
-        rates = multiples(base.rate_per_s, shares)
-        base = replace(base, arrivals=arrivals, num_requests=length * base.num_requests)
-        points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=(*STOCK, "sola"))
-        points += grid(base, rate_per_s=rates, seed=setup.seeds[:1], scheduler=others)
-        found = setup.rows(with_bound(points), f"load, {NAMES[file]}")
-        rows += found
-        name = f"{NAMES[file]} ({base.ttft_s:g} s, {1e3 * base.tpot_s:g} ms)"
-        tables[0] += load_lines(found, name, base.rate_per_s, compared)
-        tables[1] += goodput_lines(found, NAMES[file], compared)
-        tables[2] += effect_lines(found, NAMES[file])
-    columns = _beside_stock(compared)
-    heads = (head("data (TTFT, TPOT)", columns), goodput_head("data", columns), EFFECTS)
-    return Outcome(rows, "\n\n".join(map(markdown, heads, tables)))
+    compared = (*STOCK, *OTHERS, "sola")
+    return _by_load(setup, ("azure-conv", "azure-code"), LOADS, compared, arrivals)
 
 
 @dataclass(frozen=True)
@@ -287,29 +137,6 @@ def _fig7_points(setup: Setup, base: Point, compared: Sequence[str]) -> list[Poi
     shares = (0.8, 1.3) if setup.is_quick else (0.85, 1.0, 1.15, 1.3)
     rates = multiples(base.rate_per_s, shares)
     return grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=compared)
-
-
-def plane_points(setup: Setup) -> list[Point]:
-    """Azure's chat trace at 1.25 times stock's rate, as in `load`; one point per scheduler."""
-    base = _base(setup, PROFILE, datasets(setup, ("azure-conv",))[0], SLO_FACTOR)
-    base = replace(base, rate_per_s=multiples(base.rate_per_s, (1.25,))[0])
-    return grid(base, scheduler=("stock:2048", *OTHERS, "sola"))
-
-
-def fig9(setup: Setup) -> Outcome:
-    """TTFT and TPOT where the TTFT-TPOT plane is drawn (`plane_points`)."""
-    rows = setup.rows(with_bound(plane_points(setup)), "fig9")
-    lines = [
-        [
-            short(r["scheduler"]), percent([r]), percent([r], "met_ttft"),
-            percent([r], "met_tpot"), f"{r['p50_ttft_s']:.3g}", f"{r['p99_ttft_s']:.3g}",
-            f"{1e3 * r['p50_tpot_s']:.3g}", f"{1e3 * r['p99_tpot_s']:.3g}",
-        ]
-        for r in rows
-    ]  # fmt: skip
-    columns = ["scheduler", "attained", "met TTFT", "met TPOT", "TTFT p50, s", "p99",
-            "TPOT p50, ms", "p99"]  # fmt: skip
-    return Outcome(rows, markdown(columns, lines))
 
 
 def fig10(setup: Setup) -> Outcome:
@@ -438,15 +265,6 @@ def cost(setup: Setup) -> Outcome:
     return Outcome(rows, markdown(columns, lines))
 
 
-_VARIANTS = ("sola", "sola:best_effort_share=0", "sola:safety=0", "sola:safety=0.1",
-             "sola:tile=16", "sola:tile=512", "sola:overload=reject", PAPER)  # fmt: skip
-
-
-def ablation(setup: Setup) -> Outcome:
-    """Options of the scheduler, one at a time."""
-    return _by_load(setup, ("azure-conv", "sharegpt", "arxiv"), (1.25,), (*STOCK, *_VARIANTS))
-
-
 _SHARES = {"0.05 (default)": "sola"} | {
     f"{share}": f"sola:best_effort_share={share}" for share in (0.1, 0.2)
 }
@@ -455,7 +273,7 @@ _SHARES = {"0.05 (default)": "sola"} | {
 def shares(setup: Setup) -> Outcome:
     """What a larger share for the lost costs and buys, in long runs at and past saturation."""
     base = _base(setup, PROFILE, datasets(setup, ("sharegpt",))[0], SLO_FACTOR)
-    base = replace(base, num_requests=LONG * base.num_requests)
+    base = replace(base, num_requests=4 * base.num_requests)
     rates = multiples(base.rate_per_s, (1.0, 1.25))
     points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=(*STOCK, *_SHARES.values()))
     rows = setup.rows(points, "shares")
@@ -469,33 +287,11 @@ def prediction(setup: Setup) -> Outcome:
     return _by_load(setup, ("sharegpt", "azure-conv"), (1.0, 1.5, 2.0), compared)
 
 
-#: Errors of the retrieval predictor on Chatbot Arena, drawn at the nearest true lengths; relative
-#: to the root of the repository.
-_RETRIEVED = "sola:sim.predictor=recorded:benchmarks/results/alise/predictions-arena-retrieval.json"
-
-
-def predicted(setup: Setup) -> Outcome:
-    """`sola` past saturation with the errors of the retrieval predictor, and with true lengths."""
-    rows: list[Row] = []
-    lines = []
-    names = {"sola": "sola", "retrieval": _RETRIEVED, "oracle": ORACLE}
-    for file, factor in itertools.product(datasets(setup, LENGTHS), (SLO_FACTOR, LOOSE_FACTOR)):
-        base = _base(setup, PROFILE, file, factor)
-        rates = multiples(base.rate_per_s, (2.0,) if setup.is_quick else (1.5, 2.0))
-        points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=tuple(names.values()))
-        found = setup.rows(with_bound(points), f"predicted, {NAMES[file]}")
-        rows += found
-        name = f"{NAMES[file]}, {factor:g} x"
-        lines += predicted_lines(found, name, base.rate_per_s, tuple(names.values()))
-    columns = ["data", "load", "req/s", *names, BOUND, *(f"{n} / bound" for n in names)]
-    return Outcome(rows, markdown(columns, lines))
-
-
 def hindsight(setup: Setup) -> Outcome:
     """How much of the gap to the bound is knowledge of the future, beyond true lengths."""
     rows: list[Row] = []
     lines = []
-    loads = {SLO_FACTOR: (1.25, 2.0), LOOSE_FACTOR: (2.0,)}
+    loads = {SLO_FACTOR: (1.25, 2.0), _LOOSE_FACTOR: (2.0,)}
     if setup.is_quick:
         loads = {SLO_FACTOR: (2.0,)}
     for (factor, shares), file in itertools.product(loads.items(), datasets(setup, LENGTHS)):
@@ -581,12 +377,17 @@ def shift(setup: Setup) -> Outcome:
 
 
 def _by_load(
-    setup: Setup, names: Sequence[str], shares: Sequence[float], compared: Sequence[str]
+    setup: Setup,
+    names: Sequence[str],
+    shares: Sequence[float],
+    compared: Sequence[str],
+    arrivals: str = "poisson",
 ) -> Outcome:
     rows, lines = [], []
     for file in datasets(setup, names):
         base = _base(setup, PROFILE, file, SLO_FACTOR)
         rates = multiples(base.rate_per_s, shares[:1] if setup.is_quick else shares)
+        base = replace(base, arrivals=arrivals)
         points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=compared)
         found = setup.rows(with_bound(points), NAMES[file])
         rows += found

@@ -1,4 +1,4 @@
-"""Figures of the experiments: attainment over rate, and TTFT against TPOT."""
+"""Figures of the experiments: attainment over rate."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from harness import sweep
-from harness.points import BOUND, Point
+from harness.points import BOUND
 from harness.resumable import Row
 from harness.setup import Outcome, Setup
-from simulation.experiments import plane_points
-from simulation.setups import NAMES, PAPER, REJECT, SPF
-from simulation.tables import best_stock_rows, of_scheduler
+from simulation.setups import NAMES
+from simulation.tables import best_stock_rows, rule_of
 from sola_sched.bench.report.plots import pyplot, save
 
 _STYLE: dict[str, dict[str, Any]] = {
     "stock": {"color": "#1f5f8b", "marker": "s", "label": "vLLM, best chunk size"},
-    REJECT: {"color": "#6c757d", "marker": "v", "label": "reject"},
-    SPF: {"color": "#2a9d8f", "marker": "^", "label": "shortest prompt first"},
+    "reject": {"color": "#6c757d", "marker": "v", "label": "reject"},
+    "spf": {"color": "#2a9d8f", "marker": "^", "label": "shortest prompt first"},
     "sjf": {"color": "#b0a160", "marker": "P", "label": "shortest job first"},
     "prefill-first": {"color": "#5aa9c9", "marker": "D", "label": "prefill first"},
-    PAPER: {"color": "#e07a1f", "marker": "D", "label": "policy paper"},
-    "sola": {"color": "#d1495b", "marker": "o", "label": "policy attain", "linewidth": 2.4},
+    "paper": {"color": "#e07a1f", "marker": "D", "label": "SOLA as published"},
+    "paper, tuned": {"color": "#f2b880", "marker": "D", "label": "SOLA, tuned"},
+    "sola": {"color": "#d1495b", "marker": "o", "label": "sola_sched", "linewidth": 2.4},
 }
 #: Columns that part the rows of an experiment into panels.
 _PANEL = ("dataset", "profile", "ttft_s", "tpot_s", "arrivals", "dataset_after")
@@ -35,11 +34,6 @@ _DPI = 100
 def draw_lines(name: str, setup: Setup, outcome: Outcome, folder: Path) -> Path:
     """`plot_lines` of an experiment's rows, into a folder."""
     return plot_lines(outcome.rows, folder / f"simulation-{name}.png")
-
-
-def draw_plane(name: str, setup: Setup, outcome: Outcome, folder: Path) -> Path:
-    """`plot_plane` of the experiment's points, into a folder."""
-    return plot_plane(plane_points(setup), setup.data, folder / f"simulation-{name}.png")
 
 
 def plot_lines(rows: Sequence[Row], path: Path) -> Path:
@@ -58,7 +52,9 @@ def plot_lines(rows: Sequence[Row], path: Path) -> Path:
         axis.set_visible(False)
     for axis, group in zip(axes.flat, panels.values(), strict=False):
         for name, style in _STYLE.items():
-            chosen = best_stock_rows(group) if name == "stock" else of_scheduler(group, name)
+            chosen = [row for row in group if rule_of(row["scheduler"]) == name]
+            if name == "stock":
+                chosen = best_stock_rows(chosen)
             if chosen:
                 _line(axis, chosen, "attainment", **style)
         _line(axis, group, BOUND, color="#222222", linestyle="--", label="bound", zorder=1)
@@ -72,37 +68,6 @@ def plot_lines(rows: Sequence[Row], path: Path) -> Path:
         line[0].set_ylabel("requests within both SLOs (%)", fontsize=9)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=4)
-    return save(plt, figure, path, _DPI)
-
-
-def plot_plane(points: Sequence[Point], data: Path | None, path: Path) -> Path:
-    """TTFT and TPOT of each request, a panel per scheduler; runs the points again."""
-    plt = pyplot()
-    figure, axes = plt.subplots(
-        1, len(points), figsize=(0.8 + 2.6 * len(points), 3.0), sharex=True, sharey=True,
-        squeeze=False, layout="constrained",
-    )  # fmt: skip
-    for axis, point in zip(axes[0], points, strict=True):
-        outcome = sweep.run_outcome(point, data)
-        done = [r for r in outcome.records if r.completed and r.num_output_tokens > 1]
-        style = _STYLE["stock" if point.scheduler.startswith("stock") else point.scheduler]
-        axis.scatter(
-            [r.ttft_s for r in done], [1e3 * r.tpot_s for r in done], s=7, linewidths=0, alpha=0.5,
-            color=style["color"],
-        )  # fmt: skip
-        share = np.mean([r.attains(point.slo) for r in outcome.records])
-        axis.set_title(f"{style['label']}\n{share:.0%} attained", fontsize=9)
-        axis.set_xscale("log")
-        axis.set_yscale("log")
-        axis.axvline(point.ttft_s, color="#2a9d4a", linewidth=1.2)
-        axis.axhline(1e3 * point.tpot_s, color="#2a9d4a", linewidth=1.2)
-        axis.set_xlabel("TTFT (s)")
-        axis.grid(True, color="#e3e6ea", linewidth=0.8)
-    axes[0][0].set_ylabel("TPOT (ms)")
-    figure.suptitle(
-        f"{NAMES[points[0].dataset]}, {points[0].rate_per_s:g} requests/s, {points[0].profile}; "
-        "within the SLO is below and left of the lines", fontsize=9,
-    )  # fmt: skip
     return save(plt, figure, path, _DPI)
 
 

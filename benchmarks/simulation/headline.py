@@ -1,7 +1,7 @@
 """The headline: stock vLLM, other rules, SOLA as published and `attain`, on measured step times.
 
-Every rule has its best chunk size at each rate: all of `CHUNKS` are run with seed 0, then the best
-one, of stock vLLM the best two, with every seed. Seed 0 counts in their means.
+Every rule has its best chunk size on each data set: all of `CHUNKS` are run with seed 0 at
+`_TUNED_AT`, then the best one, of stock vLLM the best two, with every seed and at every load.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from simulation.tables import (
     EFFECTS,
     effect_lines,
     level_line,
-    rival_lines,
     rule_lines,
     seed_lines,
 )
@@ -49,13 +48,14 @@ CHUNKS = (512, 1024, 2048, 4096, 8192)
 #: Settings of stock with which load 1 and the rates at a level are found: on measured steps a
 #: chunk of 512 is behind at every rate at which stock keeps up.
 STOCK = tuple(f"stock:{size}" for size in (4096, 2048, 8192, 1024))
+#: Load at which settings are chosen, with seed 0.
+_TUNED_AT = 1.25
 #: How many settings of a rule are run with every seed.
 _KEPT = {"stock": 2, "reject": 1, "spf": 1}
-#: `paper` tuned is told a share of the TTFT target: the best at `_TUNED_AT` on seed 0.
+#: What `paper` is told of the TTFT target when it is tuned.
 _TTFT_SHARES = (0.8, 0.6, 0.4)
-_TUNED_AT = 1.25
 _TUNED = "paper, tuned"
-_RULES = ("reject", "spf", "paper", _TUNED, "sola", "oracle")
+_RULES = ("reject", "spf", "sola", "oracle")
 
 
 def load(setup: Setup) -> Outcome:
@@ -121,17 +121,21 @@ def levels(setup: Setup) -> Outcome:
 
 
 def rivals(setup: Setup) -> Outcome:
-    """Every other rule, each at its best chunk size, past stock's rate; seed 0."""
+    """Every other rule, each at its best chunk size, and `paper`, past stock's rate; seed 0."""
+    rules = (*BASELINES, "paper", _TUNED, "sola")
     rows: list[Row] = []
     lines = []
     for file in datasets(setup, LENGTHS[:3]):
         base = _base(setup, MEASURED, file)
-        base = replace(base, rate_per_s=multiples(base.rate_per_s, (_TUNED_AT,))[0])
-        names = [*(f"{rule}:{size}" for rule in ("stock", *BASELINES) for size in CHUNKS), "sola"]
-        found = setup.rows(with_bound(grid(base, scheduler=names)), f"rivals, {NAMES[file]}")
+        tuned = _tuned(setup, base)
+        load_one, base = base.rate_per_s, _where_tuned(base)
+        names = [f"{rule}:{size}" for rule in ("stock", *BASELINES) for size in CHUNKS]
+        points = grid(base, scheduler=[*names, PAPER, tuned, "sola"])
+        found = setup.rows(with_bound(points), f"rivals, {NAMES[file]}")
+        found = [row | {"scheduler": _TUNED} if row["scheduler"] == tuned else row for row in found]
         rows += found
-        lines += rival_lines(found, NAMES[file], base.rate_per_s, ("stock", *BASELINES))
-    columns = ["data", "load", "req/s", "best stock", *BASELINES, "sola", BOUND]
+        lines += rule_lines(found, NAMES[file], load_one, rules)
+    columns = ["data", "load", "req/s", "best stock", *rules, BOUND, "sola / bound"]
     return Outcome(rows, markdown(columns, lines))
 
 
@@ -161,30 +165,30 @@ def _base(setup: Setup, profile: str, file: str) -> Point:
 
 def _compared(setup: Setup, base: Point, loads: Sequence[float], rules: Sequence[str]) -> list[Row]:
     """Rows of every seed: stock's best settings, and of each rule its best."""
-    tuned = _tuned(setup, base) if _TUNED in rules else ""
-    spec = {"paper": PAPER, _TUNED: tuned, "sola": "sola", "oracle": ORACLE}
-    rows: list[Row] = []
-    for rate in multiples(base.rate_per_s, loads):
-        at = replace(base, rate_per_s=rate)
-        swept = [rule for rule in ("stock", *rules) if rule in _KEPT]
-        names = [name for rule in swept for name in _best_chunks(setup, at, rule)]
-        names += [spec[rule] for rule in rules if rule in spec]
-        points = grid(at, seed=setup.seeds, scheduler=names)
-        rows += setup.rows(with_bound(points), f"{NAMES[base.dataset]} at {rate:g}/s")
-    return [row | {"scheduler": _TUNED} if row["scheduler"] == tuned else row for row in rows]
+    spec = {"sola": "sola", "oracle": ORACLE}
+    swept = [rule for rule in ("stock", *rules) if rule in _KEPT]
+    names = [name for rule in swept for name in _best_chunks(setup, base, rule)]
+    names += [spec[rule] for rule in rules if rule in spec]
+    rates = multiples(base.rate_per_s, loads)
+    points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=names)
+    return setup.rows(with_bound(points), NAMES[base.dataset])
 
 
 def _best_chunks(setup: Setup, base: Point, rule: str) -> list[str]:
-    names = [f"{rule}:{size}" for size in CHUNKS]
-    rows = setup.rows(grid(base, scheduler=names), f"chunks of {rule}")
-    return [str(row["scheduler"]) for row in _best(rows)[: _KEPT[rule]]]
+    return _best(setup, base, [f"{rule}:{size}" for size in CHUNKS])[: _KEPT[rule]]
 
 
 def _tuned(setup: Setup, base: Point) -> str:
-    names = [f"{PAPER},ttft_s={share * base.ttft_s:.3g}" for share in _TTFT_SHARES]
-    point = replace(base, rate_per_s=multiples(base.rate_per_s, (_TUNED_AT,))[0])
-    return str(_best(setup.rows(grid(point, scheduler=names), "paper, tuned"))[0]["scheduler"])
+    told = [f"{PAPER},ttft_s={share * base.ttft_s:.3g}" for share in _TTFT_SHARES]
+    return _best(setup, base, told)[0]
 
 
-def _best(rows: Sequence[Row]) -> list[Row]:
-    return sorted(rows, key=lambda row: (-row["attainment"], row["mean_ttft_s"]))
+def _best(setup: Setup, base: Point, names: Sequence[str]) -> list[str]:
+    """Schedulers, the one that attains most first, then by mean TTFT."""
+    rows = setup.rows(grid(_where_tuned(base), scheduler=names), f"{NAMES[base.dataset]}, settings")
+    rows.sort(key=lambda row: (-row["attainment"], row["mean_ttft_s"]))
+    return [str(row["scheduler"]) for row in rows]
+
+
+def _where_tuned(base: Point) -> Point:
+    return replace(base, rate_per_s=multiples(base.rate_per_s, (_TUNED_AT,))[0])

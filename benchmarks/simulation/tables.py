@@ -55,43 +55,6 @@ def rule_lines(
     return lines
 
 
-def rival_lines(
-    rows: Sequence[Row], name: str, base_rate: float, rules: Sequence[str]
-) -> list[list[str]]:
-    """One line per rate: each rule at its best chunk size, then ours and the bound."""
-    lines = []
-    for rate, group in _by_rate(rows):
-        best = [
-            _best_of([row for row in group if row["scheduler"].startswith(f"{rule}:")])
-            for rule in rules
-        ]
-        lines.append(
-            [
-                name, f"{rate / base_rate:.2f}", f"{rate:.3g}",
-                *map(_with_setting, best),
-                percent(of_scheduler(group, "sola")), percent(group, BOUND),
-            ]
-        )  # fmt: skip
-    return lines
-
-
-def predicted_lines(
-    rows: Sequence[Row], name: str, base_rate: float, schedulers: Sequence[str]
-) -> list[list[str]]:
-    """One line per rate: each scheduler, the bound, and the share of it that each attains."""
-    lines = []
-    for rate, group in _by_rate(rows):
-        found = [of_scheduler(group, scheduler) for scheduler in schedulers]
-        bound = mean(group, BOUND)
-        lines.append(
-            [
-                name, f"{rate / base_rate:.2f}", f"{rate:.3g}", *map(percent, found),
-                percent(group, BOUND), *(f"{mean(r, 'attainment') / bound:.2f}" for r in found),
-            ]
-        )  # fmt: skip
-    return lines
-
-
 def goodput_head(first: str, others: Sequence[str]) -> list[str]:
     return [first, "level", "best stock", *map(short, others), BOUND, "sola / stock",
             "sola / bound"]  # fmt: skip
