@@ -57,7 +57,7 @@ _MIDDLE = _START + (_WIDTH - 1) / 2.0  # [num_bins]
 class LengthHistogram:
     """Distribution of output lengths per class of requests, with forgetting.
 
-    Memory is bounded: 441 classes at most, 224 bins each. Not thread-safe.
+    Memory is bounded: 441 classes of each service at most, 224 bins each. Not thread-safe.
 
     Args:
         memory: Samples after which an old one has faded to 1/e, per class, >= 1.
@@ -68,7 +68,7 @@ class LengthHistogram:
             raise ValueError(f"'memory' must be >= 1 (got {memory!r}).")
         self._growth = 1.0 + 1.0 / memory
         self._bin_of = np.searchsorted(_START, np.arange(MAX_LENGTH + 1), side="right") - 1
-        self._ids: dict[tuple[int, int], int] = {}
+        self._ids: dict[tuple[int, int, int], int] = {}
         self._caps: list[int] = []
         # Row 0 is all requests, row 1 + class_id a class.
         self._weights = np.zeros((1, _NUM_BINS))
@@ -90,12 +90,13 @@ class LengthHistogram:
         """Classes seen so far."""
         return len(self._ids)
 
-    def class_of(self, num_prompt_tokens: int, max_tokens: int) -> int:
+    def class_of(self, num_prompt_tokens: int, max_tokens: int, service: int = 0) -> int:
         """The class of a request: log2 ranges of input length and of maximum output length.
 
         Args:
             num_prompt_tokens: Prompt length, >= 0.
             max_tokens: Most tokens it may generate, >= 1.
+            service: Number of its service; those of each are apart.
 
         Returns:
             A small integer, counted from 0 in order of first use; stable for this object.
@@ -103,6 +104,7 @@ class LengthHistogram:
         key = (
             min(int(num_prompt_tokens).bit_length(), _MAX_RANGE),
             min(int(max_tokens).bit_length(), _MAX_RANGE),
+            service,
         )
         class_id = self._ids.get(key)
         if class_id is None:

@@ -70,7 +70,7 @@ def options() -> dict[str, object]:
     defaults: dict[str, object] = {
         field.name: getattr(SolaConfig(), field.name)
         for field in dataclasses.fields(SolaConfig)
-        if field.name not in ("swap", "turns")
+        if field.name not in ("swap", "turns", "shares")
     }
     for field in dataclasses.fields(SwapConfig):
         defaults[f"swap.{field.name}"] = getattr(SwapConfig(), field.name)

@@ -61,9 +61,14 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return by_plain[found[0]] if found else None
 
 
+def option_names(cls: type[Any]) -> list[str]:
+    """Fields of the dataclass `cls` that an operator sets by their names."""
+    return [f.name for f in dataclasses.fields(cls) if f.metadata.get("is_option", True)]
+
+
 def known(cls: type[Any], names: Iterable[str], where: str) -> None:
     """Require `names` to be fields of the dataclass `cls`, which is the option `where`."""
-    fields = [field.name for field in dataclasses.fields(cls)]
+    fields = option_names(cls)
     unknown = sorted(set(names) - set(fields))
     if unknown:
         near = [name for each in unknown if (name := nearest(str(each), fields))]

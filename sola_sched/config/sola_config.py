@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sola_sched.config import rules
+from sola_sched.config import rules, services
 from sola_sched.config.slo import TARGETS, SloTarget
 from sola_sched.config.swap import SwapConfig
 from sola_sched.config.turns import TurnsConfig
@@ -48,6 +48,9 @@ class SolaConfig:
         e2e_s: Default target for the time to the last token, seconds; None disables it.
         classes: SLO classes by name, each ``{"ttft_s": ..., "tpot_s": ..., "e2e_s": ...,
             "weight": ...}``.
+        shares: Guaranteed shares of the engine time by the name of the class, which has it as
+            ``"share"`` among its options: in (0, 1), in sum with `best_effort_share` at most 1.
+            What a class does not ask for is lent.
         overload: What happens to a waiting request that can no longer meet its SLO: ``defer``
             serves it from the best-effort share, ``reject`` ends it at once with an error.
         best_effort_share: Share of engine time, in [0, 1), kept for requests that have lost
@@ -90,6 +93,7 @@ class SolaConfig:
     tpot_s: float | None = 0.1
     e2e_s: float | None = None
     classes: Mapping[str, SloTarget] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict, metadata={"is_option": False})
     overload: str = "defer"
     best_effort_share: float = 0.05
     tile: int = 128
@@ -130,6 +134,7 @@ class SolaConfig:
                 rules.number(name, value, low=0.0, low_open=True, hint="use null to disable it")
         for name in ("tile", "window", "levels"):
             rules.count(name, getattr(self, name))
+        services.check_shares(self.shares, self.classes, self.policy, self.best_effort_share)
         for name in ("profile", "predictor_path", "predictor_encoder"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str | Path):
@@ -188,7 +193,8 @@ class SolaConfig:
         rules.known(cls, options, CONFIG_KEY)
         values = dict(options)
         if "classes" in values:
-            values["classes"] = _classes(values["classes"])
+            rest, values["shares"] = services.take_shares(values["classes"])
+            values["classes"] = _classes(rest)
         if "swap" in values:
             values["swap"] = SwapConfig.from_mapping(values["swap"])
         if values.get("turns") is not None:
@@ -212,7 +218,7 @@ class SolaConfig:
 
 def _refuse_misplaced(additional: Mapping[Any, Any]) -> None:
     """Refuse keys of ``--additional-config`` that were meant for us and would be ignored."""
-    options = {rules.plain(each.name): each.name for each in fields(SolaConfig)}
+    options = {rules.plain(name): name for name in rules.option_names(SolaConfig)}
     for key in additional:
         if not isinstance(key, str) or key == CONFIG_KEY:
             continue

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from sola_sched.config.slo import DEFAULT_CLASS, SloTarget
 from sola_sched.core.outcomes import ClassOutcomes, MonitorStats
+from sola_sched.core.services import BoolArray, FloatArray, Services
 from sola_sched.core.state import (
     DECODE,
     PARKED,
@@ -47,6 +48,7 @@ class _StepRecord:
     sampling: IntArray  # rows that sample, but for those that have ended since
     is_known: bool = True  # whether these are all
     begun: Sequence[int] = ()  # those of them that end their prefill in it
+    parts: tuple[FloatArray, BoolArray] | None = None  # of the services
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class StateMonitor:
         cost: Step-time model; corrected online from the measured steps.
         lengths: Output-length distribution; learns from requests that end by themselves.
         clock: Monotonic time in seconds.
+        shares: Of the services, as in `Services`.
     """
 
     def __init__(
@@ -93,11 +96,13 @@ class StateMonitor:
         cost: CostModel,
         lengths: LengthModel,
         clock: Callable[[], float],
+        shares: Mapping[str, float] | None = None,
     ) -> None:
         self.cost = cost
         self.lengths = lengths
         self.clock = clock
         self.table = RequestTable()
+        self.services = Services(shares)
         self.stats = MonitorStats()
         self.trust = PredictionTrust()
         self.prefill_share = 0.0
@@ -135,7 +140,7 @@ class StateMonitor:
 
         Args:
             arrival_s: On the monitor's clock.
-            slo_class: Name under which its end is counted, one of a few.
+            slo_class: Name of its service, under which its end is counted; one of a few.
             The rest: as in `RequestTable`.
         """
         table = self.table
@@ -151,7 +156,9 @@ class StateMonitor:
         table.num_prompt[row] = num_prompt_tokens
         table.prefill_target[row] = num_prompt_tokens
         table.max_tokens[row] = max_tokens
-        table.length_class[row] = self.lengths.class_of(num_prompt_tokens, max_tokens)
+        service = table.service[row] = self.services.index_of(slo_class)
+        self.services.num_live[service] += 1
+        table.length_class[row] = self.lengths.class_of(num_prompt_tokens, max_tokens, service)
         table.queue_pos[row] = self._next_pos
         self._next_pos += 1
         self._num_limited += not slo.is_unlimited
@@ -175,6 +182,7 @@ class StateMonitor:
         table = self.table = RequestTable()
         table.num_added, table.epoch = old.num_added, old.epoch + 1
         self._num_limited = self._num_due = self._num_ranked = 0
+        self.services.num_live[:] = 0
         self._to_begin.clear()
         self._waiting_epoch = -1
         self._parked = set()
@@ -279,6 +287,7 @@ class StateMonitor:
         """
         table = self.table
         ctx = table.num_tokens(decode_rows)
+        parts = self.services.parts_of(table, self.cost, decode_rows, prefill_rows, prefill_tokens)
         new, squares, products, sampled = 0, 0, 0, []
         # A loop: nearly always these are few.
         for row, tokens in zip(prefill_rows.tolist(), prefill_tokens.tolist(), strict=True):
@@ -295,7 +304,7 @@ class StateMonitor:
         shape = StepShape(len(decode_rows), ctx, new, float(squares), float(products))
         sampling = np.concatenate([decode_rows, sampled]) if sampled else decode_rows
         predicted_s = self.cost.step_s(shape) if self.cost.is_ready else 0.0
-        record = _StepRecord(self.clock(), shape, predicted_s, sampling, begun=sampled)
+        record = _StepRecord(self.clock(), shape, predicted_s, sampling, begun=sampled, parts=parts)
         self._in_flight.append(record)
 
     @property
@@ -324,6 +333,8 @@ class StateMonitor:
         self._slot_s += elapsed * self._num_running
         self.stats.num_steps += 1
         shape = record.shape
+        if record.parts is not None:
+            self.services.book(elapsed, *record.parts)
         if shape.num_decodes or shape.prefill_tokens:
             self.cost.observe(shape, elapsed)
             share = 0.0
@@ -377,6 +388,7 @@ class StateMonitor:
         )
         self._num_ranked -= bool(table.priority[row] != 0)
         self._count_end(row, by_itself, rejected, failed)
+        self.services.num_live[table.service[row]] -= 1
         if table.phase[row] in _HOLD_SLOT:
             self._num_freed += 1
         self._to_begin.discard(row)
@@ -407,6 +419,7 @@ class StateMonitor:
         else:
             self._compare_prediction(row, num_output)
             self.lengths.observe(int(table.length_class[row]), num_output)
+            self.services.observe(int(table.service[row]), int(table.num_prompt[row]), num_output)
             last = float(table.last_token_s[row]) if num_output else first
             tpot_met = num_output < 2 or (last - first) / (num_output - 1) <= table.tpot_s[row]
             e2e_met = last - float(table.arrival_s[row]) <= table.e2e_s[row]
@@ -519,6 +532,8 @@ class StateMonitor:
             has_slo=self._num_limited > 0,
             has_e2e=self._num_due > 0,
             has_classes=self._num_ranked > 0,
+            services=self.services,
+            lifts=self.services.lifts(),
             trusts_predictions=self.trust.is_trusted,
         )
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from sola_sched.core.services import Services
 from sola_sched.cost.model import CostModel
 from sola_sched.prediction.length import NUM_LEVELS, LengthPrediction, remaining_at, remaining_mean
 
@@ -41,6 +42,7 @@ _COLUMNS: dict[str, tuple[type, Any]] = {
     "e2e_due_s": (np.float64, np.inf),
     "weight": (np.float64, 1.0),
     "priority": (np.int64, 0),
+    "service": (np.int64, 0),
     "queue_pos": (np.int64, 0),
     "num_prompt": (np.int64, 0),
     "max_tokens": (np.int64, 0),
@@ -79,6 +81,7 @@ class RequestTable:
         e2e_due_s: When the last token is due: ``arrival_s + e2e_s``.
         weight: What the request is worth if it meets its targets, > 0.
         priority: Smaller is more urgent, as in vLLM.
+        service: Its service, as `Services` counts them.
         queue_pos: First-come-first-served position; preempted requests get one in front.
         num_prompt, max_tokens: Tokens.
         length_class: Class of the output-length distribution.
@@ -111,6 +114,7 @@ class RequestTable:
     e2e_due_s: FloatArray
     weight: FloatArray
     priority: IntArray
+    service: IntArray
     queue_pos: IntArray
     num_prompt: IntArray
     max_tokens: IntArray
@@ -244,8 +248,8 @@ def _column(name: str, capacity: int) -> NDArray[Any]:
 class LengthModel(Protocol):
     """Output-length distribution D_i (SOLA 4.3); `length_predictor.LengthHistogram` is one."""
 
-    def class_of(self, num_prompt_tokens: int, max_tokens: int) -> int:
-        """Class of a request by its input length and output limit."""
+    def class_of(self, num_prompt_tokens: int, max_tokens: int, service: int = 0) -> int:
+        """Class of a request by its input length, output limit and service."""
 
     def observe(self, class_id: int, num_output_tokens: int) -> None:
         """Learn from one finished request."""
@@ -295,6 +299,9 @@ class StepState:
         has_e2e: Whether any live request has a target for its last token.
         has_classes: Whether the priorities of live requests may differ.
         trusts_predictions: Whether a row's own prediction is used; see `PredictionTrust`.
+        services: Whose requests these are.
+        lifts: By how many ranks the requests of each service go before those of its priority, as
+            `Services.lifts`; None where no service is owed time.
         reload_s_per_token: What it takes to swap KV back in, seconds per token; ``inf`` where it
             is computed again, None where it is not known yet.
     """
@@ -321,7 +328,25 @@ class StepState:
     has_e2e: bool = False
     has_classes: bool = True
     trusts_predictions: bool = True
+    services: Services = field(default_factory=Services)
+    lifts: IntArray | None = None
     reload_s_per_token: float | None = math.inf
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether some requests go before others, for their priority or what they are owed."""
+        return self.has_classes or self.lifts is not None
+
+    def rank_of(self, rows: IntArray) -> IntArray:
+        """Ranks of `rows`, the smallest first: by priority, then by what their services are owed.
+
+        The rank of a service decides who gets a free slot and the tokens of a step. Nobody who
+        runs is displaced for it: that is for priorities alone.
+        """
+        rank: IntArray = self.table.priority[rows]
+        if self.lifts is None:
+            return rank
+        return rank * len(self.lifts) - self.lifts[self.table.service[rows]]
 
     @property
     def are_decodes(self) -> bool:

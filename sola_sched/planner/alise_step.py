@@ -107,8 +107,8 @@ class AliseStep:
         """Places in `rows` by class and level; lifted first, then what runs, then the shortest."""
         group = np.where(self.lifted, 0, np.where(self.holds, 1, 2))
         keys = [np.where(self.lifted, -age_s, self.work_s), 3 * self.level + group]
-        if self.state.has_classes:
-            keys.append(self.state.table.priority[self.rows])
+        if self.state.has_ranks:
+            keys.append(self.state.rank_of(self.rows))
         order: IntArray = np.lexsort(keys)
         return order
 

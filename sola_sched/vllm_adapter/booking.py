@@ -72,6 +72,8 @@ class BookingMixin(_Host):
         self._is_updating = False
         self._arrivals = ArrivalClock()
         self._arrived_s: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
+        self._base_service = self.vllm_config.model_config.served_model_name
+        self._strangers: set[str] = set()  # adapters without a class, which the log has named
 
     def _forget_rows(self) -> None:
         """Start over with the rows of the monitor's present table."""
@@ -142,14 +144,33 @@ class BookingMixin(_Host):
         """Name of its SLO class, and its targets."""
         params = request.sampling_params
         extra_args = params.extra_args if params is not None else None
+        service, default = self._service_of(request)
         try:
-            target = request_target(extra_args, self._default_slo, self.sola_config.classes)
+            target = request_target(extra_args, default, self.sola_config.classes)
         except SloError as error:  # the front end refuses these unless the plug-in is off
             self._counts["num_invalid_slo"] += 1
             if self._counts["num_invalid_slo"] == 1:
                 logger.warning("%s: using the default SLO instead. %s", request.request_id, error)
-            return DEFAULT_CLASS, self._default_slo
-        return (extra_args or {}).get(CLASS_KEY) or DEFAULT_CLASS, target
+            return service, default
+        return (extra_args or {}).get(CLASS_KEY) or service, target
+
+    def _service_of(self, request: Request) -> tuple[str, SloTarget]:
+        """The class of its adapter's or model's name, and its targets, whatever it says."""
+        classes = self.sola_config.classes
+        if request.lora_request is None:
+            name = self._base_service
+        else:
+            name = request.lora_request.lora_name
+            if classes and name not in classes and name not in self._strangers:
+                self._strangers.add(name)
+                logger.info(
+                    "sola_sched: adapter %r has no class in 'classes': its requests that name "
+                    "none have the default targets and no share",
+                    name,
+                )
+        if name in classes:
+            return name, classes[name]
+        return DEFAULT_CLASS, self._default_slo
 
     def _enqueue_waiting_request(self, request: Request) -> None:
         self._book("booking a request that goes back to wait", self._paused, request)

@@ -127,7 +127,7 @@ PARTS = (
             """),
         _names("PREEMPTED WAITING_FOR_REMOTE_KVS"),
     ),
-    Part("vllm.lora.request.LoRARequest", _names("lora_int_id")),
+    Part("vllm.lora.request.LoRARequest", _names("lora_int_id lora_name")),
     Part("vllm.sampling_params.SamplingParams", _names("extra_args")),
     Part("vllm.v1.engine.EngineCoreOutput", _names("request_id new_token_ids")),
     Part("vllm.v1.engine.EngineCoreOutputs", _names("outputs")),
@@ -150,7 +150,10 @@ PARTS = (
     ),
     Part(
         "vllm.config.ModelConfig",
-        _names("runner_type is_multimodal_model is_encoder_decoder is_hybrid max_model_len"),
+        _names("""
+            runner_type is_multimodal_model is_encoder_decoder is_hybrid max_model_len
+            served_model_name
+            """),
         at="vllm_config.model_config",
     ),
     Part("vllm.config.CacheConfig", _names("mamba_cache_mode"), at="vllm_config.cache_config"),

@@ -88,7 +88,10 @@ class SolaSchedulerMixin(BookingMixin, SteeringMixin, SwapMixin):
         self.sola_guard = Guard(logger)
         config = self.sola_config
         self.sola_monitor = StateMonitor(
-            self._new_cost_model(), LengthHistogram(), lambda: self.sola_clock()
+            self._new_cost_model(),
+            LengthHistogram(),
+            lambda: self.sola_clock(),
+            config.shares,
         )
         self.sola_planner = self._new_planner()
         let_vllm_look_through_llvmlite()
@@ -128,7 +131,11 @@ class SolaSchedulerMixin(BookingMixin, SteeringMixin, SwapMixin):
             "sola_sched: policy %s, targets by default: %s%s; cost model %s",
             config.policy,
             self._default_slo,
-            "".join(f"; of class {name!r}: {slo}" for name, slo in config.classes.items()),
+            "".join(
+                f"; of class {name!r}: {slo}"
+                + (f", {config.shares[name]:.0%} of the time" if name in config.shares else "")
+                for name, slo in config.classes.items()
+            ),
             config.profile or "learned from live steps",
         )
         tell = logger.warning if self.sola_support.own_order else logger.info

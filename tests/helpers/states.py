@@ -26,7 +26,7 @@ class FixedLengths:
         self.left = left
         self.observed: list[tuple[int, int]] = []
 
-    def class_of(self, num_prompt_tokens: int, max_tokens: int) -> int:
+    def class_of(self, num_prompt_tokens: int, max_tokens: int, service: int = 0) -> int:
         return 0
 
     def observe(self, class_id: int, num_output_tokens: int) -> None:

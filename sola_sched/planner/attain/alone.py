@@ -31,7 +31,7 @@ def find_prompts_alone(judged: Judged, pace: Pace, *, is_blocked: bool) -> IntAr
     tuning = judged.tuning
     fixed_s = float(state.cost.prefill_s(0.0, 0.0))
     room_s = tuning.careful * (decodes.slack_s - decodes.decode_s)
-    if not decodes.num_alive or state.has_classes or room_s <= fixed_s:
+    if not decodes.num_alive or state.has_ranks or room_s <= fixed_s:
         return None
     due_s = prefills.deadline_s
     (near,) = ((due_s < np.inf) & (due_s > fixed_s)).nonzero()

@@ -307,10 +307,10 @@ class _LostStep:
     def _is_upper_there(self, row: int) -> bool:
         """Whether a prefill of a higher class would have to wait for this one."""
         state, prefills = self.judged.state, self.judged.prefills
-        if not state.has_classes:
+        if not state.has_ranks:
             return False
-        priority = state.table.priority
-        return bool((priority[prefills.rows[prefills.feasible]] < priority[row]).any())
+        rank = state.rank_of(np.append(prefills.rows[prefills.feasible], row))
+        return bool((rank[:-1] < rank[-1]).any())
 
 
 def find_victims(

@@ -146,7 +146,7 @@ def admissible(judged: Judged, candidates: IntArray, *, is_blocked: bool) -> Boo
     state, prefills = judged.state, judged.prefills
     mask: BoolArray = candidates < prefills.num_started
     (places,) = (~mask).nonzero()
-    if not len(places) or (is_blocked and not state.has_classes):
+    if not len(places) or (is_blocked and not state.has_ranks):
         return mask
     waiting = candidates[places][: max(0, judged.num_open_slots)]
     waiting = waiting[: _num_sustained(judged, waiting)]

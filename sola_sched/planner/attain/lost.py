@@ -159,8 +159,8 @@ def judge(
     table = state.table
     is_decode = table.phase[rows] == DECODE
     lowest = 0
-    if state.has_classes and len(rows) + len(state.waiting):
-        lowest = int(table.priority[np.concatenate([rows, state.waiting])].max())
+    if state.has_ranks and len(rows) + len(state.waiting):
+        lowest = int(state.rank_of(np.concatenate([rows, state.waiting])).max())
     decodes = judge_decodes(state, rows[is_decode], ahead[is_decode], tuning, keep, lowest)
     started = rows[~is_decode]
     prefills = judge_prefills(state, started, decodes.decode_s, tuning, keep, lowest)
@@ -195,7 +195,7 @@ def judge_decodes(
     )
     # What one bears for long lies between its bank and its target: of those ahead of both, the
     # lengths of outputs decide nothing.
-    is_easy = not state.has_classes
+    is_easy = not state.has_ranks
     if is_easy and num_behind:
         is_easy = _catch_up(decodes, behind.nonzero()[0], tuning)
     if not is_easy:
@@ -251,8 +251,8 @@ def judge_by_length(decodes: Decodes, tuning: AttainTuning, lowest: int) -> None
     state, sustain_s = decodes.state, decodes.sustain_s
     _lose_too_slow(decodes, tuning)
     allowed_s = _allowed_s(decodes.decode_s, sustain_s, decodes.bank_s, decodes.token_s)
-    if state.has_classes:  # they are strict: an upper one is served even when it has lost
-        is_upper = state.table.priority[decodes.rows] < lowest
+    if state.has_ranks:  # they are strict: an upper one is served even when it has lost
+        is_upper = state.rank_of(decodes.rows) < lowest
         is_free = is_upper & decodes.lost
         sustain_s[is_free] = allowed_s[is_free] = np.inf
         decodes.lost &= ~is_upper
@@ -311,8 +311,8 @@ def judge_prefills(
         deadline_s, prefills.new, prefills.has, prefills.service_s, prefills.feasible,
     )  # fmt: skip
     prefills.hopeless = (num_output == 0) & has_target & ~prefills.feasible
-    if state.has_classes:  # what an upper one has lost still goes before a lower one
-        upper = ~prefills.feasible & (table.priority[rows] < lowest)
+    if state.has_ranks:  # what an upper one has lost still goes before a lower one
+        upper = ~prefills.feasible & (state.rank_of(rows) < lowest)
         deadline_s[upper] = np.inf
         prefills.feasible |= upper
     return prefills

@@ -74,8 +74,8 @@ class Jobs:
         self.service_s = prefills.service_s[near]
         self.due_s = prefills.deadline_s[near] - judged.decodes.decode_s - delay_s
         self.rank = np.zeros(len(near), dtype=np.int64)
-        if state.has_classes:
-            self.rank = state.table.priority[prefills.rows[near]]
+        if state.has_ranks:
+            self.rank = state.rank_of(prefills.rows[near])
         self.slot_s = np.zeros(len(near))
         self.slots_busy_s = 0.0
         num_waiting = int(np.count_nonzero(candidates >= prefills.num_started))
@@ -104,8 +104,8 @@ class Jobs:
         """The first by class and deadline, as many as are looked at; the others in any order."""
         judged, most = self.judged, self.judged.tuning.num_examined
         deadline_s = judged.prefills.deadline_s[candidates]
-        if judged.state.has_classes:
-            rank = judged.state.table.priority[judged.prefills.rows[candidates]]
+        if judged.state.has_ranks:
+            rank = judged.state.rank_of(judged.prefills.rows[candidates])
             order = np.lexsort((deadline_s, rank))
             return candidates[order[:most]], candidates[order[most:]]
         near = np.arange(len(candidates))
@@ -139,7 +139,7 @@ class Jobs:
         if len(late) and float(judged.prefills.new[first].sum()) < judged.token_room:
             late = late[self.weight_s(late).argsort(kind="stable")]
         order: IntArray = np.concatenate([first, late])
-        if judged.state.has_classes:
-            rank = judged.state.table.priority[judged.prefills.rows[order]]
+        if judged.state.has_ranks:
+            rank = judged.state.rank_of(judged.prefills.rows[order])
             order = order[rank.argsort(kind="stable")]
         return order
