@@ -45,7 +45,7 @@ test-cluster: install  ## Run the tests that start two engines and the gateway o
 	$(VENV)/bin/pytest -n 0 -m "ray and slow" tests/cluster $(ARGS)
 
 cluster: install  ## Two CPU replicas of a tiny model on Ray Serve, requests, and one replica killed
-	$(VENV)/bin/python benchmarks/cluster/bench_gateway.py --parts kill $(ARGS)
+	$(VENV)/bin/python benchmarks/run.py gateway --only kill $(ARGS)
 
 bench: install  ## Run the benchmark
 	$(VENV)/bin/python -m sola_sched.bench $(ARGS)

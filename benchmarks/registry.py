@@ -152,5 +152,9 @@ EXPERIMENTS = (
                "fidelity.gpu_steps:gpu_steps", ("data",)),
     Experiment("fidelity-gpu-engines", "the simulator against whole engines measured by others",
                "5 min", "fidelity.gpu_engines:gpu_engines", ("data",)),
+    Experiment("gateway", "two unequal engines on Ray Serve: ways to them, a kill, cost per token",
+               "25 min", "cluster.bench_gateway:gateway",
+               ("seeds", "num_requests", "only", "quick", "request_rate"), "gateway.jsonl",
+               {"seeds": (0, 1), "num_requests": 250, "only": (), "request_rate": 4.0}),
 )  # fmt: skip
 """In the order of the list."""

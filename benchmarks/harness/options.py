@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sola_sched.bench.values import natural_int, positive_int
+from sola_sched.bench.values import natural_int, positive_float, positive_int
 from sola_sched.length_predictor.corpus import DATA_VARIABLE
 
 _TWO_CLOCKS = ("cpu", "wall")
@@ -67,6 +67,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "num_tokens": {"type": positive_int, "help": "of KV"},
     "sizes": {"type": positive_int, "nargs": "+", "help": "MiB of KV"},
+    "request_rate": {"type": positive_float, "help": "requests per second"},
 }
 
 
