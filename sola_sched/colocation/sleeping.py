@@ -46,6 +46,7 @@ class Service:
         is_moving: It is being put to sleep or woken.
         is_leaving: It takes no more requests, since its place is wanted.
         num_in_flight, num_waiting: Requests that it serves, and that wait for it.
+        asked_s: Since when requests have waited for it.
         awake_s, used_s: When it woke, and when its last request ended.
         failure: Why it could not be woken, for those who wait now.
     """
@@ -56,6 +57,7 @@ class Service:
     is_leaving: bool = False
     num_in_flight: int = 0
     num_waiting: int = 0
+    asked_s: float = 0.0
     awake_s: float = 0.0
     used_s: float = 0.0
     failure: Exception | None = None
@@ -126,6 +128,8 @@ class Dormitory:
         """
         service = self.services[name]
         async with self._changed:
+            if not service.num_waiting:
+                service.asked_s = self.clock()
             service.num_waiting += 1
             self._changed.notify_all()
             try:
@@ -177,7 +181,7 @@ class Dormitory:
             if service.num_waiting and not service.is_awake and not service.is_moving
             and service.failure is None
         ]  # fmt: skip
-        for service in wanted:
+        for service in sorted(wanted, key=lambda each: each.asked_s):
             # Who is on the way to sleep still has its memory.
             num_there = sum(each.is_awake or each.is_moving for each in self.services.values())
             if options.max_awake is None or num_there < options.max_awake:

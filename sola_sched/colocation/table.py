@@ -116,9 +116,12 @@ class Table:
 
     def slot(self, slot: int) -> Member:
         """One slot, free or not."""
-        generation, *numbers, name, rule = _MEMBER.unpack_from(self._map, _at(slot))
+        generation, urgency, since_s, owed_s, share, pid, name, rule = _MEMBER.unpack_from(
+            self._map, _at(slot)
+        )
         state = self._map[_STATES_AT + slot]
-        return Member(generation, state, *numbers, name.rstrip(b"\0"), rule.rstrip(b"\0"))
+        name, rule = name.rstrip(b"\0"), rule.rstrip(b"\0")
+        return Member(generation, state, urgency, since_s, owed_s, share, pid, name, rule)
 
     def write(self, slot: int, member: Member) -> None:
         """Replace one slot."""

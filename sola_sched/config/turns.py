@@ -28,9 +28,10 @@ class TurnsConfig:
     limit_s: float = 2.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.group, str) or not self.group.strip():
+        group: Any = self.group
+        if not isinstance(group, str) or not group.strip():
             raise ConfigError(
-                f"'turns.group' must be a name or a path (got {self.group!r}); give all engines "
+                f"'turns.group' must be a name or a path (got {group!r}); give all engines "
                 "on one GPU the same."
             )
         rules.number("turns.share", self.share, low=0.0, high=1.0, high_open=True)

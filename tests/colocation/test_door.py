@@ -1,0 +1,154 @@
+"""The door before two services, played by small HTTP servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
+
+from sola_sched.colocation.door import Door
+from sola_sched.colocation.sleeping import SleepOptions
+
+
+class FakeVllm:
+    """What the door needs of a vLLM server. A request while it sleeps, or sleep while it serves,
+    is counted as a mistake."""
+
+    def __init__(self, has_sleep_mode: bool = True) -> None:
+        self.is_asleep, self.num_serving, self.num_mistakes = True, 0, 0
+        self.log: list[str] = []
+        self._has_sleep_mode = has_sleep_mode
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_get("/is_sleeping", self._tell)
+        if self._has_sleep_mode:
+            app.router.add_post("/sleep", self._sleep)
+            app.router.add_post("/wake_up", self._wake_up)
+        return app
+
+    async def _tell(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_sleeping": self.is_asleep})
+
+    async def _sleep(self, request: web.Request) -> web.Response:
+        self.num_mistakes += self.num_serving
+        self.log.append(request.query_string)
+        await asyncio.sleep(0.01)
+        self.is_asleep = True
+        return web.json_response({})
+
+    async def _wake_up(self, request: web.Request) -> web.Response:
+        self.log.append("wake up")
+        await asyncio.sleep(0.01)
+        self.is_asleep = False
+        return web.json_response({})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        self.num_mistakes += self.is_asleep
+        self.num_serving += 1
+        body = await request.json()
+        response = web.StreamResponse(headers={"X-Served-By": body["model"]})
+        await response.prepare(request)
+        for number in range(body.get("n", 3)):
+            await asyncio.sleep(0.005)
+            await response.write(f"data: {number}\n\n".encode())
+            self.num_mistakes += self.is_asleep
+        self.num_serving -= 1
+        await response.write_eof()
+        return response
+
+
+@asynccontextmanager
+async def door_before(
+    servers: dict[str, FakeVllm], **options: Any
+) -> AsyncIterator[tuple[ClientSession, str]]:
+    async with AsyncExitStack() as stack:
+        urls = {}
+        for name, server in servers.items():
+            running = await stack.enter_async_context(TestServer(server.app()))
+            urls[name] = f"http://127.0.0.1:{running.port}"
+        door = await stack.enter_async_context(
+            TestServer(Door(urls, SleepOptions(**options)).app())
+        )
+        client = await stack.enter_async_context(ClientSession())
+        yield client, f"http://127.0.0.1:{door.port}"
+
+
+async def complete(client: ClientSession, url: str, model: str, n: int = 3) -> tuple[int, str]:
+    async with client.post(f"{url}/v1/completions", json={"model": model, "n": n}) as answer:
+        return answer.status, await answer.text()
+
+
+def play(scene: Callable[[], Any]) -> None:
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_requests_for_two_services_of_which_one_fits_are_all_answered() -> None:
+    servers = {"a": FakeVllm(), "b": FakeVllm()}
+
+    async def scene() -> None:
+        async with door_before(servers, max_awake=1, least_s=0.02, idle_s=100.0) as (client, url):
+            asked = [complete(client, url, "ab"[n % 2], n) for n in range(30)]
+            answers = await asyncio.gather(*asked)
+
+        for n, (status, text) in enumerate(answers):
+            assert (status, text) == (200, "".join(f"data: {i}\n\n" for i in range(n)))
+
+    play(scene)
+    for server in servers.values():
+        assert server.num_mistakes == 0
+        assert "wake up" in server.log
+    assert "level=1&mode=wait" in servers["a"].log + servers["b"].log
+
+
+def test_an_idle_service_is_put_to_sleep() -> None:
+    servers = {"a": FakeVllm()}
+
+    async def scene() -> None:
+        async with door_before(servers, idle_s=0.05) as (client, url):
+            await complete(client, url, "a")
+            while not servers["a"].is_asleep:
+                await asyncio.sleep(0.01)
+            assert (await complete(client, url, "a"))[0] == 200
+
+    play(scene)
+    assert servers["a"].num_mistakes == 0
+
+
+def test_a_server_without_sleep_mode_is_named_with_what_to_do() -> None:
+    async def scene() -> None:
+        async with door_before({"a": FakeVllm(has_sleep_mode=False)}) as (client, url):
+            status, text = await complete(client, url, "a")
+
+        assert status == 503
+        message = json.loads(text)["error"]["message"]
+        assert "VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode" in message
+
+    play(scene)
+
+
+def test_an_unknown_model_is_refused_and_the_known_are_listed() -> None:
+    async def scene() -> None:
+        async with door_before({"a": FakeVllm(), "b": FakeVllm()}) as (client, url):
+            status, text = await complete(client, url, "c")
+            async with client.get(f"{url}/v1/models") as answer:
+                models = [each["id"] for each in (await answer.json())["data"]]
+            async with client.get(f"{url}/services") as answer:
+                services = await answer.json()
+
+        assert status == 404
+        assert "'model' must be one of 'a', 'b' (got 'c')" in json.loads(text)["error"]["message"]
+        assert models == ["a", "b"]
+        assert services["a"] == {"is_awake": False, "num_in_flight": 0, "num_waiting": 0}
+
+    play(scene)
