@@ -70,7 +70,7 @@ class Lease:
         name: str,
         share: float,
         limit_s: float,
-        rule: str = "slack",
+        rule: str = "deadline",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stats = LeaseStats()

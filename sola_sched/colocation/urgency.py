@@ -6,8 +6,11 @@ processes of a machine share, so that engines can be compared, and the earliest 
 all can be met by some order of the steps, and steps are short, they are met by this one (earliest
 deadline first).
 
-Source: SeaLLM section 4.2 chooses the next batch of all services by the most urgent request of
-each; there urgency is O_r (Eq. 7), here the time that is left, which policies with targets go by.
+`least_product_s2` is the rule of policies without targets: O_r, the least of which goes first.
+
+Source: SeaLLM (Zhao et al.), section 4.2. There the next batch of all services is that of the
+request with the least O_r = T'_r L_r (Eq. 7), remaining times execution time, which minimizes the
+mean latency over execution time. Deadlines are ours.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ import math
 
 import numpy as np
 
-from sola_sched.core.state import DECODE, FREE, PARKED, RequestTable
+from sola_sched.core.state import DECODE, FREE, PARKED, IntArray, LengthModel, RequestTable
+from sola_sched.cost.execution import ExecutionTime
 from sola_sched.cost.model import CostModel
 
 
@@ -31,7 +35,7 @@ def latest_start_s(table: RequestTable, cost: CostModel, now_s: float) -> float:
     Returns:
         May lie in the past; inf if no request has a target that it can still meet.
     """
-    (rows,) = ((table.phase != FREE) & (table.phase != PARKED)).nonzero()
+    rows = _alive(table)
     if not len(rows):
         return math.inf
     if not cost.is_ready:
@@ -46,8 +50,42 @@ def latest_start_s(table: RequestTable, cost: CostModel, now_s: float) -> float:
     )
 
 
+def least_product_s2(table: RequestTable, lengths: LengthModel, cost: CostModel) -> float:
+    """The least O_r = T'_r L_r of the engine's requests, seconds squared; inf without requests.
+
+    Source: SeaLLM, Eq. 7. L_r is the execution time by the step-time model and the expected length,
+    in batches as large as now; the paper profiles it on one GPU, for a service as a whole.
+
+    Args:
+        table: The engine's requests.
+        lengths: Output lengths to expect.
+        cost: Step times; while they are being learned, any request goes first.
+    """
+    rows = _alive(table)
+    if not len(rows):
+        return math.inf
+    if not cost.is_ready:
+        return 0.0
+    output, prompt = table.num_output[rows], table.num_prompt[rows]
+    left = lengths.remaining(table.length_class[rows], output, table.max_tokens[rows])
+    time = ExecutionTime.of(cost, float(len(rows)))
+    has = table.num_computed[rows].astype(np.float64)
+    target = np.maximum(table.prefill_target[rows], prompt)
+    todo = np.where(table.phase[rows] == DECODE, 0.0, np.maximum(target - has, 1.0))
+    remaining_s = time.prefill_s(todo, has) + time.decode_s(prompt + output, left)
+    whole_s = time.prefill_s(prompt.astype(np.float64), np.zeros(len(rows))) + time.decode_s(
+        prompt, output + left
+    )
+    return float((remaining_s * whole_s).min())
+
+
+def _alive(table: RequestTable) -> IntArray:
+    """Rows whose requests may be in the next step."""
+    return ((table.phase != FREE) & (table.phase != PARKED)).nonzero()[0]
+
+
 def _slack_of_decodes_s(
-    table: RequestTable, rows: np.ndarray, decode_s: float, now_s: float
+    table: RequestTable, rows: IntArray, decode_s: float, now_s: float
 ) -> float:
     """Until the first token is due, less the step that computes it.
 
@@ -62,7 +100,7 @@ def _slack_of_decodes_s(
 
 
 def _slack_of_prefills_s(
-    table: RequestTable, rows: np.ndarray, cost: CostModel, decode_s: float, now_s: float
+    table: RequestTable, rows: IntArray, cost: CostModel, decode_s: float, now_s: float
 ) -> float:
     """The least time that prompts, one after the other by deadline, leave before their ends."""
     due_s = table.due_s[rows] - now_s

@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState
 
 from sola_sched.colocation.lease import Lease
-from sola_sched.colocation.urgency import latest_start_s
+from sola_sched.colocation.urgency import latest_start_s, least_product_s2
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.monitor import StateMonitor
 from sola_sched.errors import ConfigError
@@ -34,6 +34,9 @@ else:
 
 logger = init_logger("vllm.sola_sched")
 
+#: Policies that go by targets; others serve the shortest first.
+_DEADLINES = ("attain", "paper")
+
 
 class TurnsMixin(_Host):
     """Goes before `SolaSchedulerMixin`; without the option it does nothing.
@@ -44,6 +47,7 @@ class TurnsMixin(_Host):
 
     sola_config: SolaConfig
     sola_monitor: StateMonitor
+    _pause_state: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -110,15 +114,17 @@ class TurnsMixin(_Host):
     def _urgency(self) -> float:
         monitor = self.sola_monitor
         try:
+            if not self._has_deadlines:
+                return least_product_s2(monitor.table, monitor.lengths, monitor.cost)
             return latest_start_s(monitor.table, monitor.cost, self.sola_clock())
         except Exception as error:  # the planner's state is lost: see `Guard`
             self.sola_guard.failed_to_report("telling how urgent the next step is", error)
-            return self.sola_clock()
+            return self.sola_clock() if self._has_deadlines else 0.0
 
     def _urgency_of_a_waiter(self) -> float:
-        """As `_urgency`; who waits sees no arrivals, so there may be one for now."""
-        unseen_s = self.sola_clock() + self._shortest_ttft_s
-        return min(self._urgency(), unseen_s if math.isfinite(unseen_s) else math.inf)
+        """As `_urgency`; who waits sees no arrivals, so there may be one from now on."""
+        unseen_s = self.sola_clock() + self._shortest_ttft_s if self._has_deadlines else math.inf
+        return min(self._urgency(), unseen_s)
 
     def _tell(self) -> None:
         lease = self.sola_lease

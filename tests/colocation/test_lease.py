@@ -264,10 +264,10 @@ def test_a_full_group_refuses(join: Callable[..., Lease]) -> None:
 
 
 def test_urgencies_of_two_kinds_are_not_compared(join: Callable[..., Lease]) -> None:
-    join("first", rule="slack")
+    join("first", rule="deadline")
 
-    with pytest.raises(ConfigError, match=r"same kind of urgency.*'doubling'.*'slack' of 'first'"):
-        join("second", rule="doubling")
+    with pytest.raises(ConfigError, match=r"same kind of urgency.*'shortest'.*'deadline' of"):
+        join("second", rule="shortest")
 
 
 def test_a_group_that_is_no_folder_is_an_error(tmp_path: Path) -> None:

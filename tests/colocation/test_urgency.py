@@ -7,7 +7,7 @@ import math
 import pytest
 from states import DECODE_S, NOW, STEP_S, TOKEN_S, StateBuilder, make_cost
 
-from sola_sched.colocation.urgency import latest_start_s
+from sola_sched.colocation.urgency import latest_start_s, least_product_s2
 from sola_sched.config.slo import SloTarget
 from sola_sched.cost.model import CostModel
 
@@ -71,3 +71,31 @@ def test_while_step_times_are_learned_any_target_is_urgent() -> None:
     builder.waiting("a", waited_s=0.0)
 
     assert slack_s(builder, CostModel()) == 0.0
+
+
+def test_the_least_product_is_that_of_remaining_and_whole_time() -> None:
+    builder = StateBuilder(left=10.0)
+    builder.waiting("alone", waited_s=0.0, prompt=100)
+    whole_s = 100 * TOKEN_S + 10 * (STEP_S + DECODE_S)
+
+    product = least_product_s2(builder.table, builder.lengths, make_cost())
+
+    assert product == pytest.approx(whole_s**2, rel=5e-3)
+
+
+def test_a_request_that_is_nearly_done_goes_before_a_new_one() -> None:
+    builder = StateBuilder(left=10.0)
+    builder.waiting("new", waited_s=0.0, prompt=1000)
+    before = least_product_s2(builder.table, builder.lengths, make_cost())
+    builder.decode("old", first_ago_s=0.1, out=3, prompt=10)
+
+    assert least_product_s2(builder.table, builder.lengths, make_cost()) < before
+
+
+def test_without_requests_or_step_times_products_say_all_or_nothing() -> None:
+    builder = StateBuilder()
+    assert least_product_s2(builder.table, builder.lengths, make_cost()) == math.inf
+
+    builder.waiting("a", waited_s=0.0)
+
+    assert least_product_s2(builder.table, builder.lengths, CostModel()) == 0.0
