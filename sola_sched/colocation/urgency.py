@@ -81,7 +81,8 @@ def least_product_s2(table: RequestTable, lengths: LengthModel, cost: CostModel)
 
 def _alive(table: RequestTable) -> IntArray:
     """Rows whose requests may be in the next step."""
-    return ((table.phase != FREE) & (table.phase != PARKED)).nonzero()[0]
+    (rows,) = ((table.phase != FREE) & (table.phase != PARKED)).nonzero()
+    return np.asarray(rows, dtype=np.int64)
 
 
 def _slack_of_decodes_s(
