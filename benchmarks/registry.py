@@ -67,13 +67,13 @@ def _swap(name: str, summary: str, duration: str, **defaults: Any) -> Experiment
 
 _BOTH = ("seeds", "only")
 EXPERIMENTS = (
-    _headline("load", "attainment over load: five data sets, targets of 10 x one request's",
-              "1 h", ("seeds", "only"), "draw_lines", seeds=_THREE),
-    _headline("models", "the same on other measured profiles, held out", "30 min",
+    _headline("load", "attainment over load: three data sets, targets of 10 x one request's",
+              "15 min", ("seeds", "only"), "draw_lines", seeds=_THREE),
+    _headline("models", "the same on other measured profiles, held out", "10 min",
               ("seeds", "only"), "draw_lines", seeds=_THREE),
     _headline("levels", "the rates at 90 and 99 %, bracketed closer", "40 min",
               ("seeds", "only"), seeds=_THREE),
-    _headline("rivals", "every other rule at each chunk size, at load 1.25", "30 min"),
+    _headline("rivals", "every other rule at each chunk size, at load 1.25", "10 min"),
     _headline("long", "`load` with four times the requests, vLLM and ours alone", "10 min"),
     _simulation("recorded", "`load` with the recorded arrivals of the traces", "20 min"),
     _simulation("fig7", "SOLA Fig. 7: the five models of Table 3, tight and loose targets",
