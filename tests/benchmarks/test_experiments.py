@@ -31,7 +31,7 @@ pytestmark = pytest.mark.vllm
             "benefit",
             "| model, SLO | load | req/s | best stock | peak memory alone |",
             3,
-            marks=pytest.mark.slow,
+            marks=[pytest.mark.slow, pytest.mark.long],
         ),
         ("cost", "| model | data | req/s |", 3),
         pytest.param("hindsight", "| data | load | req/s | sola |", 3, marks=pytest.mark.slow),

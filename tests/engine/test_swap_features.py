@@ -31,7 +31,11 @@ pytestmark = [pytest.mark.vllm, NEEDS_SWAPPING, pytest.mark.slow, pytest.mark.ti
 SCARCE = 20
 
 
-@pytest.mark.parametrize("faults", [None, {"max_delay_polls": 4, "seed": 3}], ids=["", "late"])
+@pytest.mark.parametrize(
+    "faults",
+    [pytest.param(None, marks=pytest.mark.long), {"max_delay_polls": 4, "seed": 3}],
+    ids=["", "late"],
+)
 def test_lora(faults: dict[str, Any] | None, model_dir: Path, tmp_path: Path) -> None:
     """Whoever's KV comes back while others are held needs a slot for its adapter too."""
     folders = [str(write_adapter(tmp_path / f"a{i}", i)) for i in range(3)]
@@ -76,6 +80,7 @@ def test_draft_tokens(model_dir: Path) -> None:
     assert_exact(result, expected)
 
 
+@pytest.mark.long
 def test_draft_tokens_depend_on_what_comes_back(model_dir: Path) -> None:
     """Negative control."""
     result, expected = with_drafts(model_dir, swap_faults={"zeroed": True})
