@@ -31,7 +31,7 @@ SIM_NUM_PROMPTS = 500
 
 _DESCRIPTION = """\
 Replay one workload against stock vLLM and against sola_sched.Scheduler, on the same arrivals
-and seed, and compare the share of requests that meet both their latency targets (SLOs).
+and seed, and compare the share of requests that meet all their latency targets (SLOs).
 
 With no arguments: a first run of about five minutes, with a verdict in plain words. First in
 virtual time, where every machine gives the same numbers; then vLLM in this process with a random
@@ -114,15 +114,17 @@ def _target_group(group: Any) -> None:
         nargs="+",
         metavar="METRIC:MS",
         dest="slo",
-        help="targets in ms, e.g. ttft:500 tpot:50 (default: 10 x the latency of a request alone)",
+        help="targets in ms, e.g. ttft:500 tpot:50, or e2e:9000 for the whole answer "
+        "(default: 10 x the latency of a request alone)",
     )
     add(
         "--slo-class",
         action="append",
         default=[],
-        metavar="NAME:SHARE:TTFT_MS:TPOT_MS",
-        help="gives a share of the requests its own targets; repeat for more classes, "
-        "e.g. --slo-class chat:0.7:500:50 --slo-class batch:0.3:5000:200",
+        metavar="NAME:SHARE:TTFT_MS:TPOT_MS[:E2E_MS[:WEIGHT]]",
+        help="gives a share of the requests its own targets, none for no such target, and what one "
+        "that meets them is worth; repeat for more classes, "
+        "e.g. --slo-class chat:0.7:500:50 --slo-class job:0.3:none:none:60000:2",
     )
     add(
         "--make-model",
@@ -297,7 +299,7 @@ def _server_group(group: Any) -> None:
     add(
         "--send-slo",
         action="store_true",
-        help="send the targets with every request (vllm_xargs ttft_slo_ms, tpot_slo_ms)",
+        help="send the targets with every request, in vllm_xargs",
     )
     add(
         "--vocab-size",

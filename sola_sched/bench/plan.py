@@ -333,11 +333,13 @@ def _probe_size(backend: Backend) -> dict[str, int]:
 
 
 def slo_text(slo: results.SloSource) -> str:
-    """Both targets and where they came from."""
+    """All targets and where they came from."""
     parts = [
         f"{name} " + ("unlimited" if math.isinf(value) else f"{value * 1e3:.3g} ms")
         for name, value in (("TTFT", slo.target.ttft_s), ("TPOT", slo.target.tpot_s))
     ]
+    if math.isfinite(slo.target.e2e_s):
+        parts.append(f"last token {slo.target.e2e_s * 1e3:.3g} ms")
     return f"{', '.join(parts)} ({slo.source})"
 
 

@@ -136,6 +136,8 @@ def _conclude(
 ) -> bool:
     """Report and draw the runs; whether all is saved that was to be."""
     say("\n" + report.table(finished) + "\n")
+    if classes := report.class_table(finished):
+        say(classes + "\n")
     for line in [*report.conclusions(finished), f"SLO: {slo_text(plan.slo)}."]:
         say(line)
     is_saved = files.finish()

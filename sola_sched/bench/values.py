@@ -10,33 +10,52 @@ from typing import Any
 from sola_sched.bench.data.row_values import shown
 from sola_sched.bench.data.workload import SloClass
 from sola_sched.bench.report.results import METRIC_NAMES
-from sola_sched.config.slo import SloTarget
-from sola_sched.errors import ConfigError
+from sola_sched.config.slo import NO_TARGET, TARGETS, SloTarget
+from sola_sched.errors import ConfigError, SloError
 
 _MAX_DIGITS = 18
 _MAX_PORT = 65535
 
 
 def parse_slo(items: list[str]) -> SloTarget:
-    """Parse ``["ttft:500", "tpot:50"]``, milliseconds; a target left out is unlimited."""
+    """Parse ``["ttft:500", "tpot:50", "e2e:9000"]``, milliseconds; what is left out is unlimited.
+
+    ``e2el``, as vLLM calls the time to the last token, is ``e2e``.
+    """
     targets: dict[str, float] = {}
     for item in items:
         name, _, value = item.partition(":")
-        if name not in ("ttft", "tpot") or name in targets:
-            raise ConfigError(f"'--slo' takes ttft:<ms> and tpot:<ms>, each once (got {item!r}).")
-        targets[name] = positive_number(value, f"--slo {item}") / 1e3
-    return SloTarget(ttft_s=targets.get("ttft", math.inf), tpot_s=targets.get("tpot", math.inf))
+        name = "e2e" if name == "e2el" else name
+        if f"{name}_s" not in TARGETS or f"{name}_s" in targets:
+            raise ConfigError(
+                f"'--slo' takes ttft:<ms>, tpot:<ms> and e2e:<ms>, each once (got {item!r})."
+            )
+        targets[f"{name}_s"] = positive_number(value, f"--slo {item}") / 1e3
+    return _target("--slo", **targets)
+
+
+def _target(flag: str, **values: float) -> SloTarget:
+    try:
+        return SloTarget(**values)
+    except SloError as error:
+        raise ConfigError(f"'{flag}': {error}") from error
 
 
 def parse_slo_class(text: str) -> SloClass:
-    """Parse ``name:share:ttft_ms:tpot_ms``."""
-    parts = text.split(":")
-    if len(parts) != 4 or not parts[0]:
+    """Parse ``name:share:ttft_ms:tpot_ms[:e2e_ms[:weight]]``; ``none`` stands for no target."""
+    name, *parts = text.split(":")
+    if not 3 <= len(parts) <= 5 or not name:
         raise ConfigError(
-            f"'--slo-class' takes NAME:SHARE:TTFT_MS:TPOT_MS (got {text!r}); e.g. chat:0.7:500:50."
+            f"'--slo-class' takes NAME:SHARE:TTFT_MS:TPOT_MS[:E2E_MS[:WEIGHT]] (got {text!r}); "
+            "e.g. chat:0.7:500:50 or job:0.3:none:none:60000:2."
         )
-    share, ttft_ms, tpot_ms = (positive_number(part, f"--slo-class {text}") for part in parts[1:])
-    return SloClass(parts[0], share, SloTarget(ttft_s=ttft_ms / 1e3, tpot_s=tpot_ms / 1e3))
+    flag = f"--slo-class {text}"
+    targets_s = [
+        math.inf if part == NO_TARGET else positive_number(part, flag) / 1e3 for part in parts[1:4]
+    ]
+    weight = positive_number(parts[4], flag) if len(parts) == 5 else 1.0
+    slo = _target(flag, **dict(zip(TARGETS, targets_s, strict=False)), weight=weight)
+    return SloClass(name, positive_number(parts[0], flag), slo)
 
 
 def parse_pairs(items: list[str], flag: str) -> dict[str, str]:

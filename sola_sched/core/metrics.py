@@ -155,7 +155,7 @@ def mean_normalized_latency_s(records: Iterable[RequestRecord]) -> float:
 def attainment_by_class(
     records: Sequence[RequestRecord], default: SloTarget
 ) -> dict[str, dict[str, float]]:
-    """Attainment and number of requests of each SLO class, sorted by name."""
+    """Attainment, number of requests and mean weight of each SLO class, sorted by name."""
     by_class: dict[str, list[RequestRecord]] = {}
     for record in records:
         by_class.setdefault(record.slo_class or DEFAULT_CLASS, []).append(record)
@@ -163,9 +163,15 @@ def attainment_by_class(
         name: {
             "attainment": attainment_ratio(attained(members, default)),
             "num_requests": len(members),
+            "weight": float(weights(members, default).mean()),
         }
         for name, members in sorted(by_class.items())
     }
+
+
+def worst_class(by_class: Mapping[str, Mapping[str, float]]) -> str:
+    """Of `attainment_by_class`, at least one, the class with the lowest attainment."""
+    return min(by_class, key=lambda name: by_class[name]["attainment"])
 
 
 def crossing_rate(

@@ -140,12 +140,14 @@ def test_custom_rows_may_carry_counts_classes_and_targets(tmp_path: Path) -> Non
     rows = [
         {"prompt": "a b c", "output_tokens": 7},
         {"prompt_tokens": 20, "output_tokens": 3, "slo_class": "chat", "ttft_slo_ms": 500},
+        {"prompt_tokens": 20, "output_tokens": 3, "e2e_slo_ms": 9000, "tpot_slo_ms": 50},
     ]
     path = write_jsonl(tmp_path / "custom.jsonl", rows)
 
-    workload = build(DatasetOptions("custom", path, num_prompts=2, shuffle=False), LIMITS)
+    workload = build(DatasetOptions("custom", path, num_prompts=3, shuffle=False), LIMITS)
 
-    text, counts = workload.requests
+    text, counts, whole = workload.requests
+    assert whole.slo == SloTarget(tpot_s=0.05, e2e_s=9.0)
     assert text.prompt_token_ids == (101, 101, 101)
     assert (len(counts.prompt_token_ids), counts.output_tokens) == (20, 3)
     assert (text.slo, text.slo_class) == (None, None)

@@ -25,7 +25,7 @@ LIMITS = ModelLimits(max_model_len=256, vocab_size=100, encode=lambda text: [5] 
 COLUMNS = (
     "prompt", "prompt_tokens", "response", "output_tokens", "output_length", "conversations",
     "context", "answers", "input", "instruction", "output", "timestamp", "TIMESTAMP", "arrival_s",
-    "hash_ids", "slo_class", "ttft_slo_ms", "tpot_slo_ms",
+    "hash_ids", "slo_class", "ttft_slo_ms", "tpot_slo_ms", "e2e_slo_ms",
 )  # fmt: skip
 
 scalars = (

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bench_runs import INFO, make_records, make_workload, run_result, with_percentiles
+from bench_runs import INFO, SLO, make_records, make_workload, run_result, with_percentiles
 
 from sola_sched.bench.backends.base import RunOutcome, SchedulerSpec, parse_scheduler
 from sola_sched.bench.report import plots, results
@@ -53,7 +53,12 @@ def test_numbers_of_a_hand_computed_run() -> None:
     assert result["output_throughput"] == pytest.approx(0.9)
     assert result["mean_ttft_ms"] == pytest.approx(400)
     assert result["median_tpot_ms"] == pytest.approx(50)
-    assert result["slo"] == {"ttft_ms": 500, "tpot_ms": 100, "source": "given with --slo"}
+    assert result["slo"] == {
+        "ttft_ms": 500,
+        "tpot_ms": 100,
+        "e2e_ms": math.inf,
+        "source": "given with --slo",
+    }
     assert result["scheduler"]["mean_step_cpu_ms"] == pytest.approx(1.5)
     assert result["scheduler"]["num_preemptions"] == 1
 
@@ -152,6 +157,25 @@ def test_table_marks_the_best_stock_run_of_each_rate() -> None:
     assert report.conclusions(runs)[0] == (
         "2 req/s: sola / stock:2048 = 1.50 x goodput (75.0% against 50.0% attained)."
     )
+
+
+def test_classes_are_shown_with_what_they_are_worth_and_the_worst() -> None:
+    workload = make_workload(4)
+    records = make_records(workload, (0.1, 0.9, 0.1, 0.1))
+    for record, name in zip(records, ("chat", "chat", "job", "job"), strict=True):
+        weight = 3.0 if name == "chat" else 1.0
+        record.slo, record.slo_class = replace(SLO, weight=weight), name
+    run = results.make_result(INFO, workload, parse_scheduler("sola"), RunOutcome(records, 10.0))
+
+    assert run["weighted_attainment"] == pytest.approx(5 / 8)
+    assert run["weighted_goodput"] == pytest.approx(0.5)
+    *_, header, _, row = report.class_table([run]).splitlines()
+    assert header.split() == [
+        "req/s", "scheduler", "chat", "job", "all", "weighted", "weighted", "goodput", "worst",
+    ]  # fmt: skip
+    assert row.replace(" %", "").split() == ["2", "sola", "50.0", "100.0", "75.0", "62.5", "0.50",
+                                            "chat"]  # fmt: skip
+    assert report.class_table([run_result()]) == ""
 
 
 def test_table_tells_the_worst_wait() -> None:

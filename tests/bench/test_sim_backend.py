@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import Request
 
+from sola_sched.bench.backends import simulation
 from sola_sched.bench.backends.base import BASELINES, RunOutcome, parse_scheduler
 from sola_sched.bench.backends.simulation import SimBackend, SimOptions
 from sola_sched.bench.cli import main
@@ -368,6 +369,44 @@ def test_whole_comparison_with_measured_targets_and_rates(
     assert all(run["completed"] == 40 and run["scheduler"]["num_steps"] > 0 for run in saved)
     assert all(run["attainment_by_class"]["chat"]["num_requests"] == 40 for run in saved)
     assert len(list(tmp_path.glob("*.png"))) == 2
+
+
+def test_classes_reach_the_scheduler_with_their_targets_and_weights() -> None:
+    job = SloTarget(e2e_s=60.0, weight=2.0)
+    workload = make_workload((0.0, 64, 3), (0.0, 64, 3))
+    first = replace(workload.requests[0], slo=job, slo_class="job")
+    workload = replace(workload, requests=(first, *workload.requests[1:]))
+    seen: dict[str, SloTarget] = {}
+    engine = make_backend()._engine(parse_scheduler("sola"), SLO, workload)
+    replay = simulation._Replay(engine, None, None, tells_lengths=False)
+
+    def look(_: Any) -> None:
+        table = engine.scheduler.sola_monitor.table
+        for name, row in table.row_of.items():
+            columns = (table.ttft_s, table.tpot_s, table.e2e_s, table.weight)
+            seen[name] = SloTarget(*(float(column[row]) for column in columns))
+
+    replay.start(workload.requests, on_done=None)
+    engine.run(on_step=look, on_finish=replay.ended)
+    assert seen == {"0": job, "1": SLO}
+    assert engine.scheduler.sola_stats()["by_class"]["job"]["attained"] == 1
+
+
+def test_priorities_order_stock_where_it_reads_them() -> None:
+    """One slot: the last to come is the most urgent."""
+    workload = make_workload((0.0, 64, 8), (0.001, 64, 8), (0.001, 64, 8))
+    ranked = tuple(replace(r, priority=-i) for i, r in enumerate(workload.requests))
+    workload = replace(workload, requests=ranked)
+
+    def order(policy: str) -> list[str]:
+        done: list[str] = []
+        args = f"engine.max_num_seqs=1,engine.scheduling_policy={policy}"
+        spec = parse_scheduler(f"stock:{args}")
+        make_backend().run(workload, spec, SLO, on_done=lambda r: done.append(r.req_id))
+        return done[-3:]
+
+    assert order("fcfs") == ["0", "1", "2"]
+    assert order("priority") == ["0", "2", "1"]
 
 
 def test_warm_up_shares_no_prefix_with_the_workload() -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from sola_sched.bench import values
 from sola_sched.bench.data import lengths
 from sola_sched.bench.data.lengths import TruncatedLognormal
 from sola_sched.bench.data.workload import (
@@ -113,6 +114,14 @@ def test_classes_are_assigned_by_share() -> None:
     share = sum(r.slo_class == "chat" for r in requests) / len(requests)
     assert share == pytest.approx(0.75, abs=0.03)
     assert {(r.slo_class, r.slo) for r in requests} == {("chat", chat.slo), ("batch", batch.slo)}
+
+
+def test_targets_and_classes_of_the_command_line() -> None:
+    assert values.parse_slo(["e2el:9000", "ttft:500"]) == SloTarget(0.5, e2e_s=9.0)
+    job = values.parse_slo_class("job:0.3:none:none:60000:2")
+    assert job == SloClass("job", 0.3, SloTarget(e2e_s=60.0, weight=2.0))
+    chat = values.parse_slo_class("chat:0.7:500:50")
+    assert chat == SloClass("chat", 0.7, SloTarget(0.5, 0.05))
 
 
 def test_random_prompts_avoid_special_tokens() -> None:

@@ -114,9 +114,10 @@ def test_attainment_is_split_by_class() -> None:
     ]
 
     assert metrics.attainment_by_class(records, SLO) == {
-        "chat": {"attainment": 0.5, "num_requests": 2},
-        "default": {"attainment": 0.0, "num_requests": 1},
+        "chat": {"attainment": 0.5, "num_requests": 2, "weight": 1.0},
+        "default": {"attainment": 0.0, "num_requests": 1, "weight": 1.0},
     }
+    assert metrics.worst_class(metrics.attainment_by_class(records, SLO)) == "default"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_model import TINY_MODEL
 
+from sola_sched.bench.backends.base import slo_options
+from sola_sched.bench.data.workload import Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.core.metrics import meets_slo, tpot_s, ttft_s
 from sola_sched.cost.file import Coefficients
@@ -207,6 +209,15 @@ def test_no_schedule_of_a_burst_attains_more(trace, num_seqs):
     )
 
 
+def test_last_tokens_that_are_due_together_leave_room_for_one_answer():
+    # Each: 1 + 2 + 0.25 s for the prompt, and three decode steps of more than a second.
+    trace = [BoundRequest(0.0, 4, 4, SloTarget(e2e_s=7.0)) for _ in range(3)]
+
+    assert upper_bound(trace, SECONDS, **WIDE).num_attainable < 3
+    loose = [replace(r, slo=SloTarget(e2e_s=30.0)) for r in trace]
+    assert upper_bound(loose, SECONDS, **WIDE).num_attainable == 3
+
+
 def test_search_and_bound_agree_where_one_request_must_be_given_up():
     # Each prefill takes 1 + 2 + 0.25 = 3.25 s of its own; two together 5.5 s, three 7.75 s.
     trace = [BoundRequest(0.0, 4, 1, SloTarget(ttft_s=6.0)) for _ in range(3)]
@@ -241,7 +252,7 @@ def num_attained(name, model, trace, slo, limits, *, is_async):
         async_scheduling=is_async,
         max_num_seqs=limits["max_num_seqs"],
         max_num_batched_tokens=limits["max_num_batched_tokens"],
-        additional_config={"sola_sched": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s}},
+        additional_config={"sola_sched": slo_options(slo, Workload(()))},
     )
     records = engine.run(
         [
@@ -273,7 +284,9 @@ def num_attained(name, model, trace, slo, limits, *, is_async):
         min_size=1,
         max_size=25,
     ),
-    slo=st.builds(SloTarget, ttft_s=st.floats(3.0, 60.0), tpot_s=st.floats(1.3, 20.0)),
+    slo=st.builds(SloTarget, ttft_s=st.floats(3.0, 60.0), tpot_s=st.floats(1.3, 20.0))
+    | st.builds(SloTarget, e2e_s=st.floats(4.0, 100.0))
+    | st.builds(SloTarget, ttft_s=st.floats(3.0, 20.0), e2e_s=st.floats(20.0, 100.0)),
     max_num_seqs=st.integers(1, 8),
     num_tokens=st.sampled_from([16, 64, 512]),
     is_async=st.booleans(),
@@ -303,7 +316,11 @@ def test_all_requests_of_an_idle_engine_are_attainable():
 
 @pytest.mark.parametrize(
     ("slo", "reason"),
-    [(SloTarget(0.01, 1.0), "ttft"), (SloTarget(100.0, 0.01), "tpot")],
+    [
+        (SloTarget(0.01, 1.0), "ttft"),
+        (SloTarget(100.0, 0.01), "tpot"),
+        (SloTarget(e2e_s=0.1), "e2e"),
+    ],
 )
 def test_impossible_targets_give_zero_and_the_reason(slo, reason):
     trace = [BoundRequest(float(i), 200, 20, slo) for i in range(10)]

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sola_sched.bench.data.workload import Workload
-from sola_sched.config.slo import SloTarget
+from sola_sched.config.slo import (
+    CLASS_KEY,
+    E2E_KEY,
+    NO_TARGET,
+    TARGETS,
+    TPOT_KEY,
+    TTFT_KEY,
+    SloTarget,
+)
 from sola_sched.core.metrics import RequestRecord
 from sola_sched.errors import ConfigError
 
@@ -182,11 +190,33 @@ class Backend(Protocol):
         ...
 
 
-def extra_args(slo: SloTarget | None) -> dict[str, float] | None:
-    """A request's own targets as the flat per-request keys our scheduler reads; None if none."""
-    from sola_sched.config.slo import TPOT_KEY, TTFT_KEY
+def extra_args(slo: SloTarget | None, slo_class: str | None = None) -> dict[str, Any] | None:
+    """A request's own targets as the flat per-request keys our scheduler reads; None if none.
 
+    Args:
+        slo: The targets.
+        slo_class: Name of its class, where the scheduler has been given it; see `slo_options`.
+    """
     if slo is None:
         return None
-    targets = {TTFT_KEY: slo.ttft_s * 1e3, TPOT_KEY: slo.tpot_s * 1e3}
-    return {key: value for key, value in targets.items() if math.isfinite(value)} or None
+    targets = {TTFT_KEY: slo.ttft_s, TPOT_KEY: slo.tpot_s, E2E_KEY: slo.e2e_s}
+    keys: dict[str, Any] = {} if slo_class is None else {CLASS_KEY: slo_class}
+    return keys | {k: 1e3 * v if math.isfinite(v) else NO_TARGET for k, v in targets.items()}
+
+
+def slo_options(slo: SloTarget, workload: Workload) -> dict[str, Any]:
+    """Options of our scheduler: the targets by default, and the classes of a workload.
+
+    Args:
+        slo: Of requests that have none of their own.
+        workload: A class with targets gets those of its first request; each other has its own.
+    """
+    first = {r.slo_class: r.slo for r in reversed(workload.requests) if r.slo and r.slo_class}
+    classes = {name: _plain(target) | {"weight": target.weight} for name, target in first.items()}
+    return _plain(slo) | ({"classes": classes} if classes else {})
+
+
+def _plain(slo: SloTarget) -> dict[str, float | None]:
+    """The targets as options: null for none."""
+    targets = {name: getattr(slo, name) for name in TARGETS}
+    return {name: value if math.isfinite(value) else None for name, value in targets.items()}

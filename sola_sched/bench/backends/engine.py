@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from sola_sched.bench.backends.base import (
     OnDone,
     RunOutcome,
     SchedulerSpec,
+    slo_options,
 )
 from sola_sched.bench.backends.clock import make_clock
 from sola_sched.bench.backends.environment import has_accelerator
@@ -81,7 +81,9 @@ class EngineBackend:
     def limits(self) -> ModelLimits:
         """Context length, vocabulary and tokenizer of the model, as vLLM sees them."""
         try:
-            engine_args = self._engine_args(SchedulerSpec("stock", "stock"), SloTarget())
+            engine_args = self._engine_args(
+                SchedulerSpec("stock", "stock"), SloTarget(), Workload(())
+            )
             model_config = engine_args.create_engine_config().model_config
         except ConfigError:
             raise
@@ -112,7 +114,7 @@ class EngineBackend:
 
         from sola_sched.bench.backends.engine_replay import Replay
 
-        engine = LLMEngine.from_engine_args(self._engine_args(scheduler, slo))
+        engine = LLMEngine.from_engine_args(self._engine_args(scheduler, slo, workload))
         live_scheduler = engine.engine_core.engine_core.scheduler
         probe = SchedulerProbe(live_scheduler)
         clock = make_clock(self.options.clock)
@@ -174,7 +176,7 @@ class EngineBackend:
         outcome = replay.run(requests, max_concurrency=1)
         return None if outcome.interrupted else float(outcome.duration_s - probe.stats().cpu_s)
 
-    def _engine_args(self, scheduler: SchedulerSpec, slo: SloTarget) -> Any:
+    def _engine_args(self, scheduler: SchedulerSpec, slo: SloTarget, workload: Workload) -> Any:
         from vllm.engine.arg_utils import EngineArgs
 
         values: dict[str, Any] = {
@@ -191,11 +193,7 @@ class EngineBackend:
             values["scheduler_cls"] = SOLA_SCHEDULER
             values["additional_config"] = {
                 **values.get("additional_config", {}),
-                CONFIG_KEY: {
-                    "ttft_s": _finite(slo.ttft_s),
-                    "tpot_s": _finite(slo.tpot_s),
-                    **scheduler.options,
-                },
+                CONFIG_KEY: slo_options(slo, workload) | scheduler.options,
             }
         try:
             return EngineArgs(**values)
@@ -230,10 +228,6 @@ def _lazy_encode(name: str) -> Encode:
         return lambda text: tokenizer.encode(text)
 
     return lambda text: load()(text)
-
-
-def _finite(target_s: float) -> float | None:
-    return target_s if math.isfinite(target_s) else None
 
 
 def _release_memory() -> None:

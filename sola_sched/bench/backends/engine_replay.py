@@ -104,7 +104,7 @@ class Replay:
                 ignore_eos=True,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
-                extra_args=extra_args(request.slo),
+                extra_args=extra_args(request.slo, request.slo_class),
             )
             self._live[request.req_id] = (request, record)
             try:

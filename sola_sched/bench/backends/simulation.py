@@ -18,6 +18,7 @@ from sola_sched.bench.backends.base import (
     RunOutcome,
     SchedulerSpec,
     extra_args,
+    slo_options,
 )
 from sola_sched.bench.backends.predictors import Predict, make_predictor
 from sola_sched.bench.backends.probe import SchedulerProbe
@@ -125,7 +126,7 @@ class SimBackend:
                 "'predictor' must be 'histogram' in virtual time, where requests have no text "
                 f"(got {scheduler.options['predictor']!r}); use sim.predictor=recorded:FILE."
             )
-        self._engine(scheduler, SloTarget())
+        self._engine(scheduler, SloTarget(), Workload(()))
 
     def run(
         self,
@@ -139,7 +140,7 @@ class SimBackend:
         """See ``Backend.run``; all times are virtual."""
         from sola_sched.simulator.engine import SchedulerStallError
 
-        engine = self._engine(scheduler, slo)
+        engine = self._engine(scheduler, slo, workload)
         predict = make_predictor(scheduler.predictor, self.options.seed)
         if predict is not None:
             _deliver(predict, workload, engine.scheduler)
@@ -168,13 +169,15 @@ class SimBackend:
         self, scheduler: SchedulerSpec, slo: SloTarget, workload: Workload
     ) -> VirtualEngine:
         """An engine that has served its warm-up requests; its clock is past them."""
-        engine = self._engine(scheduler, slo)
+        engine = self._engine(scheduler, slo, workload)
         replay = _Replay(engine, None, None, tells_lengths=False)
         replay.start(self._warmup(workload), on_done=None)
         engine.run(on_finish=replay.ended)
         return engine
 
-    def _engine(self, scheduler: SchedulerSpec, slo: SloTarget) -> VirtualEngine:
+    def _engine(
+        self, scheduler: SchedulerSpec, slo: SloTarget, workload: Workload
+    ) -> VirtualEngine:
         from sola_sched.simulator.engine import VirtualEngine
 
         profile = self.options.profile
@@ -182,11 +185,7 @@ class SimBackend:
         args = self._checked({**self.options.engine_args, **scheduler.engine_args})
         additional = dict(args.get("additional_config") or {})
         if scheduler.kind != "stock":
-            additional[CONFIG_KEY] = {
-                "ttft_s": _finite(slo.ttft_s),
-                "tpot_s": _finite(slo.tpot_s),
-                **scheduler.options,
-            }
+            additional[CONFIG_KEY] = slo_options(slo, workload) | scheduler.options
         try:
             return VirtualEngine(
                 _scheduler_cls(scheduler, args),
@@ -340,7 +339,7 @@ class _Replay:
         while self._pending and len(self._live) < self._max_in_flight:
             request, record = self._pending.popleft()
             record.sent_s = max(request.arrival_s, self.now_s)
-            args: dict[str, Any] = dict(extra_args(request.slo) or {})
+            args: dict[str, Any] = dict(extra_args(request.slo, request.slo_class) or {})
             if self._tells_lengths:
                 args[_oracle_key()] = request.output_tokens
             self._live[request.req_id] = (request, record)
@@ -352,6 +351,7 @@ class _Replay:
                     prompt_token_ids=request.prompt_token_ids,
                     max_tokens=self._max_tokens,
                     extra_args=args or None,
+                    priority=request.priority,
                 )
             )
 
@@ -441,7 +441,3 @@ def _check(name: str, value: Any) -> None:
         raise ConfigError(f"'additional_config' must be an object (got {value!r}).")
     if name == "scheduler_cls" and not isinstance(value, str):
         raise ConfigError(f"'scheduler_cls' must be the dotted name of a class (got {value!r}).")
-
-
-def _finite(target_s: float) -> float | None:
-    return target_s if math.isfinite(target_s) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from sola_sched.bench.data.download import PUBLIC_FILES, fetch
 from sola_sched.bench.data.rows import Row, read_rows
 from sola_sched.bench.data.workload import RequestSpec, Workload, random_token_ids
 from sola_sched.config.slo import SloTarget
-from sola_sched.errors import ConfigError, DatasetError
+from sola_sched.errors import ConfigError, DatasetError, SloError
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -272,14 +272,12 @@ def _to_workload(
 
 
 def _row_slo(row: Row) -> SloTarget | None:
-    if row.ttft_slo_ms is None and row.tpot_slo_ms is None:
-        return None
-    target = SloTarget()
-    if row.ttft_slo_ms is not None:
-        target = replace(target, ttft_s=float(row.ttft_slo_ms) / 1e3)
-    if row.tpot_slo_ms is not None:
-        target = replace(target, tpot_s=float(row.tpot_slo_ms) / 1e3)
-    return target
+    given = {"ttft_s": row.ttft_slo_ms, "tpot_s": row.tpot_slo_ms, "e2e_s": row.e2e_slo_ms}
+    targets_s = {name: float(value) / 1e3 for name, value in given.items() if value is not None}
+    try:
+        return SloTarget(**targets_s) if targets_s else None
+    except SloError as error:
+        raise DatasetError(f"The targets of a row contradict each other: {error}") from error
 
 
 def _hashed_prompt(

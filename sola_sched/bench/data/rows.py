@@ -52,6 +52,7 @@ class Row:
     slo_class: str | None = None
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
+    e2e_slo_ms: float | None = None
 
     @property
     def is_usable(self) -> bool:
@@ -119,6 +120,7 @@ def normalise(raw: Mapping[str, Any], where: str) -> Row:
         slo_class=row_values.text_of(raw.get("slo_class"), "slo_class", where) or None,
         ttft_slo_ms=row_values.target_of(raw.get("ttft_slo_ms"), "ttft_slo_ms", where),
         tpot_slo_ms=row_values.target_of(raw.get("tpot_slo_ms"), "tpot_slo_ms", where),
+        e2e_slo_ms=row_values.target_of(raw.get("e2e_slo_ms"), "e2e_slo_ms", where),
     )
 
 

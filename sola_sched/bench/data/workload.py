@@ -28,6 +28,8 @@ class RequestSpec:
         arrival_s: Seconds from the start of the run.
         slo: Its own targets, or None for those of the run.
         slo_class: Name it is reported under, or None.
+        priority: As vLLM's, smaller is more urgent; in virtual time only, and read only with
+            ``engine.scheduling_policy=priority``.
         prediction: Of its output length, made from its text beforehand; for virtual time only.
     """
 
@@ -37,6 +39,7 @@ class RequestSpec:
     arrival_s: float = 0.0
     slo: SloTarget | None = None
     slo_class: str | None = None
+    priority: int = 0
     prediction: LengthPrediction | None = None
 
 

@@ -71,6 +71,7 @@ def make_result(
     done = [record for record in records if record.completed]
     slo = info.slo.target
     flags = metrics.attained(records, slo)
+    worth = metrics.weights(records, slo)
     duration_s = max(outcome.duration_s, 1e-9)
     num_input = sum(record.num_prompt_tokens for record in done)
     num_output = sum(record.num_output_tokens for record in done)
@@ -106,9 +107,12 @@ def make_result(
         "max_ttft_ms": 1e3 * max((record.ttft_s for record in done), default=math.nan),
         **_detailed(records, flags.tolist()),
         "slo": {
-            "ttft_ms": slo.ttft_s * 1e3, "tpot_ms": slo.tpot_s * 1e3, "source": info.slo.source,
+            "ttft_ms": slo.ttft_s * 1e3, "tpot_ms": slo.tpot_s * 1e3, "e2e_ms": slo.e2e_s * 1e3,
+            "source": info.slo.source,
         },
         "attainment": metrics.attainment_ratio(flags),
+        "weighted_attainment": metrics.weighted_ratio(flags, worth),
+        "weighted_goodput": metrics.goodput_per_s(flags, duration_s, worth),
         "attainment_by_class": metrics.attainment_by_class(records, slo),
         "scheduler": {
             "label": scheduler.label, "kind": scheduler.kind,

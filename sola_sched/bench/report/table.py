@@ -57,12 +57,42 @@ def table(results: Sequence[Result]) -> str:
         lines.append(_aligned(row, widths))
     lines.append("TTFT, TPOT, latency/token (mean over requests of latency / output tokens) and")
     lines.append("sched/step (CPU time of the scheduler per step) in ms; goodput = requests within")
-    lines.append("both SLOs per second.")
+    lines.append("all their SLOs per second.")
     if best:
         lines[-1] += f" {_BEST_MARK} best stock setting at this rate."
     if bounds(results):
         lines.append(f"{BOUND_LABEL}: no scheduler attains more of these requests.")
     return "\n".join(lines)
+
+
+def class_table(results: Sequence[Result]) -> str:
+    """One aligned row per run: what each SLO class has attained, the worst, and all by weight.
+
+    Empty where no run has two classes.
+    """
+    runs = [r for r in results if len(r["attainment_by_class"]) > 1]
+    names = sorted({name for r in runs for name in r["attainment_by_class"]})
+    if not names:
+        return ""
+    header = ["req/s", "scheduler", *names, "all", "weighted", "weighted goodput", "worst"]
+    rows = []
+    for run in sorted(runs, key=lambda r: _as_float(r["request_rate"])):
+        classes = run["attainment_by_class"]
+        shares = [classes.get(name, {}).get("attainment") for name in names]
+        shares += [run["attainment"], run["weighted_attainment"]]
+        rows.append(
+            [
+                _rate(run["request_rate"]),
+                run["scheduler"]["label"],
+                *(_number(None if share is None else 100 * share, 1, " %") for share in shares),
+                _number(run["weighted_goodput"], 2),
+                metrics.worst_class(classes),
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = ["Attained by SLO class, by requests and by what they are worth:"]
+    lines += [_aligned(header, widths), "  ".join("-" * width for width in widths)]
+    return "\n".join([*lines, *(_aligned(row, widths) for row in rows)])
 
 
 def bounds(results: Sequence[Result]) -> dict[float, float]:

@@ -53,7 +53,9 @@ class Trace:
         self.prompt = np.array([r.num_prompt_tokens for r in requests], dtype=np.float64)
         self.decodes = np.array([r.num_output_tokens - 1 for r in requests], dtype=np.float64)
         room = 1.0 + _TIME_ROUND_OFF
+        self.e2e_s = np.array([r.slo.e2e_s for r in requests], dtype=np.float64) * room
         self.ttft_s = np.array([r.slo.ttft_s for r in requests], dtype=np.float64) * room
+        self.ttft_s = np.minimum(self.ttft_s, self.e2e_s)
         self.tpot_s = np.array([r.slo.tpot_s for r in requests], dtype=np.float64) * room
         # Chunks that the prompt needs at least.
         chunk = limits.get("max_num_batched_tokens", math.inf)
@@ -73,16 +75,15 @@ class Trace:
     def last_due_s(self) -> FloatArray:
         with np.errstate(invalid="ignore"):
             decode_s = np.where(self.decodes > 0, self.tpot_s * self.decodes, 0.0)
-        return self.ttft_due_s + decode_s
+        return np.minimum(self.ttft_due_s + decode_s, self.arrival_s + self.e2e_s + _TIME_ROUND_OFF)
 
     def drop_impossible(self, floors: Sequence[StepFloor]) -> dict[str, int]:
         """Keep the requests that an empty engine attains; returns how many others, by reason."""
-        late_first = np.zeros(self.size, dtype=bool)
-        slow = np.zeros(self.size, dtype=bool)
+        late_first, slow, late_last = (np.zeros(self.size, dtype=bool) for _ in range(3))
         for floor in floors:
-            late_first |= shortest_prefill_s(self, floor) > self.ttft_s + _TIME_ROUND_OFF
-            decode_s = (floor.base_s + floor.per_decode_s) * self.decodes
-            decode_s += floor.per_ctx_s * self.decode_ctx
+            prefill_s, decode_s = shortest_prefill_s(self, floor), shortest_decode_s(self, floor)
+            late_first |= prefill_s > self.ttft_s + _TIME_ROUND_OFF
+            late_last |= prefill_s + decode_s > self.e2e_s + _TIME_ROUND_OFF
             with np.errstate(invalid="ignore"):
                 slow |= (self.decodes > 0) & (
                     decode_s > self.tpot_s * self.decodes + _TIME_ROUND_OFF
@@ -91,11 +92,12 @@ class Trace:
         reasons = {
             "ttft": int(late_first.sum()),
             "tpot": int((slow & ~late_first).sum()),
-            "kv": int((too_big & ~late_first & ~slow).sum()),
+            "e2e": int((late_last & ~late_first & ~slow).sum()),
+            "kv": int((too_big & ~late_first & ~slow & ~late_last).sum()),
         }
-        keep = ~(late_first | slow | too_big)
+        keep = ~(late_first | slow | late_last | too_big)
         for name in (
-            "arrival_s", "prompt", "decodes", "ttft_s", "tpot_s", "chunks", "decode_ctx",
+            "arrival_s", "prompt", "decodes", "ttft_s", "tpot_s", "e2e_s", "chunks", "decode_ctx",
         ):  # fmt: skip
             setattr(self, name, getattr(self, name)[keep])
         return {name: count for name, count in reasons.items() if count}
@@ -136,6 +138,13 @@ def shortest_prefill_s(trace: Trace, floor: StepFloor) -> FloatArray:
     return np.maximum(floor.base_s, marginal_s + np.minimum.reduce(extra))
 
 
+def shortest_decode_s(trace: Trace, floor: StepFloor) -> FloatArray:
+    """Time of the decode steps of each on an empty engine, at least."""
+    step_s = floor.base_s + floor.per_decode_s
+    result: FloatArray = step_s * trace.decodes + floor.per_ctx_s * trace.decode_ctx
+    return result
+
+
 def _top_sum(u: float, v: float, size: FloatArray, count: FloatArray) -> FloatArray:
     """Largest sum of at most `count` of the values u + v c for c = 0 to size - 1."""
     first = u + (v * (size - 1.0) if v > 0 else 0.0 * size)  # the largest value
@@ -162,7 +171,8 @@ class Jobs:
         earliest_s = trace.arrival_s + shortest_prefill_s(trace, floor)
         self.kind = kind
         self.start_s = np.concatenate([trace.arrival_s, earliest_s])
-        self.end_s = np.concatenate([trace.ttft_due_s, trace.last_due_s])
+        start_by_s = trace.last_due_s - shortest_decode_s(trace, floor)
+        self.end_s = np.concatenate([np.minimum(trace.ttft_due_s, start_by_s), trace.last_due_s])
         prefill_s = prefill_marginal_s(trace, floor)
         decode_s = floor.per_decode_s * trace.decodes + floor.per_ctx_s * trace.decode_ctx
         u, v = _single_saving(floor)

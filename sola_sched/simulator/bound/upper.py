@@ -1,4 +1,4 @@
-"""How many requests of a trace can meet both SLOs at all: an upper bound on every scheduler.
+"""How many requests of a trace can meet all their SLOs at all: an upper bound on every scheduler.
 
 The bound holds for anything that forms steps for one engine: it may know the future, hold,
 preempt, swap and reorder for free, and split prompts and batches at will.
@@ -11,12 +11,14 @@ samples at most one token of a request (no speculative decoding), a request is w
 steps that start after its arrival, and a token is delivered when its step ends. Prompts share no
 prefix: with prefix caching, pass prompt lengths less what can be cached.
 
-**Relaxation.** Let x_i be 1 if request i meets both targets, with p prompt and o output tokens,
-arrival a, and targets TTFT and TPOT. If x_i = 1,
+**Relaxation.** Let x_i be 1 if request i meets its targets, with p prompt and o output tokens,
+arrival a, and targets TTFT, TPOT and E for the last token. If x_i = 1,
 
-- all p prompt tokens are computed in steps inside [a, a + TTFT] (the *prefill job*);
-- o - 1 decode steps follow inside [a + m, D], where D = a + TTFT + TPOT (o - 1), since the last
-  token is due TPOT (o - 1) after the first, and m is the shortest prefill (the *decode job*);
+- o - 1 decode steps follow the prefill inside [a + m, D], where m is the shortest prefill and
+  D = a + min(TTFT + TPOT (o - 1), E), since the last token is due TPOT (o - 1) after the first (the
+  *decode job*);
+- all p prompt tokens are computed in steps inside [a, min(a + TTFT, D - d)], where d is the least
+  time of those decode steps (the *prefill job*);
 - these are o steps, all different.
 
 Each job needs at least its marginal time, the part of the floor beyond `base_s`: a prefill
@@ -51,7 +53,8 @@ number of rounds. For one machine with preemption and known windows, (1) for all
 share them, and the knowledge of the future.
 
 A request is left out (x_i = 0) if its shortest prefill, alone, exceeds TTFT, if its bare decode
-steps, alone, exceed TPOT, or if its KV exceeds `num_kv_tokens`.
+steps, alone, exceed TPOT, if both exceed E, or if its KV exceeds `num_kv_tokens`. Each request
+counts as one, whatever its weight.
 """
 
 from __future__ import annotations
@@ -81,7 +84,7 @@ class Bound:
         num_requests: Requests of the trace.
         num_attainable: No scheduler attains more of them.
         num_impossible: Left out because not even an empty engine attains them, by reason:
-            ``ttft``, ``tpot``, ``kv``; a request counts under the first that applies.
+            ``ttft``, ``tpot``, ``e2e``, ``kv``; a request counts under the first that applies.
         num_binding: Rows that hold with equality in the solution, by kind: ``slots``, ``kv``,
             ``tokens``, ``pace``. Empty where nothing but the requests themselves limits.
         relaxed: Value of the linear program, before rounding down.
