@@ -91,7 +91,7 @@ def routers(args: argparse.Namespace) -> None:
                     )
                     run = cluster.run(work.requests(start_s))
                     counted_s = start_s + work.counted_from_s
-                    shares.append(outcome(choices[0], run, counted_s, 0.95).attainment)
+                    shares.append(outcome(choices[0], run.records, counted_s, 0.95).attainment)
                 each = " ".join(f"{share:.1%}" for share in shares)
                 print(
                     f"{name:8s} {rate:5.1f}  {router:20s} {np.mean(shares):7.1%} ({each})",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sola_sched.bench.args import Parser, dataset_group
 from sola_sched.bench.values import natural_int, positive_float, positive_int, positive_number
-from sola_sched.cluster.routers import ROUTERS
+from sola_sched.cluster.all_routers import ALL_ROUTERS
 from sola_sched.errors import ConfigError
 from sola_sched.simulator.steps.roofline import GPUS, MODELS
 
@@ -16,9 +16,14 @@ _DESCRIPTION = """\
 Find the cheapest configuration that serves a load within its targets, before a GPU is rented.
 
 A fast model of the engines searches; the answer is checked in virtual time with the real
-schedulers inside, and the model's error on it is printed. Step times are computed from public
-hardware figures (profiles of `sola_sched.simulator`), not measured.
+schedulers inside, and the model's error on it is printed. Step times are put together of measured
+kernels where there are such, else computed from public hardware figures; a line says which.
 """
+#: Routers that do nothing else on equal instances, or use one of them alone.
+_OF_UNEQUAL = ("weighted-round-robin", "single")
+#: The first is tried everywhere, the others where it matters.
+_FIRST = "least-ttft"
+_ROUTERS = [_FIRST, *sorted(set(ALL_ROUTERS) - {_FIRST, *_OF_UNEQUAL})]
 
 
 def build_parser() -> Parser:
@@ -41,13 +46,18 @@ def build_parser() -> Parser:
     add("--self-timed", action="store_true",
         help="recorded arrival times, stretched to --request-rate if that is given")  # fmt: skip
     add("--attainment", type=positive_float, default=0.95,
-        help="share of the requests that has to meet both targets (default: 0.95)")  # fmt: skip
-    add("--schedulers", nargs="+", default=["sola", "stock:512", "stock:2048", "stock:8192"],
-        metavar="SPEC", help="sola[:CHUNK] or stock[:CHUNK], what runs in the engines")  # fmt: skip
-    add("--routers", nargs="+", choices=sorted(ROUTERS), metavar="NAME",
-        default=["least-ttft", "shortest-queue", "round-robin"],
-        help=f"of {', '.join(sorted(ROUTERS))}")  # fmt: skip
-    add("--max-num-seqs", nargs="+", type=positive_int, default=[256])
+        help="share of the requests that has to meet all targets (default: 0.95)")  # fmt: skip
+    add("--schedulers", nargs="+", metavar="SPEC",
+        default=["sola", "sola:2048", "stock:512", "stock:2048", "stock:8192"],
+        help="sola[:CHUNK] or stock[:CHUNK], what runs in the engines; the first is tried "
+        "everywhere, the others where it comes near to the cheapest")  # fmt: skip
+    add("--routers", nargs="+", choices=sorted(ALL_ROUTERS), metavar="NAME", default=_ROUTERS,
+        help=f"(default: {' '.join(_ROUTERS)}; {' and '.join(_OF_UNEQUAL)} do nothing of their "
+        "own before equal instances)")  # fmt: skip
+    add("--pools", action=argparse.BooleanOptionalAction, default=True,
+        help="try prefill and decode pools too (default: yes)")  # fmt: skip
+    add("--max-num-seqs", nargs="+", type=positive_int, default=[256, 128, 512],
+        help="the first is tried everywhere (default: 256 128 512)")  # fmt: skip
     add("--tensor-parallel-size", nargs="+", type=positive_int, default=[1, 2, 4, 8])
     add("--max-gpus", type=positive_int, default=64, help="in all (default: 64)")
     add("--check", action=argparse.BooleanOptionalAction, default=True,

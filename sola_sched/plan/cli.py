@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
 import math
 import sys
@@ -16,17 +17,18 @@ from sola_sched.bench.backends import environment
 from sola_sched.config.output_file import require_writable
 from sola_sched.errors import ConfigError, DatasetError, ProfileError, SloError
 from sola_sched.plan.args import build_parser, check_args, parse_prices
-from sola_sched.plan.configurations import Configuration, configurations, profile
-from sola_sched.plan.evaluate import Outcome, run_fast, run_real
+from sola_sched.plan.configurations import (
+    Configuration,
+    configurations,
+    is_measured,
+    profile,
+    steps_said,
+)
+from sola_sched.plan.evaluate import TARGETS, Outcome, prefill_share, run_fast, run_real
+from sola_sched.plan.impossible import ImpossibleError, explain, require_possible
 from sola_sched.plan.load import Load, make_load
 from sola_sched.plan.report import plot, table
-from sola_sched.plan.search import (
-    ImpossibleError,
-    explain,
-    rate_margin,
-    require_possible,
-    search,
-)
+from sola_sched.plan.search import rate_margin, search
 from sola_sched.simulator.cluster.records import ClusterRecord
 
 EXIT_USAGE = 2
@@ -69,6 +71,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
 
 
+class _Evaluation:
+    """The fast model with a progress bar that names the cheapest so far."""
+
+    def __init__(self, args: argparse.Namespace, load: Load) -> None:
+        self._args, self._load = args, load
+        self._cheapest = math.inf
+        self.bar = tqdm(desc="configurations", unit="run", disable=args.disable_tqdm)
+
+    def __call__(self, configuration: Configuration) -> Outcome:
+        args = self._args
+        found = run_fast(args.model, configuration, self._load, args.seed, args.attainment)
+        if found.attainment >= args.attainment:
+            self._cheapest = min(self._cheapest, configuration.cost_per_hour)
+            self.bar.set_postfix_str(f"cheapest {self._cheapest:.2f} an hour", refresh=False)
+        self.bar.update()
+        return found
+
+    def prefill_share(self, configuration: Configuration) -> float:
+        """See `search.Evaluate`."""
+        args = self._args
+        self.bar.update()
+        return prefill_share(args.model, configuration, self._load, args.seed, args.attainment)
+
+
 def _plan(args: argparse.Namespace) -> int:
     choices = configurations(
         args.model,
@@ -80,17 +106,13 @@ def _plan(args: argparse.Namespace) -> int:
     )
     shape = profile(args.model, choices[0].gpu, choices[0].tensor_parallel)
     load = make_load(args, shape.max_model_len or 0, shape.vocab_size)
-    for note in load.notes:
+    for note in (*load.notes, steps_said(args.model, choices)):
         print(note)
     goal = args.attainment
     require_possible(args.model, choices, load, goal)
-    with tqdm(desc="configurations", unit="run", disable=args.disable_tqdm) as bar:
-
-        def evaluate(configuration: Configuration) -> Outcome:
-            bar.update()
-            return run_fast(args.model, configuration, load, args.seed, goal)
-
-        outcomes = search(choices, evaluate, goal, args.max_gpus)
+    evaluation = _Evaluation(args, load)
+    with evaluation.bar:
+        outcomes = search(choices, evaluation, goal, args.max_gpus, has_pools=args.pools)
     passed = [outcome for outcome in outcomes if outcome.attainment >= goal]
     if not passed:
         _write(args, load, outcomes, None, [])
@@ -108,17 +130,36 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, load: Load, passed: Sequence[Outcome]) -> list[Check]:
-    """Real runs, the cheapest first and then with more instances, until one attains."""
+    """Real runs, the cheapest first, until one attains; what fails comes again with one more."""
+
+    def entry(outcome: Outcome) -> tuple[float, float, int, Outcome]:
+        return outcome.configuration.cost_per_hour, -outcome.attainment, id(outcome), outcome
+
+    left = [entry(outcome) for outcome in passed]
+    heapq.heapify(left)
     checks: list[Check] = []
-    fast = passed[0]
-    for _ in range(_MOST_CHECKS):
+    seen = set()
+    while left and len(checks) < _MOST_CHECKS:
+        fast = heapq.heappop(left)[-1]
+        if fast.configuration in seen:
+            continue
+        seen.add(fast.configuration)
         real = _real(args, load, fast.configuration)
         checks.append(Check(fast, real))
-        more = fast.configuration.times(fast.configuration.num_instances + 1)
-        if real.attainment >= args.attainment or more.num_gpus > args.max_gpus:
+        if real.attainment >= args.attainment:
             break
-        fast = run_fast(args.model, more, load, args.seed, args.attainment)
+        more = _one_more(real)
+        if more.num_gpus <= args.max_gpus:
+            grown = run_fast(args.model, more, load, args.seed, args.attainment)
+            heapq.heappush(left, entry(grown))
     return checks
+
+
+def _one_more(real: Outcome) -> Configuration:
+    """One more instance, in the pool whose target fails."""
+    tried = real.configuration
+    is_prompts = bool(tried.num_prefill) and real.worst == "ttft"
+    return tried.times(tried.num_instances + (not is_prompts), tried.num_prefill + is_prompts)
 
 
 def _real(args: argparse.Namespace, load: Load, configuration: Configuration) -> Outcome:
@@ -142,17 +183,23 @@ def _write(
     known = {outcome.configuration: outcome for outcome in outcomes}
     known |= {check.fast.configuration: check.fast for check in checks}
     ordered = sorted(known.values(), key=lambda o: (o.configuration.cost_per_hour, -o.attainment))
+
+    def described(outcome: Outcome) -> dict[str, Any]:
+        place = (outcome.configuration.gpu, outcome.configuration.tensor_parallel)
+        steps = "measured" if is_measured(args.model, *place) else "computed"
+        return outcome.to_json(goal) | {"step_times": steps}
+
     document: dict[str, Any] = {
         "model": args.model,
         "request_rate": args.request_rate,
         "num_requests": len(load.workload.requests),
         "dataset": args.dataset_name,
-        "slo_ms": {"ttft": load.slo.ttft_s * 1e3, "tpot": load.slo.tpot_s * 1e3},
+        "slo_ms": {name: 1e3 * getattr(load.slo, field) for name, field, _ in TARGETS},
         "attainment_goal": goal,
         "seed": args.seed,
         "notes": list(load.notes),
-        "configurations": [outcome.to_json(goal) for outcome in ordered],
-        "best": None if best is None else best.to_json(goal),
+        "configurations": [described(outcome) for outcome in ordered],
+        "best": None if best is None else described(best),
         "checks": [
             {"configuration": check.fast.configuration.name, "real": check.real.to_json(goal),
              "fast_model_error": check.error()}

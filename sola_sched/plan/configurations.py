@@ -10,11 +10,18 @@ from typing import Any
 
 from sola_sched.bench.backends.base import SchedulerSpec, parse_scheduler
 from sola_sched.errors import ConfigError
-from sola_sched.simulator.steps.profile import StepProfile, profile_of
+from sola_sched.simulator.steps.measured import SUFFIX
+from sola_sched.simulator.steps.profile import (
+    StepProfile,
+    load_step_profile,
+    profile_names,
+    profile_of,
+)
 from sola_sched.simulator.steps.roofline import (
     GPUS,
     MODELS,
     Assumptions,
+    corrected,
     fits,
     make_profile,
     num_blocks,
@@ -36,8 +43,9 @@ class Configuration:
         tensor_parallel: GPUs of an instance.
         scheduler: What runs in it, as on the benchmark's command line.
         max_num_seqs, max_num_batched_tokens: Its slots and tokens of a step.
-        router: A key of `ROUTERS`.
-        num_instances: How many.
+        router: A key of `ALL_ROUTERS`; before the prefill pool, where there is one.
+        num_instances: How many; with a prefill pool, of the decode pool.
+        num_prefill: Instances of the prefill pool; 0 if each instance does both.
     """
 
     gpu: str
@@ -48,11 +56,12 @@ class Configuration:
     max_num_batched_tokens: int
     router: str
     num_instances: int = 1
+    num_prefill: int = 0
 
     @property
     def num_gpus(self) -> int:
         """In all."""
-        return self.tensor_parallel * self.num_instances
+        return self.tensor_parallel * (self.num_instances + self.num_prefill)
 
     @property
     def cost_per_hour(self) -> float:
@@ -70,20 +79,32 @@ class Configuration:
     @property
     def name(self) -> str:
         """For tables."""
+        number = str(self.num_instances)
+        if self.num_prefill:
+            number = f"({self.num_prefill} prefill + {self.num_instances} decode)"
+        scheduler = self.scheduler.partition(":")[0]
         return (
-            f"{self.num_instances} x {self.tensor_parallel} {self.gpu}, {self.scheduler}, "
-            f"chunk {self.max_num_batched_tokens}, {self.max_num_seqs} seqs, {self.router}"
+            f"{number} x {self.tensor_parallel} {self.gpu}, {scheduler}, chunk "
+            f"{self.max_num_batched_tokens}, {self.max_num_seqs} seqs, {self.router}"
         )
 
-    def times(self, num_instances: int) -> Configuration:
+    def times(self, num_instances: int, num_prefill: int = 0) -> Configuration:
         """The same with so many instances."""
-        return replace(self, num_instances=num_instances)
+        return replace(self, num_instances=num_instances, num_prefill=num_prefill)
+
+
+def is_measured(model: str, gpu: str, tensor_parallel: int) -> bool:
+    """Whether the package has step times of this that rest on measured kernels."""
+    is_usual = MODELS[model].tensor_parallel == tensor_parallel
+    return is_usual and f"{model}-{gpu}-{SUFFIX}" in profile_names()
 
 
 @lru_cache(maxsize=64)
 def profile(model: str, gpu: str, tensor_parallel: int) -> StepProfile:
-    """Step times and memory of an instance."""
-    return profile_of(make_profile(model, gpu, tensor_parallel=tensor_parallel))
+    """Step times and memory of an instance: measured ones, or the corrected roofline."""
+    if is_measured(model, gpu, tensor_parallel):
+        return load_step_profile(f"{model}-{gpu}-{SUFFIX}")
+    return profile_of(make_profile(model, gpu, corrected(gpu), tensor_parallel))
 
 
 def configurations(
@@ -116,11 +137,13 @@ def configurations(
             raise ConfigError(f"'--schedulers' takes sola and stock here (got {scheduler!r}).")
         default = _SOLA_CHUNK if spec.kind == "sola" else _STOCK_CHUNK
         chunk = int(spec.max_num_batched_tokens or default)
-        if chunk < seqs:
+        if chunk < min(max_num_seqs):
             raise ConfigError(
                 f"the chunk of '--schedulers {scheduler}' must be >= --max-num-seqs "
-                f"(got {chunk} < {seqs})."
+                f"(got {chunk} < {min(max_num_seqs)})."
             )
+        if chunk < seqs:
+            continue
         found.append(Configuration(gpu, prices[gpu], degree, scheduler, seqs, chunk, router))
     return found
 
@@ -143,6 +166,19 @@ def _fits_nowhere(model: str, prices: Mapping[str, float], degrees: Sequence[int
         f"'--model {model}' must fit into memory with one request of full length (it fits on none: "
         f"{'; '.join(sizes)}); add larger GPUs or a higher --tensor-parallel-size."
     )
+
+
+def steps_said(model: str, choices: Sequence[Configuration]) -> str:
+    """Where the step times of these come from, in a sentence."""
+    places = dict.fromkeys((choice.gpu, choice.tensor_parallel) for choice in choices)
+    measured = [f"{degree} {gpu}" for gpu, degree in places if is_measured(model, gpu, degree)]
+    computed = [f"{degree} {gpu}" for gpu, degree in places if not is_measured(model, gpu, degree)]
+    parts = []
+    if measured:
+        parts.append(f"{', '.join(measured)} of measured kernels")
+    if computed:
+        parts.append(f"{', '.join(computed)} computed from hardware figures, corrected by kernels")
+    return f"Step times: {'; '.join(parts)}."
 
 
 def to_json(configuration: Configuration) -> dict[str, Any]:

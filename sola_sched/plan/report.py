@@ -13,8 +13,12 @@ _MOST_ROWS = 16
 
 
 def table(outcomes: Sequence[Outcome], goal: float, best: Outcome | None) -> str:
-    """The cheapest that attain and those that just miss."""
+    """The cheapest that attain and those that just miss; of those that do the same the first."""
     near = [o for o in outcomes if o.attainment >= goal - 0.2] or list(outcomes)
+    alike = {
+        (o.configuration.cost_per_hour, o.attainment, o.ttft_ms, o.tpot_ms): o for o in near[::-1]
+    }
+    near = list(alike.values())[::-1]
     lines = ["cost/h  attained  TTFT p99  TPOT p99  configuration"]
     for o in near[:_MOST_ROWS]:
         is_best = best is not None and o.configuration == best.configuration
