@@ -65,6 +65,15 @@ def _swap(name: str, summary: str, duration: str, **defaults: Any) -> Experiment
     )  # fmt: skip
 
 
+def _cluster(name: str, summary: str, duration: str, function: str, figure: str = "") -> Experiment:
+    """Of `cluster/`: many engines in virtual time, rows shared by all of them."""
+    return Experiment(
+        f"cluster-{name}", summary, duration, f"cluster.{function}",
+        ("data", "workers", "quick", "only", "seeds"), "cluster/runs.jsonl",
+        {"only": (), "seeds": _THREE}, figure,
+    )  # fmt: skip
+
+
 _BOTH = ("seeds", "only")
 EXPERIMENTS = (
     _headline("load", "attainment over load: three data sets, targets of 10 x one request's",
@@ -164,5 +173,31 @@ EXPERIMENTS = (
                "25 min", "cluster.bench_gateway:gateway",
                ("seeds", "num_requests", "only", "quick", "request_rate"), "gateway.jsonl",
                {"seeds": (0, 1), "num_requests": 250, "only": (), "request_rate": 4.0}),
+    _cluster("fast", "the fast engine model beside the real schedulers: error and speed", "5 min",
+             "fast_model:error"),
+    _cluster("aladdin", "Aladdin Fig. 9, 10: attainment on four GPUs, by placement", "10 min",
+             "aladdin:fig9", "cluster.aladdin:draw"),
+    _cluster("gpus", "Aladdin Fig. 11: GPUs needed, prefill and decode together", "15 min",
+             "aladdin:gpus"),
+    _cluster("decode", "Aladdin Fig. 12: GPUs that a decode pool needs", "10 min",
+             "aladdin:decode"),
+    _cluster("deployment", "heterogeneous clusters, Fig. 4: the estimate and the simulator",
+             "1 min", "unequal:deployment"),
+    _cluster("unequal", "the same, Fig. 5, 6: throughput by router on unequal clusters", "5 min",
+             "unequal:routers"),
+    _cluster("combined", "the combined placement beside both papers' own, over load", "15 min",
+             "combined:combined"),
+    _cluster("checked", "some of these points with real schedulers in the engines", "20 min",
+             "combined:checked"),
+    _cluster("predictions", "what knowing output lengths is worth to a router", "5 min",
+             "combined:predictions"),
+    _cluster("day", "a day's rise and fall: scaling rules and a fixed number", "10 min",
+             "day:day"),
+    Experiment("cluster-gap", "best fit beside the optimum of HiGHS", "2 min",
+               "cluster.placing:gap", ("quick",)),
+    Experiment("cluster-placing", "Aladdin Fig. 13: time to place a second's requests", "1 min",
+               "cluster.placing:rates", ("quick",)),
+    Experiment("cluster-scale", "placing on up to 1,000 instances: time and memory", "1 min",
+               "cluster.placing:scale", ("quick",)),
 )  # fmt: skip
 """In the order of the list."""

@@ -35,6 +35,7 @@ class Reports:
         self._sent: list[dict[str, tuple[float, RoutedRequest]]] = []
         self._is_gone: list[bool] = []
         self._is_silent: list[bool] = []
+        self._is_drained: list[bool] = []
 
     @property
     def views(self) -> Views:
@@ -53,6 +54,7 @@ class Reports:
         self._sent.append({})
         self._is_gone.append(False)
         self._is_silent.append(False)
+        self._is_drained.append(False)
         return len(self._views) - 1
 
     def report(self, instance: int, view: InstanceView, now_s: float) -> bool:
@@ -99,6 +101,11 @@ class Reports:
         self._sent[instance].clear()
         self._rebuild(instance)
 
+    def drain(self, instance: int) -> None:
+        """The instance gets nothing more; what it has goes on."""
+        self._is_drained[instance] = True
+        self._rebuild(instance)
+
     def expire(self, now_s: float) -> None:
         """Offer none that has been silent for too long; to be called now and then."""
         for instance, view in enumerate(self._views):
@@ -108,7 +115,7 @@ class Reports:
 
     def _rebuild(self, instance: int) -> None:
         view = self._reported[instance]
-        if self._is_gone[instance] or self._is_silent[instance]:
+        if self._is_gone[instance] or self._is_silent[instance] or self._is_drained[instance]:
             view = replace(view, is_alive=False)
         requests = [request for _, request in self._sent[instance].values()]
         self._views[instance] = view.with_requests(requests) if requests else view

@@ -129,6 +129,12 @@ class InstanceView:
         running = self.running_ctx + self.running_prefill + self.running_left
         return float(running.sum() + self.waiting_tokens.sum() + self.waiting_outputs.sum())
 
+    @cached_property
+    def held_tokens(self) -> float:
+        """KV of all its requests with their prompts computed, tokens."""
+        running = float(self.running_ctx.sum() + self.running_prefill.sum())
+        return running + float(self.waiting_tokens.sum())
+
     def fits(self, num_tokens: float) -> bool:
         """True if one request of so many tokens, prompt and output, fits when it is alone."""
         return num_tokens <= min(self.max_model_len, self.kv_capacity_tokens)
@@ -266,12 +272,14 @@ def _check_rows(view: InstanceView, names: Sequence[str]) -> None:
                 f"'{name}' must have one number for each of {length} requests "
                 f"(got shape {np.shape(values)})."
             )
-        if name == "running_bank_s":
-            wrong = np.isnan(values)
-        else:
-            wrong = ~(np.isfinite(values) & (values >= 0.0))
-        if wrong.any():
+        if not length:
+            continue
+        is_bank = name == "running_bank_s"
+        # NaN is the least of all numbers, and not itself.
+        least, most = values.min(), values.max()
+        if least != least or (not is_bank and not 0.0 <= least <= most < math.inf):
+            wrong = np.isnan(values) if is_bank else ~(np.isfinite(values) & (values >= 0.0))
             raise ReportError(
-                f"'{name}' must hold numbers {'' if name == 'running_bank_s' else '>= 0 '}"
+                f"'{name}' must hold numbers {'' if is_bank else '>= 0 '}"
                 f"that are not NaN (got {values[wrong][0]} at {int(wrong.argmax())})."
             )

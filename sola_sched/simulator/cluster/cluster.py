@@ -23,6 +23,7 @@ from sola_sched.simulator.cluster.engine import (
 from sola_sched.simulator.cluster.faults import Death, Fault, Join, Links, Slowdown, Stall
 from sola_sched.simulator.cluster.lengths import Predict, RecentLengths
 from sola_sched.simulator.cluster.records import ClusterRecord, ClusterRun
+from sola_sched.simulator.cluster.scaling import Scaling
 from sola_sched.simulator.request import VirtualRequest
 
 # Order of what happens at the same time: an engine's step sees all that has come by then.
@@ -52,6 +53,9 @@ class _Member:
     is_dead: bool = False
     stalled_from_s: float = 0.0
     stalled_until_s: float = 0.0
+    since_s: float = 0.0
+    until_s: float = math.inf
+    is_drained: bool = False
 
 
 class VirtualCluster:
@@ -67,6 +71,7 @@ class VirtualCluster:
         router: Decides where requests go.
         links: Delays; the defaults are those measured with Ray Serve.
         faults: What goes wrong, and instances that join.
+        scaling: Adds and drains instances; None keeps those given.
         predict: Length predictions that the gateway has; None for those of outputs that ended.
         seed: Of the delays.
         start_s: Time at which all begins, none before any engine's clock.
@@ -80,6 +85,7 @@ class VirtualCluster:
         *,
         links: Links | None = None,
         faults: Sequence[Fault] = (),
+        scaling: Scaling | None = None,
         predict: Predict | None = None,
         seed: int = 0,
         start_s: float = 0.0,
@@ -98,10 +104,13 @@ class VirtualCluster:
         self._reports = Reports(delivery_s=self._links.send_delay_s, silent_s=self._links.silent_s)
         self._report_ages_s: list[float] = []
         self._num_retries = self._num_open = 0
+        self._scaling, self._num_arrivals, self._num_starting = scaling, 0, 0
         for engine in engines:
             self._join(engine)
         for fault in faults:
             self._at(fault.at_s, _FAULT, self._happen, fault)
+        if scaling is not None:
+            self._at(start_s + scaling.period_s, _FAULT, self._scale, scaling)
 
     def run(self, requests: Sequence[ClusterRequest]) -> ClusterRun:
         """Serve the requests until each of them is answered.
@@ -122,6 +131,7 @@ class VirtualCluster:
             num_ignored_reports=self._reports.num_ignored,
             report_ages_s=self._report_ages_s,
             duration_s=self._now_s,
+            instance_s=sum(min(m.until_s, self._now_s) - m.since_s for m in self._members),
         )
 
     def _stream(self, spec: ClusterRequest) -> _Stream:
@@ -148,6 +158,7 @@ class VirtualCluster:
 
     def _route(self, stream: _Stream) -> None:
         if not stream.num_attempts:
+            self._num_arrivals += 1
             given = stream.spec.length or (self._predict and self._predict(stream.spec))
             stream.length = given or self._lengths.predict()
         choice = self._router.choose(self._routed(stream), self._reports.views, self._now_s)
@@ -246,6 +257,8 @@ class VirtualCluster:
             self._end(stream)
         else:
             self._end(stream, f"ended by the engine after {stream.record.num_output_tokens} tokens")
+        if member.is_drained and not member.streams:
+            member.until_s = self._now_s
 
     def _report(self, instance: int) -> None:
         member = self._members[instance]
@@ -258,8 +271,29 @@ class VirtualCluster:
         next_s = self._now_s + self._links.report_period_s
         self._at(next_s, _GATEWAY, self._report, instance)
 
-    def _join(self, engine: ClusterEngine) -> None:
-        self._members.append(_Member(engine))
+    def _scale(self, scaling: Scaling) -> None:
+        self._at(self._now_s + scaling.period_s, _FAULT, self._scale, scaling)
+        offered = [i for i, m in enumerate(self._members) if not (m.is_dead or m.is_drained)]
+        views = [self._reports.views[i] for i in offered]
+        wanted = max(1, scaling.decide(self._num_arrivals, views, self._now_s))
+        self._num_arrivals = 0
+        for _ in range(wanted - len(offered) - self._num_starting):
+            self._num_starting += 1
+            self._at(self._now_s + scaling.startup_s, _FAULT, self._start, self._now_s)
+        for i in offered[wanted:]:
+            member = self._members[i]
+            member.is_drained = True
+            if not member.streams:
+                member.until_s = self._now_s
+            self._reports.drain(i)
+
+    def _start(self, since_s: float) -> None:
+        assert self._scaling is not None
+        self._num_starting -= 1
+        self._join(self._scaling.make(), since_s)
+
+    def _join(self, engine: ClusterEngine, since_s: float | None = None) -> None:
+        self._members.append(_Member(engine, since_s=self._now_s if since_s is None else since_s))
         instance = self._reports.join(engine.view(self._now_s), self._now_s)
         phase_s = float(self._rng.uniform(0.0, self._links.report_period_s))
         self._at(self._now_s + phase_s, _GATEWAY, self._report, instance)
@@ -287,7 +321,7 @@ class VirtualCluster:
             self._die(member, fault)
 
     def _die(self, member: _Member, fault: Death) -> None:
-        member.is_dead = True
+        member.is_dead, member.until_s = True, self._now_s
         for stream in member.streams.values():
             self._take_tokens(member, stream)
             self._at(self._now_s + self._links.failure_s, _GATEWAY, self._fail, stream)

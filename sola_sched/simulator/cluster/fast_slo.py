@@ -3,8 +3,10 @@
 Kept of the `attain` planner (docs/design.md, "The objective"): prompts in order of their TTFT
 deadlines; if not all can be on time, the costliest are given up, which then wait until nobody on
 time does; a step is no longer than the smallest bank of the decodes on course allows; admission
-stops where bare decode steps would outgrow the TPOT targets. Left out: borrowing, decodes that are
-held, prompts alone, slots and memory as resources to plan, the share of the lost.
+stops where bare decode steps would outgrow the TPOT targets; of decodes that steps have become too
+long for, those that bear the least are held, so that the others stay on course, and so are those
+that came too late. The share of the lost shortens what the others may take, without being served.
+Left out: borrowing, prompts alone, slots and memory as resources to plan, classes.
 """
 
 from __future__ import annotations
@@ -17,13 +19,22 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
+from sola_sched.prediction.length import NUM_LEVELS, remaining_mean
 from sola_sched.simulator.cluster.fast import FastInstance, FastRequest
 from sola_sched.simulator.cluster.step_model import BatchTime
 
 #: Share of each target kept as a margin; the scheduler's default.
 _SAFETY = 0.05
-#: A chunk shorter than this is not worth what a step with one costs more.
-_LEAST_CHUNK = 128
+#: Share of a TPOT target that bare decode steps leave for prefills; the planner's default.
+_FOR_PROMPTS = 0.1
+#: A decode is lost only if steps are longer than it bears by more than 1 / this; likewise.
+_DECODE_MARGIN = 0.9
+#: Share of the time that the lost get; the scheduler's default.
+_LOST_SHARE = 0.05
+#: Chunks are whole tiles; a shorter one is not worth what a step with it costs more.
+_TILE = 128
 
 
 class FastSloInstance(FastInstance):
@@ -34,22 +45,30 @@ class FastSloInstance(FastInstance):
         self._numbers = itertools.count()
         self._on_time: list[tuple[float, int, FastRequest]] = []  # by deadline
         self._late: deque[FastRequest] = deque()
-        # For each TPOT target, decodes by when token 0 would have been due.
+        # For each TPOT target, decodes on course by when token 0 would have been due.
         self._dues: dict[float, list[tuple[float, int, FastRequest]]] = {}
+        self._lost: dict[str, FastRequest] = {}  # decodes that run and cannot attain
+        self._held: dict[str, FastRequest] = {}  # those of them that sit out
+        self._held_kv = 0
+
+    # The queue.
 
     def _push(self, request: FastRequest) -> None:
         deadline_s = request.arrival_s + request.slo.ttft_s * (1.0 - _SAFETY)
         bisect.insort(self._on_time, (deadline_s, next(self._numbers), request))
 
     def _push_back(self, request: FastRequest) -> None:
-        bisect.insort(self._on_time, (-math.inf, next(self._numbers), request))
+        if request.req_id in self._lost:
+            self._late.appendleft(request)
+        else:
+            bisect.insort(self._on_time, (-math.inf, next(self._numbers), request))
 
     def _peek(self, now_s: float) -> FastRequest | None:
         if not self._has_time_for_another():
             return None
         if self._on_time:
             return self._on_time[0][2]
-        return self._late[0] if self._late else None
+        return self._late[0] if self._late and not self._held else None
 
     def _pop(self) -> FastRequest:
         return self._on_time.pop(0)[2] if self._on_time else self._late.popleft()
@@ -85,20 +104,144 @@ class FastSloInstance(FastInstance):
             self._late.extend(self._on_time[place][2] for place in sorted(given_up))
             self._on_time = [e for i, e in enumerate(self._on_time) if i not in given_up]
 
+    # Who is on course.
+
     def _joined(self, request: FastRequest) -> None:
         tpot_s = request.slo.tpot_s
-        if math.isfinite(tpot_s) and request.first_s - request.arrival_s <= request.slo.ttft_s:
+        if request.first_s - request.arrival_s > request.slo.ttft_s:
+            self._lost[request.req_id] = request
+        elif math.isfinite(tpot_s):
             step_of_first = request.joined - request.num_done + 1
             due = (request.first_s - tpot_s * step_of_first, next(self._numbers), request)
             heapq.heappush(self._dues.setdefault(tpot_s, []), due)
+
+    def _release(self, request: FastRequest) -> None:
+        if self._held.pop(request.req_id, None) is not None:
+            self._held_kv -= request.num_computed
+            del self._running[request.req_id]
+        else:
+            super()._release(request)
+        if request.num_done >= request.output_len - 1:
+            self._lost.pop(request.req_id, None)
+
+    def _used(self) -> float:
+        return super()._used() + self._held_kv
+
+    def _alive(self) -> tuple[int, int]:
+        """Requests in decode steps that can attain, with prompts under way; and their context."""
+        num = len(self._running) - len(self._held)
+        ctx = self._ctx + sum(request.num_prompt for request in self._prefills)
+        for request in self._lost.values():
+            if request.is_decoding:
+                num -= 1
+                ctx -= request.num_computed + self._step - request.joined
+        return num, ctx
 
     def _has_time_for_another(self) -> bool:
         """True if a decode step with one more request is within every target."""
         if not self._dues:
             return True
-        more = len(self._running) + 1
-        step_s = float(self._batch_time.decode_s(more, self._ctx))
-        return step_s <= min(self._dues) * (1.0 - _SAFETY)
+        num, ctx = self._alive() if self._lost else (len(self._running), self._ctx)
+        head = self._on_time[0][2] if self._on_time else None
+        more_s = float(self._batch_time.decode_s(num + 1, ctx + (head.num_prompt if head else 0)))
+        return more_s <= self._least_s() * (1.0 - _FOR_PROMPTS)
+
+    def _least_s(self) -> float:
+        """How long decode steps may take for the tightest target."""
+        share = _LOST_SHARE if self._late or self._lost else 0.0
+        return min(self._dues) * (1.0 - _SAFETY) * (1.0 - share)
+
+    def _keep_on_course(self, now_s: float) -> None:
+        """Hold decodes that steps are too long for, and those that are lost if it helps."""
+        self._slack_s(now_s)  # forgets who has ended
+        if not self._dues:
+            self._resume(now_s, math.inf)
+            return
+        least_s = self._least_s()
+        step_s = float(self._batch_time.decode_s(self._num_decodes, self._ctx))
+        is_wanted = bool(self._on_time or self._prefills)
+        if step_s > (least_s * (1.0 - _FOR_PROMPTS) if is_wanted else least_s):
+            for request in self._lost.values():
+                if request.is_decoding:
+                    self._hold(request, now_s)
+            step_s = float(self._batch_time.decode_s(self._num_decodes, self._ctx))
+            if step_s > least_s:
+                self._lose_too_slow(now_s)
+        elif not is_wanted:
+            self._resume(now_s, least_s * (1.0 - _FOR_PROMPTS))
+
+    def _lose_too_slow(self, now_s: float) -> None:
+        """Keep the most of those on course whose bare steps are short enough for all of them."""
+        decodes = [
+            (base_s + tpot_s * (self._step + 1) - now_s, tpot_s, number, request)
+            for tpot_s, heap in self._dues.items()
+            for base_s, number, request in heap
+            if request.is_decoding
+        ]
+        if not decodes:
+            return
+        done = [request.num_done + self._step - request.joined for *_, request in decodes]
+        quantiles = np.concatenate([request.quantiles for *_, request in decodes])
+        left = remaining_mean(quantiles.reshape(-1, NUM_LEVELS), np.array(done), None)
+        order = []
+        for (bank_s, tpot_s, number, request), steps in zip(decodes, left.tolist(), strict=True):
+            steps = max(1.0, steps)
+            order.append(((bank_s + (steps - 1.0) * tpot_s) / steps, number, request))
+        order.sort(reverse=True)
+        kept = ctx = 0
+        for place, (sustain_s, _, request) in enumerate(order):
+            ctx += request.num_computed + self._step - request.joined
+            if _DECODE_MARGIN * float(self._batch_time.decode_s(place + 1, ctx)) <= sustain_s:
+                kept = place + 1
+        for _, _, request in order[kept:]:
+            self._lost[request.req_id] = request
+            self._hold(request, now_s)
+
+    def _hold(self, request: FastRequest, now_s: float) -> None:
+        steps = self._step - request.joined
+        request.num_done += steps
+        request.num_computed += steps
+        request.last_s = now_s
+        request.is_decoding = False
+        self._num_decodes -= 1
+        self._ctx -= request.num_computed
+        self._held_kv += request.num_computed
+        self._held[request.req_id] = request
+
+    def _resume(self, now_s: float, limit_s: float) -> None:
+        """Those that were held go on as long as steps stay within the limit."""
+        while self._held:
+            req_id, request = next(iter(self._held.items()))
+            ctx = self._ctx + request.num_computed
+            if float(self._batch_time.decode_s(self._num_decodes + 1, ctx)) > limit_s:
+                return
+            del self._held[req_id]
+            self._held_kv -= request.num_computed
+            self._num_decodes += 1
+            self._ctx = ctx
+            request.is_decoding, request.joined = True, self._step
+            request.ends = self._step + request.output_len - request.num_done
+            heapq.heappush(self._ends, (request.ends, next(self._sequence), request))
+
+    # Steps.
+
+    def _begin(self, now_s: float) -> None:
+        self._keep_on_course(now_s)
+        super()._begin(now_s)
+        if self._held and math.isinf(self.next_s):
+            # Nobody else has anything to do.
+            self._resume(now_s, math.inf)
+            super()._begin(now_s)
+
+    def _make_room(self, now_s: float) -> None:
+        """Those that are lost go first."""
+        while self._held and self._used() + self._num_decodes > self._capacity:
+            request = next(reversed(self._held.values()))
+            self._release(request)
+            request.num_prompt = request.prompt_len + request.num_done
+            request.num_computed = 0
+            self._push_back(request)
+        super()._make_room(now_s)
 
     def _slack_s(self, now_s: float) -> float:
         """How long the next step may take, so that no decode on course falls behind."""
@@ -116,11 +259,16 @@ class FastSloInstance(FastInstance):
         return slack_s
 
     def _is_lost(self, request: FastRequest, slack_s: float) -> bool:
+        if request.req_id in self._lost:
+            return True
         if slack_s >= 0.0:
             return False
         step_s = float(self._batch_time.decode_s(self._num_decodes, self._ctx))
         left = request.ends - self._step
-        return slack_s + left * (request.slo.tpot_s - step_s) < 0.0
+        if slack_s + left * (request.slo.tpot_s - step_s) >= 0.0:
+            return False
+        self._lost[request.req_id] = request
+        return True
 
     def _room(self, now_s: float) -> int:
         """The largest chunk whose step ends within the slack."""
@@ -128,20 +276,25 @@ class FastSloInstance(FastInstance):
         if not (self._prefills or self._on_time or self._late):
             return most
         slack_s = self._slack_s(now_s) * (1.0 - _SAFETY)
-
-        def too_long(tokens: int) -> bool:
-            step_s = self._batch_time.step_s(
-                self._num_decodes, self._ctx, tokens, float(tokens * tokens), 0.0
-            )
-            return step_s > slack_s
-
-        room = bisect.bisect_left(range(1, most + 1), True, key=too_long)
+        tiles = -(-most // _TILE)
+        if math.isfinite(slack_s):
+            low, high = 0, tiles
+            while low < high:
+                middle = (low + high + 1) // 2
+                if self._step_s(min(most, middle * _TILE)) > slack_s:
+                    high = middle - 1
+                else:
+                    low = middle
+            tiles = low
+        room = min(most, tiles * _TILE)
         if self._on_time and room:
-            step_s = self._batch_time.step_s(
-                self._num_decodes, self._ctx, room, float(room * room), 0.0
-            )
-            self._sort_out(now_s, step_s / room)
-        return room if room >= min(_LEAST_CHUNK, self._wanted()) else 0
+            self._sort_out(now_s, self._step_s(room) / room)
+        return room if room >= min(_TILE, self._wanted()) else 0
+
+    def _step_s(self, tokens: int) -> float:
+        return self._batch_time.step_s(
+            self._num_decodes, self._ctx, tokens, float(tokens * tokens), 0.0
+        )
 
     def _wanted(self) -> int:
         """Tokens of the prompt that is next."""
@@ -149,6 +302,11 @@ class FastSloInstance(FastInstance):
             return self._prefills[0].num_prompt - self._prefills[0].num_computed
         head = self._on_time[0][2] if self._on_time else self._late[0]
         return head.num_prompt
+
+    def _num_steps(self, now_s: float) -> int:
+        steps = super()._num_steps(now_s)
+        # Who is on course changes as contexts grow.
+        return min(steps, 8) if self._held or self._lost else steps
 
     def _quiet_steps(self, now_s: float) -> int:
         """Decode steps until the bank holds a chunk."""

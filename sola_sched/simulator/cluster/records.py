@@ -72,7 +72,7 @@ class ClusterRun:
         num_ignored_reports: Reports that could not be true, or were overtaken.
         report_ages_s: Age of the chosen instance's report at each decision [decisions].
         duration_s: From time 0 to the last event.
-        busy_s: What the steps of each instance took, by position.
+        instance_s: Seconds of all instances together, from the decision for one to its end.
     """
 
     records: Sequence[ClusterRecord]
@@ -80,6 +80,7 @@ class ClusterRun:
     num_ignored_reports: int
     report_ages_s: Sequence[float]
     duration_s: float
+    instance_s: float = 0.0
 
     @property
     def attainment(self) -> float:

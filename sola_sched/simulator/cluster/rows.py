@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,22 +56,28 @@ def running_columns(rows: Sequence[Row], now_s: float, model: StepModel) -> dict
     """
     if not rows:
         return {}
-    ctx = _column(row.num_computed for row in rows)
-    outputs = _column(row.num_outputs for row in rows)
-    first_s = _column(row.first_s for row in rows)
-    tpot_s = _column(row.slo.tpot_s for row in rows)
+    ctx, outputs, first_s, num_prompt, arrival_s, ttft_target_s, tpot_s = np.array(
+        [
+            (
+                row.num_computed, row.num_outputs, row.first_s, row.num_prompt, row.arrival_s,
+                row.slo.ttft_s, row.slo.tpot_s,
+            )
+            for row in rows
+        ],
+        dtype=np.float64,
+    ).T.copy()  # fmt: skip
     started = outputs > 0.0
     # An endless target times no output is no number; without output nothing is due.
     owed_s = np.where(np.isinf(tpot_s), math.inf, tpot_s) * np.maximum(outputs, 1.0)
     bank_s = np.where(started, owed_s - (now_s - first_s), math.inf)
     left = _left(rows)
     step_s = float(model.decode_s(len(rows), ctx.sum()))
-    ttft_s = np.where(started, first_s, now_s) - _column(row.arrival_s for row in rows)
-    is_late = ttft_s > _column(row.slo.ttft_s for row in rows)
+    ttft_s = np.where(started, first_s, now_s) - arrival_s
+    is_late = ttft_s > ttft_target_s
     is_behind = bank_s + left * (tpot_s - step_s) < 0.0
     return {
         "running_ctx": ctx,
-        "running_prefill": np.maximum(0.0, _column(row.num_prompt for row in rows) - ctx),
+        "running_prefill": np.maximum(0.0, num_prompt - ctx),
         "running_outputs": outputs,
         "running_left": left,
         "running_bank_s": bank_s,
@@ -83,7 +89,3 @@ def _left(rows: Sequence[Row]) -> FloatArray:
     quantiles = np.concatenate([row.quantiles for row in rows]).reshape(len(rows), NUM_LEVELS)
     outputs = np.array([row.num_outputs for row in rows], dtype=np.int64)
     return np.maximum(remaining_mean(quantiles, outputs, None), 1.0)
-
-
-def _column(values: Iterable[float]) -> FloatArray:
-    return np.fromiter(values, dtype=np.float64)

@@ -1,8 +1,4 @@
-"""How good placing is, and what it costs.
-
-    python benchmarks/cluster/bench_placement.py gap      # best fit beside the optimum of HiGHS
-    python benchmarks/cluster/bench_placement.py rate     # time to place a heartbeat's requests
-    python benchmarks/cluster/bench_placement.py scale    # time per request, memory: instances
+"""How good placing is beside the optimum, and what it costs: Aladdin's Fig. 13, many instances.
 
 Times are processor time of one process. Requests have lognormal lengths (chat), instances are the
 measured Llama-3-8B on an A100 that ships.
@@ -10,7 +6,6 @@ measured Llama-3-8B on an A100 that ships.
 
 from __future__ import annotations
 
-import argparse
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from harness.markdown import markdown
+from harness.setup import Outcome, Setup
 from sola_sched.cluster.performance import PerformanceModel, load_performance
 from sola_sched.cluster.placement import (
     Demand,
@@ -41,6 +38,10 @@ HEARTBEAT_S = 1.0
 REPORTS_PER_S = 3.0
 RUNNING = 60
 EXTRA = 0.02  # e of Eq. 8: groups of at least 25 instances
+_MODEL = "llama-3-8b-a100-tp1"
+_CASES = 40
+_RATES = (5.0, 25.0, 100.0, 300.0, 1000.0)
+_INSTANCES = (10, 32, 100, 316, 1000)
 
 
 def demands(rng: np.random.Generator, count: int) -> list[Demand]:
@@ -50,16 +51,17 @@ def demands(rng: np.random.Generator, count: int) -> list[Demand]:
     return [Demand(int(p), float(o), TTFT_S, TPOT_S) for p, o in zip(prompts, outputs, strict=True)]
 
 
-def gap(model: PerformanceModel, cases: int) -> None:
-    """Print how many instances best fit takes beside the fewest possible."""
+def gap(setup: Setup) -> Outcome:
+    """How many instances best fit takes beside the fewest possible."""
+    model, cases = _model(), 4 if setup.is_quick else _CASES
     # What binds is another constraint in each row.
     binding: dict[str, tuple[PerformanceModel, Phase, float]] = {
         "KV memory": (_with_memory(model, 4000), Phase.BOTH, TPOT_S),
         "TPOT": (model, Phase.DECODE, 1.03 * float(model.decode_s(1, 4000))),
         "prompts within TTFT": (model, Phase.PREFILL, TPOT_S),
     }
-    print("| binds | cases | best fit | optimum | more | cases at the optimum | HiGHS s |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    head = ["binds", "cases", "best fit", "optimum", "more", "cases at the optimum", "HiGHS s"]
+    lines = []
     for name, (kind, phase, tpot_s) in binding.items():
         used, fewest, solving_s = [], [], 0.0
         for seed in range(cases):
@@ -78,23 +80,26 @@ def gap(model: PerformanceModel, cases: int) -> None:
                 used.append(packed)
                 fewest.append(exact.num_used)
         a, b = np.array(used), np.array(fewest)
-        print(
-            f"| {name} | {len(a)} | {a.mean():.2f} | {b.mean():.2f} | "
-            f"{100 * (a.sum() / b.sum() - 1):.1f} % | {100 * (a == b).mean():.0f} % | "
-            f"{solving_s / len(a):.2f} |"
-        )
+        lines.append([
+            name, str(len(a)), f"{a.mean():.2f}", f"{b.mean():.2f}",
+            f"{100 * (a.sum() / b.sum() - 1):.1f} %", f"{100 * (a == b).mean():.0f} %",
+            f"{solving_s / len(a):.2f}",
+        ])  # fmt: skip
+    about = "Instances for 12 requests: best fit (Algorithm 1) beside the optimum of HiGHS."
+    return Outcome([], f"{about}\n\n{markdown(head, lines)}")
 
 
-def rates(model: PerformanceModel, values: Sequence[float]) -> None:
-    """Print the time to place what arrives in a heartbeat (Aladdin's Fig. 13)."""
+def rates(setup: Setup) -> Outcome:
+    """The time to place what arrives in a heartbeat (Aladdin's Fig. 13)."""
+    model, values = _model(), _RATES[: 2 if setup.is_quick else None]
     rng = np.random.default_rng(0)
     sample = demands(rng, 2000)
     workload = Workload(
         np.array([d.prompt_tokens for d in sample], dtype=np.float64),
         np.array([d.output_tokens for d in sample]), TTFT_S, TPOT_S,
     )  # fmt: skip
-    print("| requests/s | instances | one placement, ms a heartbeat | groups | each, ms |")
-    print("| ---: | ---: | ---: | ---: | ---: |")
+    head = ["requests/s", "instances", "one placement, ms a heartbeat", "groups", "each, ms"]
+    lines = []
     for rate in values:
         number = instances_needed(model, workload, rate)
         new = demands(rng, max(1, round(rate * HEARTBEAT_S)))
@@ -102,16 +107,19 @@ def rates(model: PerformanceModel, values: Sequence[float]) -> None:
         sizes = _sizes(number, rate)
         fleets = [_loaded(model, size, rng) for size in sizes]
         grouped_s = _seconds(partial(_place_in, GroupedFleet(fleets)), new)
-        print(
-            f"| {rate:g} | {number} | {1e3 * central_s:.1f} | {len(sizes)} | "
-            f"{1e3 * grouped_s / len(sizes):.1f} |"
-        )
+        lines.append([
+            f"{rate:g}", str(number), f"{1e3 * central_s:.1f}", str(len(sizes)),
+            f"{1e3 * grouped_s / len(sizes):.1f}",
+        ])  # fmt: skip
+    about = "Time to place the requests of one second; Aladdin's Fig. 13 has 50 ms at 25 a second."
+    return Outcome([], f"{about}\n\n{markdown(head, lines, 0)}")
 
 
-def scale(model: PerformanceModel, numbers: Sequence[int]) -> None:
-    """Print time and memory over the number of instances, at 20 requests/s for each."""
-    print("| instances | requests/s | µs a request | in groups, µs | report, µs | MB |")
-    print("| ---: | ---: | ---: | ---: | ---: | ---: |")
+def scale(setup: Setup) -> Outcome:
+    """Time and memory over the number of instances, at 20 requests/s for each."""
+    model, numbers = _model(), _INSTANCES[: 2 if setup.is_quick else None]
+    head = ["instances", "requests/s", "us a request", "in groups, us", "report, us", "MB"]
+    lines = []
     for number in numbers:
         rate = 20.0 * number
         rng = np.random.default_rng(0)
@@ -129,10 +137,16 @@ def scale(model: PerformanceModel, numbers: Sequence[int]) -> None:
         )
         reported = range(min(number, 100))
         report_s = _seconds(partial(_report, fleet, rng), reported) / len(reported)
-        print(
-            f"| {number} | {rate:g} | {1e6 * central_s:.0f} | {1e6 * grouped_s:.0f} | "
-            f"{1e6 * report_s:.0f} | {memory:.1f} |"
-        )
+        lines.append([
+            str(number), f"{rate:g}", f"{1e6 * central_s:.0f}", f"{1e6 * grouped_s:.0f}",
+            f"{1e6 * report_s:.0f}", f"{memory:.1f}",
+        ])  # fmt: skip
+    about = "Processor time of one placement, 20 requests/s for each instance."
+    return Outcome([], f"{about}\n\n{markdown(head, lines, 0)}")
+
+
+def _model() -> PerformanceModel:
+    return load_performance(_MODEL).model
 
 
 def _with_memory(model: PerformanceModel, tokens: float) -> PerformanceModel:
@@ -197,24 +211,3 @@ def _seconds(do: Callable[[Any], None], items: Iterable[Any]) -> float:
     for item in items:
         do(item)
     return time.process_time() - began_s
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table asked for."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("table", choices=("gap", "rate", "scale"))
-    parser.add_argument("--cases", type=int, default=40, help="of gap")
-    parser.add_argument("--rates", nargs="+", type=float, default=[5, 25, 100, 300, 1000])
-    parser.add_argument("--instances", nargs="+", type=int, default=[10, 32, 100, 316, 1000])
-    args = parser.parse_args(argv)
-    model = load_performance("llama-3-8b-a100-tp1").model
-    if args.table == "gap":
-        gap(model, args.cases)
-    elif args.table == "rate":
-        rates(model, args.rates)
-    else:
-        scale(model, args.instances)
-
-
-if __name__ == "__main__":
-    main()

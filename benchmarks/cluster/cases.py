@@ -1,0 +1,210 @@
+"""One run of a cluster in virtual time: what decides it, and the row that it gives."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cluster import testbeds
+from cluster.arrivals import Requests, make_requests
+from harness import sweep
+from harness.points import SYNTHETIC
+from harness.resumable import Row
+from harness.setup import Setup
+from sola_sched.bench.backends.predictors import make_predictor
+from sola_sched.bench.data.workload import RequestSpec, Workload
+from sola_sched.cluster.all_routers import ALL_ROUTERS
+from sola_sched.config.slo import SloTarget
+from sola_sched.core import metrics
+from sola_sched.prediction.length import LengthPrediction
+from sola_sched.simulator.cluster.cluster import VirtualCluster
+from sola_sched.simulator.cluster.engine import ClusterEngine, ClusterRequest
+from sola_sched.simulator.cluster.faults import INSTANT, Links
+from sola_sched.simulator.cluster.records import ClusterRecord, ClusterRun
+from sola_sched.simulator.request import VirtualRequest
+
+#: Share of the requests at the start that is not counted: engines fill up first.
+FILLING = 0.2
+DATASETS = {
+    "sharegpt": "sharegpt_lengths_llama2.csv.gz",
+    "azure-conv": "azure_conv_2023.csv.gz",
+    "azure-code": "azure_code_2023.csv.gz",
+    "arxiv": "arxiv_summarization_lengths_llama2.csv.gz",
+}
+"""File of the data folder by name."""
+_LINKS = {"ray": Links(), "instant": INSTANT}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything that decides a run.
+
+    Attributes:
+        cluster: Its instances, see `testbeds.kinds`.
+        scheduler: In every engine, as on the command line of `sola_sched.bench`.
+        router: A key of `ALL_ROUTERS`.
+        dataset: File in the data folder, or ``sharegpt-like``.
+        rate_per_s: Of the whole cluster; inf sends all at once.
+        ttft_s, tpot_s: Targets.
+        arrivals: See `arrivals.make_requests`.
+        num_requests: In all; those that come first are not counted (`FILLING`).
+        seed: Of lengths, arrivals, router and delays.
+        lengths: What routers know: ``histogram`` of what has ended, or a predictor of
+            `sola_sched.bench.backends.predictors`, e.g. ``oracle``.
+        is_real: With real schedulers instead of the fast model.
+        is_decode: The instances are a decode pool: requests come with their prompts computed.
+        links: ``ray``, the delays measured with Ray Serve, or ``instant``.
+    """
+
+    cluster: str
+    scheduler: str
+    router: str
+    dataset: str
+    rate_per_s: float
+    ttft_s: float
+    tpot_s: float
+    arrivals: str = "poisson"
+    num_requests: int = 1000
+    seed: int = 0
+    lengths: str = "histogram"
+    is_real: bool = False
+    is_decode: bool = False
+    links: str = "ray"
+
+    @property
+    def slo(self) -> SloTarget:
+        """Targets of every request."""
+        return SloTarget(ttft_s=self.ttft_s, tpot_s=self.tpot_s)
+
+
+def key_of(case: Case) -> str:
+    """Changes with all that decides the row."""
+    scheduler = case.scheduler if case.is_real else "stock"
+    return sweep.make_key(asdict(case), scheduler, scripts=[Path(__file__)])
+
+
+def run_case(case: Case, data: Path | None) -> Row:
+    """The row of a case."""
+    began_s = time.process_time()
+    records, run = serve(case, data)
+    row = asdict(case) | measures(case, records, run)
+    row["cpu_s"] = round(time.process_time() - began_s, 2)
+    # Sent all at once; JSON has no number for it.
+    row["rate_per_s"] = str(case.rate_per_s) if math.isinf(case.rate_per_s) else case.rate_per_s
+    return row
+
+
+def serve(case: Case, data: Path | None) -> tuple[list[ClusterRecord], ClusterRun]:
+    """Serve the requests of a case; those that count, and all that happened."""
+    cluster = testbeds.kinds(case.cluster)
+    longest = min(testbeds.step_profile(kind).max_model_len or 0 for kind in cluster)
+    requests = make_requests(case, longest, data)
+    engines: Sequence[ClusterEngine]
+    start_s = 0.0
+    if case.is_real:
+        real = testbeds.real_instances(
+            cluster, case.scheduler, case.slo, _warm_up(requests), case.seed, case.is_decode
+        )
+        start_s = float(math.ceil(max(instance.engine.clock.now for instance in real)))
+        engines = real
+    else:
+        engines = [testbeds.fast_instance(kind, case.scheduler, case.is_decode) for kind in cluster]
+    router = ALL_ROUTERS[case.router](case.seed)
+    virtual = VirtualCluster(
+        engines, router, links=_LINKS[case.links], seed=case.seed, start_s=start_s
+    )
+    run = virtual.run(cluster_requests(case, requests, start_s))
+    skipped = 0 if math.isinf(case.rate_per_s) else int(FILLING * len(run.records))
+    return list(run.records[skipped:]), run
+
+
+def cluster_requests(case: Case, requests: Requests, start_s: float) -> list[ClusterRequest]:
+    """The requests as the gateway gets them."""
+    predict = None
+    if case.lengths != "histogram":
+        predict = make_predictor(case.lengths, case.seed)
+    # No engine learns a length from its limit.
+    longest = int(requests.outputs.max())
+    made = []
+    for i, (prompt, output, at_s) in enumerate(
+        zip(
+            requests.prompts.tolist(), requests.outputs.tolist(), requests.arrival_s.tolist(),
+            strict=True,
+        )
+    ):  # fmt: skip
+        length: LengthPrediction | None = None
+        if predict is not None:
+            length = predict(RequestSpec(f"r{i}", (0,), output, at_s))
+        request = VirtualRequest(
+            f"r{i}", start_s + at_s, output, prompt_len=prompt, max_tokens=longest
+        )
+        made.append(ClusterRequest(request, case.slo, length=length))
+    return made
+
+
+def measures(case: Case, records: Sequence[ClusterRecord], run: ClusterRun) -> dict[str, Any]:
+    """Columns of a run."""
+    # In a decode pool a first token has been delivered before; waiting counts as decoding.
+    if case.is_decode:
+        tpot = np.array(
+            [(r.last_token_s - r.arrival_s) / max(1, r.num_output_tokens) for r in records]
+        )
+        ttft = np.zeros(len(records))
+    else:
+        ttft = np.array([r.ttft_s for r in records])
+        tpot = np.nan_to_num([r.tpot_s for r in records])
+    done = np.array([record.completed for record in records])
+    met_ttft, met_tpot = done & (ttft <= case.ttft_s), done & (tpot <= case.tpot_s)
+    first_s = min(record.arrival_s for record in run.records)
+    last_s = max(record.last_token_s for record in run.records if record.completed)
+    tokens = sum(r.num_prompt_tokens + r.num_output_tokens for r in run.records)
+    return {
+        "attainment": metrics.attainment_ratio((met_ttft & met_tpot).tolist()),
+        "met_ttft": float(met_ttft.mean()),
+        "met_tpot": float(met_tpot.mean()),
+        "p99_ttft_s": float(np.percentile(ttft[done], 99)),
+        "p99_tpot_s": float(np.percentile(tpot[done], 99)),
+        "tokens_per_s": tokens / (last_s - first_s),
+        "shares": [round(share, 3) for share in run.shares(len(testbeds.kinds(case.cluster)))],
+    }
+
+
+def _warm_up(requests: Requests) -> Workload:
+    return Workload(
+        tuple(
+            RequestSpec(f"r{i}", (1,) * int(prompt), int(output), 0.0)
+            for i, (prompt, output) in enumerate(
+                zip(requests.prompts[:8], requests.outputs[:8], strict=True)
+            )
+        ),
+        request_rate=1.0,
+    )
+
+
+def rows_of(setup: Setup, cases: Iterable[Case], title: str) -> list[Row]:
+    """The rows of the cases, made where there are none; quick ones have few requests."""
+    if setup.is_quick:
+        cases = [replace(case, num_requests=60) for case in cases]
+    return setup.rows_of(cases, key_of, functools.partial(run_case, data=setup.data), title)
+
+
+def mean_by(
+    rows: Iterable[Row], names: Sequence[str], value: str = "attainment"
+) -> dict[tuple[Any, ...], float]:
+    """Mean over the seeds of a column, by the values of others."""
+    groups: dict[tuple[Any, ...], list[float]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row[value])
+    return {key: float(np.mean(values)) for key, values in groups.items()}
+
+
+def file_of(setup: Setup, name: str) -> str:
+    """File of a data set, or the made-up lengths where there is no data folder."""
+    return DATASETS[name] if setup.data is not None else SYNTHETIC
