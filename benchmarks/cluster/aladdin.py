@@ -199,7 +199,7 @@ def _fewest(setup: Setup, case: Case, rows: list[Row]) -> int | None:
         cases = [replace(case, cluster=f"{number}*{worker}", seed=seed) for seed in setup.seeds]
         made = rows_of(setup, cases, "GPUs needed")
         rows.extend(made)
-        return sum(row["attainment"] for row in made) >= GOAL * len(made)
+        return bool(sum(row["attainment"] for row in made) >= GOAL * len(made))
 
     low, high = 0, 2
     while not meets(high):

@@ -10,8 +10,8 @@ what its target allows is
 
 where `step` is a decode step with the new request, `prompts` the time that the prompts to come
 take from the decodes, and the predicted time to the first token waits for slots and for KV memory
-as the expected ends leave them. The chance to attain is p(x) = 1 / (1 + exp((x - 1) / w)). A request
-goes where
+as the expected ends leave them. The chance to attain is p(x) = 1 / (1 + exp((x - 1) / w)).
+A request goes where
 
     p(new) + sum over decodes not lost of [p(x with the new one) - p(x without)]
 

@@ -5,7 +5,7 @@ other, each a little longer than the one before. Their sum has a closed form, so
 is the event, not the step. What it leaves out: blocks (each request is taken to waste half a
 block), cached prefixes, the extra step that a request which ends by itself takes in an asynchronous
 pipeline, and the planner of `sola_sched` (see `fast_slo`). Its error against real schedulers is
-measured by `python benchmarks/cluster/virtual.py fast`.
+measured by `python benchmarks/run.py cluster-fast`.
 """
 
 from __future__ import annotations

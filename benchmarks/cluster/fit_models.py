@@ -15,7 +15,7 @@ from sola_sched.cluster.performance.from_profile import fit_profile, samples_of_
 from sola_sched.cluster.performance.from_tables import kernel_steps
 from sola_sched.cluster.performance.model import KvUse
 from sola_sched.cluster.performance.static_batch_time import StaticBatchTime
-from sola_sched.simulator import load_step_profile, profile_names
+from sola_sched.simulator.steps.profile import load_step_profile, profile_names
 
 
 def of_profile(name: str) -> FittedModel:
