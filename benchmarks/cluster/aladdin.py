@@ -29,10 +29,10 @@ class Testbed:
 
 
 TESTBEDS = {
-    "A100, Llama2-13b": Testbed("llama-2-13b@a100-pcie", 1, 0.6, 0.03, (1.0, 2.0, 3.0, 4.0)),
-    "A100, Llama2-70b": Testbed("llama-2-70b@a100-pcie", 2, 1.6, 0.075, (0.5, 0.75, 1.0, 1.5)),
-    "V100, Llama2-7b": Testbed("llama-2-7b@v100", 1, 0.8, 0.03, (1.0, 2.0, 3.0, 4.0)),
-    "V100, Llama2-13b": Testbed("llama-2-13b@v100", 2, 0.8, 0.05, (0.5, 1.0, 1.5, 2.0)),
+    "A100, Llama2-13b": Testbed("llama-2-13b@a100-pcie", 1, 0.6, 0.03, (2.0, 3.0, 5.0)),
+    "A100, Llama2-70b": Testbed("llama-2-70b@a100-pcie", 2, 1.6, 0.075, (0.75, 1.0, 1.5)),
+    "V100, Llama2-7b": Testbed("llama-2-7b@v100", 1, 0.8, 0.03, (2.0, 3.0, 5.0)),
+    "V100, Llama2-13b": Testbed("llama-2-13b@v100", 2, 0.8, 0.05, (1.0, 1.5, 2.0)),
 }
 #: GPUs of the workers (0: all four of a machine), and the router.
 SYSTEMS = {
@@ -45,7 +45,7 @@ SYSTEMS = {
 #: vLLM with two chunk sizes, whose better one counts, and ours.
 STOCK, SOLA = ("stock:512", "stock:2048"), "sola:8192"
 _ENGINES = {"vLLM": STOCK, "sola_sched": (SOLA,)}
-_REQUESTS = 600
+_REQUESTS = 400
 #: Share of the requests that "all" stands for: with Poisson arrivals and prompts that take most of
 #: the TTFT target alone, no number of GPUs serves each of them in time.
 GOAL = 0.99
@@ -62,7 +62,7 @@ def fig9(setup: Setup) -> Outcome:
     cases = [
         _case(setup, TESTBEDS[name], system, engine, rate, seed=seed)
         for name in names
-        for rate in TESTBEDS[name].rates_per_s[:: 3 if setup.is_quick else 1]
+        for rate in TESTBEDS[name].rates_per_s[:: 2 if setup.is_quick else 1]
         for system in SYSTEMS
         for engines in _ENGINES.values()
         for engine in engines
@@ -74,7 +74,7 @@ def fig9(setup: Setup) -> Outcome:
     lines = []
     for name in names:
         bed = TESTBEDS[name]
-        for rate in bed.rates_per_s[:: 3 if setup.is_quick else 1]:
+        for rate in bed.rates_per_s[:: 2 if setup.is_quick else 1]:
             for label, engines in _ENGINES.items():
                 cells = []
                 for worker, router in SYSTEMS.values():

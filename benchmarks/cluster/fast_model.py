@@ -21,7 +21,7 @@ _POINTS = (
     ),
 )
 _SCHEDULERS = ("stock:512", "sola:8192")
-_REQUESTS = 400
+_REQUESTS = 300
 
 
 def error(setup: Setup) -> Outcome:

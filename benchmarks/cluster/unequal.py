@@ -45,7 +45,7 @@ def deployment(setup: Setup) -> Outcome:
     cases = [
         Case(
             f"{_MACHINE_GPUS // t}*llama-3-8b@v100-pcie:{t}", engine, "shortest-queue", file,
-            math.inf, _TTFT_S, _TPOT_S, num_requests=1600, seed=seed,
+            math.inf, _TTFT_S, _TPOT_S, num_requests=800, seed=seed,
         )
         for t in _DEGREES
         for engine in ("stock:2048",)
@@ -82,7 +82,7 @@ def routers(setup: Setup) -> Outcome:
     cases = [
         Case(
             CLUSTERS[name], "stock:2048", router, file, rate, _TTFT_S, _TPOT_S,
-            num_requests=1000, seed=seed,
+            num_requests=600, seed=seed,
         )
         for name in names
         for rate in _RATES[name]
