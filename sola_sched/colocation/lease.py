@@ -6,8 +6,10 @@ wait see it at once. Who passes the turn on writes a byte into `N.wake` of the n
 one `poll` on these: nothing runs meanwhile, and nobody is asked. Who has the turn, and who wants it
 how much, stands in the `Table`.
 
-Passing a turn on takes tens of microseconds; keeping it, while nobody waits, one or two, without a
-system call (`python benchmarks/run.py colocation-turns`).
+Keeping a turn while nobody waits takes microseconds and no system call. Passing it on takes a fifth
+of a millisecond, most of it until the other process runs (`python benchmarks/run.py
+colocation-turns`). The kernel closes files after it has freed a process' memory, so what a killed
+holder costs grows with the size of its engine.
 """
 
 from __future__ import annotations

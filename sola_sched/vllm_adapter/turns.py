@@ -58,7 +58,11 @@ class TurnsMixin(_Host):
             return
         refuse_ranks(self.vllm_config.parallel_config)
         name = str(self.vllm_config.model_config.served_model_name)
-        self.sola_lease = Lease(config.group, name=name, share=config.share, limit_s=config.limit_s)
+        self._has_deadlines = self.sola_config.policy in _DEADLINES
+        rule = "deadline" if self._has_deadlines else "shortest"
+        self.sola_lease = Lease(
+            config.group, name=name, share=config.share, limit_s=config.limit_s, rule=rule
+        )
         slos = (self.sola_config.default_slo, *self.sola_config.classes.values())
         self._shortest_ttft_s = min(slo.ttft_s for slo in slos)
         self._overruns_told = 0

@@ -19,7 +19,7 @@ from sola_sched.colocation.lease import LeaseStats
 from sola_sched.errors import ConfigError
 
 pytestmark = pytest.mark.vllm
-NUM_REQUESTS = 12
+NUM_REQUESTS, OUTPUT_LEN = 8, 30
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(model_dir: Path) -> RunResult:
-    return run(STOCK, make_workload(NUM_REQUESTS), model_dir)
+    return run(STOCK, make_workload(NUM_REQUESTS, output_len=OUTPUT_LEN), model_dir)
 
 
 class _Watched(sola_sched.Scheduler):
@@ -43,21 +43,25 @@ class _Watched(sola_sched.Scheduler):
         super().shutdown()
 
 
-def serve(model_dir: Path, group: Path, **options: Any) -> RunResult:
+def serve(model_dir: Path, group: Path, policy: str = "attain", **options: Any) -> RunResult:
     turns = {"group": str(group), "share": 0.2, "limit_s": PATIENCE_S}
-    config = {"sola_sched": {"ttft_s": 0.5, "tpot_s": 0.05, "turns": turns}}
-    workload = make_workload(NUM_REQUESTS, num_aborts=options.pop("num_aborts", 0))
+    config = {"sola_sched": {"ttft_s": 0.5, "tpot_s": 0.05, "policy": policy, "turns": turns}}
+    num_aborts = options.pop("num_aborts", 0)
+    workload = make_workload(NUM_REQUESTS, output_len=OUTPUT_LEN, num_aborts=num_aborts)
     return run(_Watched, workload, model_dir, additional_config=config, **options)
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("is_async", "policy"), [(False, "attain"), (True, "attain"), (False, "alise")]
+)
 def test_an_engine_among_others_gives_the_same_tokens_and_lets_them_run(
-    model_dir: Path, tmp_path: Path, reference: RunResult, is_async: bool
+    model_dir: Path, tmp_path: Path, reference: RunResult, is_async: bool, policy: str
 ) -> None:
-    with takers(str(tmp_path / "turns"), "other", share=0.3) as (other,):
+    rule = "shortest" if policy == "alise" else "deadline"
+    with takers(str(tmp_path / "turns"), "other", share=0.3, rule=rule) as (other,):
         other.order("work", -1e9)  # always more urgent
 
-        result = serve(model_dir, tmp_path / "turns", async_scheduling=is_async)
+        result = serve(model_dir, tmp_path / "turns", policy, async_scheduling=is_async)
 
         other.order("give", None)
         assert other.answer() > 0
