@@ -45,7 +45,7 @@ def policy_of(words: str) -> Iterator[None]:
     """Change the decisions in which the paper's alternatives, or its engine, differ."""
     changes: dict[str, Sequence[Any]] = {
         "defer": (mock.patch.object(AliseStep, "_gives_way", return_value=False),),
-        "always": (mock.patch.object(alise_step, "_MIN_GAIN", 0.0),),
+        "always": (mock.patch.object(alise_step, "MIN_GAIN", 0.0),),
         "alone": (
             mock.patch.object(AliseStep, "_room", lambda self: self.state.max_num_tokens),
             mock.patch.object(AliseStep, "plan", _alone(AliseStep.plan)),

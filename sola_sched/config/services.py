@@ -11,7 +11,7 @@ from sola_sched.errors import ConfigError
 #: Key of a class.
 SHARE_KEY = "share"
 #: Policies that give each service its share.
-SHARING_POLICIES = ("attain", "alise")
+SHARING_POLICIES = ("attain", "alise", "doubling")
 
 
 def take_shares(classes: Any) -> tuple[Any, dict[str, float]]:

@@ -17,18 +17,18 @@ from sola_sched.errors import ConfigError, SloError
 
 #: The one key under ``--additional-config`` that belongs to this package.
 CONFIG_KEY = "sola_sched"
-POLICIES = ("attain", "paper", "alise")
+POLICIES = ("attain", "paper", "alise", "doubling")
 PREDICTORS = ("histogram", "lexical", "retrieval")
 OVERLOAD_MODES = ("defer", "reject")
 #: Options that only some values of another option use.
 USED_BY = {
     "window": ("policy", ("paper",)),
     "levels": ("policy", ("alise",)),
-    "aging_s": ("policy", ("alise",)),
+    "aging_s": ("policy", ("alise", "doubling")),
     "best_effort_share": ("policy", ("attain",)),
     "safety": ("policy", ("attain",)),
     "tile": ("policy", ("attain", "paper")),
-    "overload": ("policy", ("attain", "alise")),
+    "overload": ("policy", ("attain", "alise", "doubling")),
     "predictor_path": ("predictor", ("lexical", "retrieval")),
     "predictor_save_s": ("predictor", ("lexical", "retrieval")),
     "predictor_encoder": ("predictor", ("retrieval",)),
@@ -41,7 +41,8 @@ class SolaConfig:
 
     Attributes:
         policy: ``attain`` maximizes the number of requests that meet all SLOs; ``paper`` is
-            SOLA as published; ``alise`` serves the shortest remaining time first, SLOs aside.
+            SOLA as published; ``alise`` serves the shortest remaining time first, SLOs aside;
+            ``doubling`` is SeaLLM: those whose services take little time first, SLOs aside.
         ttft_s: Default TTFT target, seconds; None disables it. The default of 2 s (and of 0.1 s
             for TPOT) is the server target of MLPerf Inference for an 8B chat model.
         tpot_s: Default TPOT target, seconds; None disables it.
@@ -64,7 +65,7 @@ class SolaConfig:
             remaining time of the one before.
         aging_s: Seconds without service that lift a request by one level of ``alise``, > 0; None
             for no aging. A request of the last level waits for at most ``levels - 1`` times as
-            long before none that comes later can pass it.
+            long before none that comes later can pass it. With ``doubling``: that put it first.
         safety: Share of each latency target kept as a margin for mispredicted steps, in [0, 1).
         profile: Cost-model file written by ``python -m sola_sched.profile``; None learns the
             cost model from live steps.

@@ -12,12 +12,14 @@ from sola_sched.config.sola_config import SolaConfig
 from sola_sched.planner.alise import AlisePlanner
 from sola_sched.planner.attain import AttainPlanner
 from sola_sched.planner.base import Planner
+from sola_sched.planner.doubling import DoublingPlanner
 from sola_sched.planner.paper import PaperPlanner
 from sola_sched.planner.passes import pass_through
 
 __all__ = [
     "AlisePlanner",
     "AttainPlanner",
+    "DoublingPlanner",
     "PaperPlanner",
     "Planner",
     "make_planner",
@@ -28,6 +30,7 @@ __all__ = [
 _PLANNERS: dict[str, Callable[[SolaConfig], Planner]] = {
     "alise": AlisePlanner,
     "attain": AttainPlanner,
+    "doubling": DoublingPlanner,
     "paper": PaperPlanner,
 }
 

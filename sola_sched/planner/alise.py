@@ -5,23 +5,14 @@ Source: ALISE (Zhao and Wang, ICCAD 2024), section 3.1.
 
 from __future__ import annotations
 
-import numpy as np
-
 from sola_sched.config.sola_config import SolaConfig
-from sola_sched.core.ewt import estimate_waits
-from sola_sched.core.state import DECODE, BoolArray, StepPlan, StepState
-from sola_sched.planner.alise_step import AliseStep, Recompute
-from sola_sched.planner.base import learning
-from sola_sched.planner.kept import PlanCache
+from sola_sched.core.state import BoolArray, IntArray, StepState
+from sola_sched.planner.alise_step import AliseStep
 from sola_sched.planner.levels import PriorityLevels
-
-#: Waits are estimated once in so many plans where they decide who is refused.
-_REJECT_PLANS = 4
-#: Weight of the newest step in the mean number of decodes.
-_AVERAGING = 0.02
+from sola_sched.planner.preemptive import PreemptivePlanner
 
 
-class AlisePlanner:
+class AlisePlanner(PreemptivePlanner):
     """Serves the requests with the least remaining execution time first.
 
     Each step:
@@ -47,55 +38,8 @@ class AlisePlanner:
     """
 
     def __init__(self, config: SolaConfig) -> None:
+        super().__init__(config)
         self.levels = PriorityLevels(config.levels, config.aging_seconds)
-        self.rejects = config.overload == "reject"
-        self._batch = 1.0
-        self._again = Recompute()
-        self._took_part: BoolArray = np.zeros(0, dtype=np.bool_)
-        self.cache = PlanCache()
-        self._num_plans = 0
 
-    def plan(self, state: StepState) -> StepPlan:
-        """Plan one step; see `Planner.plan`."""
-        if not state.cost.is_ready:
-            return learning(state)
-        self._again.earn(state.elapsed_s)
-        kept = self.cache.again(state)
-        if kept is not None:
-            return kept
-        table, rows = state.table, np.concatenate([state.running, state.waiting])
-        if len(self._took_part) < table.capacity:
-            self._took_part = np.append(
-                self._took_part, np.zeros(table.capacity - len(self._took_part), dtype=np.bool_)
-            )
-        took_part = self._took_part[rows]
-        took_part[len(state.running) :] = False
-        num_decodes = int(np.count_nonzero(table.phase[state.running] == DECODE))
-        self._batch += _AVERAGING * (max(1, num_decodes) - self._batch)
-        step = AliseStep(state, rows, self.levels, took_part, self._batch, self._again)
-        plan = step.plan()
-        if self.rejects:
-            self._reject(state, plan)
-        self._took_part[rows] = False
-        self._took_part[state.running if plan.run is None else plan.run] = True
-        if plan.admit is not None:
-            self._took_part[plan.admit] = True
-        if step.num_settled and not len(plan.reject):
-            self.cache.keep(plan, state, step.num_settled)
-        return plan
-
-    def _reject(self, state: StepState, plan: StepPlan) -> None:
-        """Refuse waiting requests without a token whose wait exceeds what is left of their TTFT."""
-        self._num_plans += 1
-        if self._num_plans % _REJECT_PLANS or plan.order is None or plan.admit is None:
-            return
-        table, order = state.table, plan.order
-        in_step = np.isin(order, plan.admit)
-        if plan.run is not None:
-            in_step |= np.isin(order, plan.run)
-        waits_s = estimate_waits(state, order, in_step)
-        if plan.promote_s is not None:
-            waits_s = np.minimum(waits_s, plan.promote_s)
-        due_s = table.due_s[order] - state.now_s
-        fresh = np.isin(order, state.waiting) & (table.num_output[order] == 0)
-        plan.reject = order[fresh & ~in_step & (waits_s > due_s)]
+    def _step(self, state: StepState, rows: IntArray, took_part: BoolArray) -> AliseStep:
+        return AliseStep(state, rows, self.levels, took_part, self._batch, self._again)

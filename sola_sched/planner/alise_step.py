@@ -1,74 +1,24 @@
-"""One step of `policy="alise"`: who holds KV, who is displaced, whose prompt is computed."""
+"""One step of `policy="alise"`: the shortest remaining time first, in levels."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import numpy as np
 
-from sola_sched.core.state import DECODE, BoolArray, FloatArray, IntArray, StepPlan, StepState
-from sola_sched.cost.execution import ExecutionTime
+from sola_sched.core.state import BoolArray, FloatArray, IntArray, StepState
 from sola_sched.planner.levels import PriorityLevels
+from sola_sched.planner.preemptive_step import MIN_GAIN, PreemptiveStep, Recompute
 
 #: Output tokens of the quantum of level 0.
 _QUANTUM_TOKENS = 16.0
-#: Tokens that running requests are given room for before another is admitted, unless one of them
-#: will have ended sooner: by its prediction, or after so many times the mean time between ends.
-#: Planning for their peak leaves memory idle that a displaced request can give back.
-_HORIZON_TOKENS = 64.0
-_HORIZON_ENDS = 2.0
-#: Requests displaced in one step, at most.
-_MAX_VICTIMS = 8
-#: Displacing one must save so many times what it costs to compute its KV again.
-_MIN_GAIN = 2.0
-#: Share of the engine time for computing displaced KV again, and the most that is saved up.
-_RECOMPUTE_SHARE = 0.1
-_MAX_CREDIT_S = 2.0
-#: A chunk has so many tokens, or what stretches the step of the decodes by so much if that is
-#: more: what runs has less to do than what starts, and most of all the delay of its decodes counts.
-_MIN_CHUNK = 512
-_MAX_STRETCH = 1.25
-_TILE = 16
-#: A plan that decided nothing new is kept for so many steps while nobody comes or goes, at most.
-_REVIEW_STEPS = 8
 
 
-@dataclass(slots=True)
-class Recompute:
-    """Engine time that may be spent on computing displaced KV again.
-
-    Without a bound, requests whose lengths are hardly known displace each other until a third of
-    the engine's time goes into computing their KV again.
-
-    Attributes:
-        credit_s: Earned and not yet spent, seconds; displacing waits while it is < 0.
-    """
-
-    credit_s: float = 0.0
-
-    def earn(self, elapsed_s: float) -> None:
-        """Book the share of the engine time that has passed."""
-        self.credit_s = min(_MAX_CREDIT_S, self.credit_s + _RECOMPUTE_SHARE * elapsed_s)
-
-    def spend(self, seconds: float) -> None:
-        """Book what will be computed again."""
-        self.credit_s -= seconds
-
-
-class AliseStep:
-    """One step's decision; arrays are aligned with `rows` unless they say otherwise.
-
-    Attributes:
-        num_settled: Steps for which the plan may be kept after this one; set by `plan`.
+class AliseStep(PreemptiveStep):
+    """One step's decision, in the order of levels.
 
     Args:
-        state: What is to be planned.
-        rows: All running rows, then all waiting ones.
+        state, rows, batch, again: As in `PreemptiveStep`.
         levels: Levels with the ages of all requests; called once.
         took_part: Which rows took part in the step before.
-        batch: Mean number of decodes in a step, >= 1.
-        again: Account of the time spent on computing KV again.
     """
 
     def __init__(
@@ -80,18 +30,8 @@ class AliseStep:
         batch: float,
         again: Recompute,
     ) -> None:
-        self.state, self.rows, table = state, rows, state.table
-        self.again = again
-        num_running = len(state.running)
-        self.holds: BoolArray = np.arange(len(rows)) < num_running
-        self.is_decode = self.holds & (table.phase[rows] == DECODE)
-        ahead = np.zeros(len(rows), dtype=np.int64)
-        ahead[:num_running] = state.num_ahead
-        self.left = state.remaining(rows, ahead)
-        new = np.maximum(table.prefill_target[rows] - table.num_computed[rows], 1)
-        self.new = np.where(self.is_decode, 0, new).astype(np.float64)
-        self.ctx = np.maximum(table.num_prompt[rows] + table.num_output[rows] + ahead, 1)
-        time = ExecutionTime.of(state.cost, batch)
+        super().__init__(state, rows, batch, again)
+        table, time = state.table, self.time
         prefill_s = time.prefill_s(self.new, table.num_computed[rows].astype(np.float64))
         self.work_s = prefill_s + time.decode_s(self.ctx, self.left)
         quantum_s = _QUANTUM_TOKENS * time.beta_s
@@ -101,10 +41,9 @@ class AliseStep:
         self.level, self.lifted = levels.lifted(natural, age_s)
         self.promote_s = levels.promote_s(natural, age_s)
         self.order = self._order(age_s)
-        self.num_settled = 0
 
     def _order(self, age_s: FloatArray) -> IntArray:
-        """Places in `rows` by class and level; lifted first, then what runs, then the shortest."""
+        """Places in `rows` by rank and level; lifted first, then what runs, then the shortest."""
         group = np.where(self.lifted, 0, np.where(self.holds, 1, 2))
         keys = [np.where(self.lifted, -age_s, self.work_s), 3 * self.level + group]
         if self.state.has_ranks:
@@ -112,108 +51,8 @@ class AliseStep:
         order: IntArray = np.lexsort(keys)
         return order
 
-    def plan(self) -> StepPlan:
-        """Decide the step."""
-        state, rows, order = self.state, self.rows, self.order
-        kept = order[self.holds[order]]
-        pending = self._chunk(order)
-        wanted = pending[~self.holds[pending]]
-        count, victims = self._admitted(kept, wanted)
-        admit = wanted[:count]
-        kept = kept[~np.isin(kept, victims)] if len(victims) else kept
-        started = pending[self.holds[pending]]
-        # vLLM serves running requests first: the last prefill, cut short, must not be one of them.
-        if len(admit) and len(started) and pending[-1] == started[-1]:
-            started = started[:-1]
-        is_in = self.is_decode.copy()
-        is_in[started] = True
-        run = kept[is_in[kept]]
-        run, victims = self._with_room(run, kept, admit, victims)
-        if state.num_free_blocks > len(state.running) * state.tokens_per_decode:
-            # vLLM takes from nobody, so the order of decodes decides nothing: left as it is, the
-            # engine's loop over them finds their objects in the processor's caches.
-            is_decode = self.is_decode[run]
-            run = np.concatenate([np.sort(run[is_decode]), run[~is_decode]])
-        if len(victims):
-            self.again.spend(self._again_s(victims))
-        if not len(run) and not len(admit):
-            return StepPlan(problem="stalled")
-        num_tokens = float(self.new[started].sum() + self.new[admit].sum())
-        self.num_settled = self._num_settled(run, started, len(admit) + len(victims))
-        return StepPlan(
-            run=rows[run],
-            admit=rows[admit],
-            token_budget=self._budget(num_tokens),
-            preempt=rows[victims],
-            order=rows[order],
-            promote_s=self.promote_s[order],
-            problem="alise",
-        )
-
-    def _num_settled(self, run: IntArray, started: IntArray, num_changes: int) -> int:
-        """Further steps in which the same plan does the same, if nobody comes or goes."""
-        if num_changes:
-            return 0
-        if not len(started):
-            return _REVIEW_STEPS if len(run) == len(self.state.running) else 0
-        if len(started) > 1:
-            return 0
-        # The chunks that leave more than one chunk to do.
-        num_chunks = math.ceil(float(self.new[started[0]]) / max(1, self.room))
-        return min(_REVIEW_STEPS, max(0, num_chunks - 2))
-
-    # Prefills -------------------------------------------------------------------------------
-
-    def _chunk(self, order: IntArray) -> IntArray:
-        """Prefills that the step has tokens for, in order; the last one may not fit whole."""
-        pending = order[~self.is_decode[order]]
-        self.room = self._room()
-        if not len(pending) or self.room <= 0:
-            none: IntArray = pending[:0]
-            return none
-        ends = np.cumsum(self.new[pending])
-        chosen: IntArray = pending[: int(np.searchsorted(ends, self.room, side="left")) + 1]
-        return chosen
-
-    def _room(self) -> int:
-        """Prefill tokens of the step."""
-        state = self.state
-        num_decodes = int(np.count_nonzero(self.is_decode))
-        room = state.max_num_tokens - num_decodes * state.tokens_per_decode
-        if not num_decodes:
-            return room
-        ctx = float(self.ctx[self.is_decode].sum())
-        limit_s = _MAX_STRETCH * float(state.cost.decode_s(float(num_decodes), ctx))
-        tokens = state.cost.max_prefill_tokens(limit_s, num_decodes, ctx, 0.0)
-        return min(room, max(_MIN_CHUNK, int(tokens) // _TILE * _TILE))
-
-    def _budget(self, num_tokens: float) -> int | None:
-        num_decodes = int(np.count_nonzero(self.is_decode)) * self.state.tokens_per_decode
-        budget = num_decodes + int(min(num_tokens, self.room))
-        return max(1, min(budget, self.state.max_num_tokens))
-
-    # Slots and memory -----------------------------------------------------------------------
-
-    def _admitted(self, kept: IntArray, wanted: IntArray) -> tuple[int, IntArray]:
-        """How many of `wanted`, from the front, find a slot and blocks, and who gives way."""
-        count = self._num_that_fit(kept, wanted, 0)
-        num_victims = 0
-        for tried in range(1, min(_MAX_VICTIMS, len(kept)) + 1):
-            if count == len(wanted) or not self._gives_way(int(kept[-tried]), int(wanted[count])):
-                break
-            more = self._num_that_fit(kept, wanted, tried)
-            if more > count:
-                count, num_victims = more, tried
-        return count, kept[len(kept) - num_victims :][::-1]
-
-    def _gives_way(self, holder: int, other: int) -> bool:
-        """Whether a running request is to be displaced by a waiting one."""
-        priority = self.state.table.priority[self.rows]
-        if priority[other] != priority[holder]:
-            return bool(priority[other] < priority[holder])
+    def _gains(self, holder: int, other: int) -> bool:
         if self.level[other] >= self.level[holder]:
-            return False
-        if self.again.credit_s < 0.0:
             return False
         if self.lifted[other]:
             return True
@@ -221,62 +60,4 @@ class AliseStep:
         row = self.rows[[holder]]
         surely = float(self.state.surely_remaining(row)[0]) / float(self.left[holder])
         saved_s = min(1.0, surely) * self.work_s[holder] - self.work_s[other]
-        return bool(saved_s > _MIN_GAIN * self._again_s(np.array([holder])))
-
-    def _again_s(self, index: IntArray) -> float:
-        """Time to get the KV of these back, by computing it or from host memory, seconds."""
-        tokens = self._held_tokens(index).astype(np.float64)
-        seconds = np.asarray(self.state.cost.prefill_marginal_s(tokens, 0.0))
-        reload_s = self.state.reload_s_per_token
-        if reload_s is not None and math.isfinite(reload_s):
-            seconds = np.minimum(seconds, tokens * reload_s)
-        return float(seconds.sum())
-
-    def _num_that_fit(self, kept: IntArray, wanted: IntArray, num_victims: int) -> int:
-        """How many of `wanted` may start when the last `num_victims` of `kept` give way."""
-        state, size = self.state, self.state.block_size
-        stay = kept[: len(kept) - num_victims]
-        gone = kept[len(kept) - num_victims :]
-        wanted = wanted[: max(0, state.max_num_running - len(stay))]
-        if not len(wanted):
-            return 0
-        free = float(state.num_free_blocks) + float((self._held_tokens(gone) // size).sum())
-        # Those that stay finish their prefill and grow until one of them ends.
-        free -= float(self.new[stay].sum()) / size
-        if len(stay):
-            left = self.left[stay]
-            first_end = _HORIZON_ENDS * float(left.mean()) / len(stay)
-            grows = min(_HORIZON_TOKENS, float(left.min()), first_end)
-            free -= float(np.minimum(left, grows).sum()) / size
-        target = state.table.prefill_target[self.rows[wanted]]
-        ends = np.cumsum(np.ceil((target + 1.0) / size))
-        count = int(np.searchsorted(ends, free, side="right"))
-        return max(count, 1) if not len(stay) else count
-
-    def _held_tokens(self, index: IntArray) -> IntArray:
-        table = self.state.table
-        return np.where(
-            self.is_decode[index], self.ctx[index], table.num_computed[self.rows[index]]
-        )
-
-    def _with_room(
-        self, run: IntArray, kept: IntArray, admit: IntArray, victims: IntArray
-    ) -> tuple[IntArray, IntArray]:
-        """Displace from the end of the order until this step's own blocks are free.
-
-        vLLM would do so itself, but among those that it sees: never one that is held.
-        """
-        state, size = self.state, self.state.block_size
-        growing = run[self.is_decode[run]]
-        need = int((self.ctx[growing] % size == 0).sum()) * state.tokens_per_decode
-        tokens = np.minimum(self.new[admit].sum() + self.new[run].sum(), self.room)
-        need += int(np.ceil(tokens / size)) + len(admit) + 1
-        short = need - state.num_free_blocks - int((self._held_tokens(victims) // size).sum())
-        num_more = 0
-        while short > 0 and num_more < len(kept) - 1:
-            num_more += 1
-            short -= int(self._held_tokens(kept[-num_more : len(kept) - num_more + 1])[0]) // size
-        if not num_more:
-            return run, victims
-        more = kept[len(kept) - num_more :][::-1]
-        return run[~np.isin(run, more)], np.concatenate([victims, more])
+        return bool(saved_s > MIN_GAIN * self._again_s(np.array([holder])))

@@ -29,9 +29,7 @@ class PriorityLevels:
     - A lifted request keeps its place until it has been served for the quantum of the level it
       came from. Without that it would lose it with its first token, and its KV soon after.
 
-    The doubling budget of SeaLLM (its Algorithm 2) fits the same levels: with what is left of a
-    request's budget, times the mean of its service, in place of its remaining time in `natural`.
-    Whose budget ends has it doubled by the caller, and sinks; K is the starvation threshold.
+    `policy="doubling"` has one level and an order of its own; K is its starvation threshold.
 
     Args:
         num_levels: >= 1.
