@@ -3,7 +3,8 @@
 A *service* is an SLO class: the requests that name it, or the adapter or base model of its name.
 Service 0 is that of all other requests. Each step's time is divided among the services whose
 requests took part in it. One with a share is *owed* time while its requests wait or sit out and it
-has got less than its share; what it does not ask for goes to whoever does.
+has got less than its share; what it does not ask for goes to whoever does. What it had beyond its
+share while others asked counts against it later, for a while; what was lent to it does not.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Services:
         share: Guaranteed share of the engine time.
         num_live: Unfinished requests.
         served_s: Engine time that its requests have had, seconds.
-        owed_s: Engine time that it may claim, seconds, in [0, `MOST_OWED_S`].
+        owed_s: Engine time that it may claim, seconds, at most `MOST_OWED_S`; below 0 where it has
+            had more than its share while others asked for it, no less than -`MOST_OWED_S`.
     """
 
     def __init__(self, shares: Mapping[str, float] | None = None) -> None:
@@ -144,14 +146,16 @@ class Services:
         if not self._are_shared:
             return
         owed_s = self.owed_s[:count] + self.share[:count] * elapsed_s - had_s
-        self.owed_s[:count] = np.where(wants, np.clip(owed_s, 0.0, MOST_OWED_S), 0.0)
+        is_lent = np.count_nonzero(wants) - wants == 0  # nobody else asked for what it has had
+        least_s = np.where(is_lent | (self.share[:count] == 0.0), 0.0, -MOST_OWED_S)
+        self.owed_s[:count] = np.clip(owed_s, least_s, np.where(wants, MOST_OWED_S, 0.0))
 
     def lifts(self) -> IntArray | None:
         """By how many ranks each goes before those who are owed nothing; None if nobody is owed.
 
         Whoever is owed most goes first.
         """
-        if not self._are_shared or not self.owed_s.any():
+        if not self._are_shared or not (self.owed_s > 0.0).any():
             return None
         order = self.owed_s.argsort(kind="stable")
         lifts: IntArray = np.zeros(len(order), dtype=np.int64)

@@ -101,7 +101,10 @@ def test_bad_options_are_refused_by_name_value_and_rule(options: Any, message: s
         ({"best_effort_share": 0.1, "policy": "alise"}, r"'best_effort_share' .* 'attain' only"),
         ({"safety": 0.0, "policy": "paper"}, r"'safety' .* 'attain' only"),
         ({"tile": 16, "policy": "alise"}, r"'tile' .* 'attain' or 'paper' only"),
-        ({"overload": "reject", "policy": "paper"}, r"'overload' .* 'attain' or 'alise' only"),
+        (
+            {"overload": "reject", "policy": "paper"},
+            r"'overload' .* 'attain' or 'alise' or 'doubling' only",
+        ),
         ({"predictor_path": "f"}, r"'predictor_path' .* 'predictor' 'lexical' or 'retrieval' only"),
         (
             {"predictor_path": "f", "predictor_save_s": 9},

@@ -123,9 +123,9 @@ def test_one_that_has_spent_its_budget_sinks_below_a_longer_service() -> None:
 
     plan = make_doubling().plan(state)
 
-    # It has spent 10 of its first 10 tokens, then 5 of the next 20: 15 x 10 against 20 x 20.
+    # In its second budget; with the fourth, eight times the first, it has more left than the other.
     assert case.names(plan.order) == ["s", "l"]
-    case.builder.table.num_output[0] = 71  # 80 new ones since the 70th
+    case.builder.table.num_output[0] = 80
     assert case.names(make_doubling().plan(case.state()).order) == ["l", "s"]
 
 
