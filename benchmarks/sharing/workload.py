@@ -34,7 +34,9 @@ _LARGEST_PER_HOUR = 1e8 / 24
 _FUNCTIONS_PER_SERVICE = 250
 #: Mixes of which 32 GPUs have more to do at 50 requests a second are drawn again: the paper's
 #: SeaLLM attains 90 % at all rates, so its mix was not one of them.
-_HIGHEST_RATE, _NUM_GPUS, _LOADS, _MOST_DRAWS, _BATCH = 50.0, 32, (0.7, 0.85), 1000, 32
+_HIGHEST_RATE, _NUM_GPUS, _LOADS, _MOST_DRAWS, _BATCH = 50.0, 32, (0.6, 0.72), 1000, 32
+#: What placements are made of.
+_PAST_S = 40.0
 #: Windows of the trace, whose counts are per minute there; a run is shorter than a day.
 _WINDOW_S = 20.0
 _WINDOW_STD = 0.5
@@ -149,10 +151,10 @@ def traffic(
     seed: int,
     slo_scale: float = SLO_SCALE,
 ) -> Traffic:
-    """Services, a run, and what came before it at the same mean rates."""
+    """Services, a run, and what came in `_PAST_S` before it at the same mean rates."""
     made = services(data, num_services, rate, seed, slo_scale)
     return Traffic(
-        made, arrivals(made, duration_s, 2 * seed + 1), arrivals(made, duration_s, 2 * seed)
+        made, arrivals(made, duration_s, 2 * seed + 1), arrivals(made, _PAST_S, 2 * seed)
     )
 
 

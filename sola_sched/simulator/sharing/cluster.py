@@ -121,6 +121,7 @@ class SharedCluster:
         check(placement, setting.services, setting.cluster, setting.hardware.fits)
         self.setting, self.placement = setting, placement
         self.engines = [setting.engine(group, now_s) for group in placement.groups]
+        self._ready_s = [now_s] * len(self.engines)
         self._groups = {name: placement.groups_of(name) for name in setting.services}
 
     def add(self, request: SharedRequest, now_s: float) -> None:
@@ -130,7 +131,38 @@ class SharedCluster:
             self.engines[position].run_until(now_s)
         # A later one of equals gets it first: groups are listed from large to small.
         least = min(groups, key=lambda i: (self.engines[i].num_open, i))
-        self.engines[least].add(request, now_s)
+        self.engines[least].add(request, max(now_s, self._ready_s[least]))
+
+    def replaced(
+        self, placement: Placement, now_s: float, load_s: Callable[[Group], float]
+    ) -> SharedCluster:
+        """The cluster with another placement; requests of groups that end go to the others.
+
+        Args:
+            placement: From now on; groups that it shares with the old one go on undisturbed.
+            now_s: Groups that end do so after the step that is under way.
+            load_s: Seconds after which a new group serves.
+        """
+        new = SharedCluster(self.setting, placement, now_s)
+        left: dict[Group, list[int]] = {}
+        for position, group in enumerate(self.placement.groups):
+            left.setdefault(group, []).append(position)
+        for position, group in enumerate(placement.groups):
+            if left.get(group):
+                old = left[group].pop()
+                new.engines[position] = self.engines[old]
+                new._ready_s[position] = self._ready_s[old]
+            else:
+                new._ready_s[position] = now_s + load_s(group)
+        homeless = [
+            request
+            for positions in left.values()
+            for position in positions
+            for request in self.engines[position].withdraw(now_s)
+        ]
+        for request in sorted(homeless, key=lambda r: (r.arrival_s, r.req_id)):
+            new.add(request, now_s)
+        return new
 
     def run_until(self, now_s: float) -> None:
         """Advance every group."""

@@ -1,0 +1,151 @@
+"""The systems of SeaLLM's section 6.1 on one simulator: a turn rule and a placement each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sharing.workload import Traffic
+from sola_sched.cluster.sharing.placement import Cluster, Group, Placement
+from sola_sched.cluster.sharing.queue import SharedRequest
+from sola_sched.cluster.sharing.search import Problem, search
+from sola_sched.cluster.sharing.turns import (
+    DoublingBudget,
+    FirstCome,
+    LeastSlack,
+    RoundRobin,
+    SkipJoin,
+    TurnRule,
+)
+from sola_sched.cluster.sharing.unserved import score
+from sola_sched.errors import InfeasibleError
+from sola_sched.simulator.sharing.cluster import Evaluator, Setting, SharedCluster
+from sola_sched.simulator.sharing.hardware import Hardware
+
+#: Tokens of a step, of every engine.
+CHUNK = 2048
+
+
+@dataclass(frozen=True)
+class System:
+    """One line of the tables.
+
+    Attributes:
+        name: Shown.
+        rule: Between services of a group.
+        most_sharing: Services of a group; 0 gives each the same number of GPUs.
+    """
+
+    name: str
+    rule: Callable[[], TurnRule]
+    most_sharing: int = 2
+
+
+SYSTEMS = (
+    System("vLLM, even", FirstCome, 0),
+    System("vLLM, placed", FirstCome, 1),
+    System("AlpaServe", FirstCome),
+    System("MuxServe", RoundRobin),
+    System("MLFQ", SkipJoin),
+    System("SeaLLM", DoublingBudget),
+    System("slack", LeastSlack),
+)
+"""Baselines first. All but the first are placed by Algorithm 1 with their own rule inside."""
+
+
+def place(system: System, traffic: Traffic, num_gpus: int) -> tuple[Setting, Placement]:
+    """Where the system puts the services, by what it saw of them before.
+
+    Raises:
+        InfeasibleError: It finds no place for one of them.
+    """
+    cluster = Cluster.of(num_gpus)
+    setting = Setting.of(traffic.services, Hardware(), cluster, system.rule, CHUNK)
+    evaluate = Evaluator(setting, traffic.past)
+    if not system.most_sharing:
+        return setting, even(setting, evaluate)
+    fits = setting.hardware.fits
+    problem = Problem(traffic.services, cluster, fits, evaluate, system.most_sharing)
+    return setting, search(problem).placement
+
+
+def even(setting: Setting, evaluate: Evaluator) -> Placement:
+    """As many GPUs for each service, in the tensor parallel degree that is best for it.
+
+    Raises:
+        InfeasibleError: One does not fit on its share.
+    """
+    share = setting.cluster.num_gpus // len(setting.services)
+    groups: list[Group] = []
+    for name, service in setting.services.items():
+        choices = [
+            tuple([Group(degree, (name,))] * (share // degree))
+            for degree in setting.cluster.degrees
+            if degree <= share and setting.hardware.fits(degree, [service])
+        ]
+        if not choices:
+            raise InfeasibleError(f"{share} GPUs must hold {service.model} (they do not).")
+        groups += min(choices, key=lambda own: score({name: evaluate(Placement(own))[name]}))
+    return Placement(tuple(groups))
+
+
+def measure(setting: Setting, requests: Sequence[SharedRequest]) -> dict[str, float]:
+    """What the paper measures, of requests that have all ended.
+
+    Normalized latency, P99 of the latency in seconds, attainment, mean TTFT in seconds, mean TPOT
+    in milliseconds.
+    """
+    latency_s = np.array([request.latency_s for request in requests])
+    mean_s = np.array([setting.profiles[request.service].mean_s for request in requests])
+    tpot_s = [(r.last_s - r.first_s) / (r.output - 1) for r in requests if r.output > 1]
+    return {
+        "norm": float(np.mean(latency_s / mean_s)),
+        "p99": float(np.percentile(latency_s, 99)),
+        "attained": float(np.mean([request.is_met for request in requests])),
+        "ttft": float(np.mean([r.first_s - r.arrival_s for r in requests])),
+        "tpot": 1e3 * float(np.mean(tpot_s)),
+    }
+
+
+def run(
+    system: System, traffic: Traffic, num_gpus: int, change: Callable[[Any], Any] = list
+) -> dict[str, float] | None:
+    """Place by the past and serve the run; None where there is no place.
+
+    Args:
+        system: Which.
+        traffic: Of the services.
+        num_gpus: GPUs.
+        change: What the run is made of the traffic's arrivals by.
+    """
+    placed = _placed(system, _Key(traffic), num_gpus)
+    if placed is None:
+        return None
+    setting, placement = placed
+    requests = setting.requests(change(traffic.arrivals))
+    return measure(setting, SharedCluster(setting, placement).run(requests))
+
+
+class _Key:
+    """Traffic by identity: it is large, and each is made once."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self.traffic = traffic
+
+    def __hash__(self) -> int:
+        return id(self.traffic)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and other.traffic is self.traffic
+
+
+@functools.lru_cache(maxsize=64)
+def _placed(system: System, key: _Key, num_gpus: int) -> tuple[Setting, Placement] | None:
+    try:
+        return place(system, key.traffic, num_gpus)
+    except InfeasibleError:
+        return None
