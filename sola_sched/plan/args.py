@@ -18,6 +18,8 @@ Find the cheapest configuration that serves a load within its targets, before a 
 A fast model of the engines searches; the answer is checked in virtual time with the real
 schedulers inside, and the model's error on it is printed. Step times are put together of measured
 kernels where there are such, else computed from public hardware figures; a line says which.
+
+For several services that share GPUs: `--service ... --help`.
 """
 #: Routers that do nothing else on equal instances, or use one of them alone.
 _OF_UNEQUAL = ("weighted-round-robin", "single")

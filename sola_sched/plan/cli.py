@@ -15,7 +15,13 @@ from tqdm import tqdm
 
 from sola_sched.bench.backends import environment
 from sola_sched.config.output_file import require_writable
-from sola_sched.errors import ConfigError, DatasetError, ProfileError, SloError
+from sola_sched.errors import (
+    ConfigError,
+    DatasetError,
+    InfeasibleError,
+    ProfileError,
+    SloError,
+)
 from sola_sched.plan.args import build_parser, check_args, parse_prices
 from sola_sched.plan.configurations import (
     Configuration,
@@ -29,6 +35,7 @@ from sola_sched.plan.impossible import ImpossibleError, explain, require_possibl
 from sola_sched.plan.load import Load, make_load
 from sola_sched.plan.report import plot, table
 from sola_sched.plan.search import rate_margin, search
+from sola_sched.plan.services import plan_services, wants_services
 from sola_sched.simulator.cluster.records import ClusterRecord
 
 EXIT_USAGE = 2
@@ -60,13 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     2 means that the arguments cannot be used, or that no configuration meets the targets.
     """
+    given = sys.argv[1:] if argv is None else list(argv)
     try:
-        args = build_parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+        if wants_services(given):
+            return plan_services(given)
+        args = build_parser().parse_args(given)
         check_args(args)
         require_writable(args.output, "--output")
         environment.prepare(None, is_random=True)
         return _plan(args)
-    except (ConfigError, DatasetError, ProfileError, SloError) as error:
+    except (ConfigError, DatasetError, InfeasibleError, ProfileError, SloError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
 

@@ -1,0 +1,274 @@
+"""Several services: the cheapest GPUs for all of them, and who shares which.
+
+    python -m sola_sched.plan --gpu a100=1.5 h100=3.0 \\
+        --service name=chat,model=llama-3-8b,rate=5,ttft=800,tpot=60 \\
+        --service name=code,model=llama-2-13b,rate=1,ttft=1500,tpot=80,prompt=2000,output=150
+
+The search is SeaLLM's (`sola_sched.cluster.sharing`) on the fast model, for each kind of GPU and
+number of them, with its turns between services. Step times are computed, not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sola_sched.bench.args import Parser
+from sola_sched.bench.values import natural_int, positive_int, positive_number
+from sola_sched.cluster.sharing.placement import Cluster, Placement
+from sola_sched.cluster.sharing.search import Found, Problem, search
+from sola_sched.cluster.sharing.services import Service, by_name
+from sola_sched.cluster.sharing.turns import DoublingBudget
+from sola_sched.config.output_file import require_writable
+from sola_sched.config.slo import SloTarget
+from sola_sched.errors import ConfigError, InfeasibleError
+from sola_sched.plan.deploy import memory_shares, serve_config
+from sola_sched.simulator.sharing.cluster import Arrival, Evaluator, Setting, SharedCluster
+from sola_sched.simulator.sharing.hardware import GPUS, Hardware, model_of
+
+_KEYS = ("name", "model", "rate", "ttft", "tpot", "prompt", "output")
+_DEFAULTS = {"prompt": 500.0, "output": 250.0}
+#: Lengths are lognormal around their medians.
+_LENGTH_STD = 0.7
+_NUM_LENGTHS = 400
+_SPAN_S = 60.0
+_GIB = 2**30
+
+
+def wants_services(argv: Sequence[str]) -> bool:
+    """Whether the command line names services."""
+    return any(arg.partition("=")[0] in ("--service", "--services") for arg in argv)
+
+
+def plan_services(argv: Sequence[str]) -> int:
+    """Plan from the command line; return the exit code.
+
+    Raises:
+        ConfigError: An argument cannot be used.
+        InfeasibleError: A model fits nowhere, or no number of GPUs is enough.
+    """
+    args = _parser().parse_args(list(argv))
+    if not 0.0 < args.attainment <= 1.0:
+        raise ConfigError(f"'--attainment' must be in (0, 1] (got {args.attainment:g}).")
+    for path, flag in ((args.output, "--output"), (args.serve_config, "--serve-config")):
+        if path is not None:
+            require_writable(path, flag)
+    services = _services(args)
+    prices = _prices(args.gpu)
+    arrivals = _arrivals(services, args.seed)
+    tried: list[dict[str, Any]] = []
+    best: tuple[float, str, Cluster, Setting, Found] | None = None
+    problems = []
+    for gpu, price in sorted(prices.items(), key=lambda item: item[1]):
+        for num_gpus in _numbers(args.max_gpus, args.gpus_per_node):
+            cost = price * num_gpus
+            if best is not None and cost >= best[0]:
+                break
+            cluster = Cluster.of(num_gpus, args.gpus_per_node)
+            try:
+                setting = Setting.of(services, Hardware(gpu), cluster, DoublingBudget)
+                evaluate = Evaluator(setting, arrivals)
+                fits = setting.hardware.fits
+                found = search(Problem(services, cluster, fits, evaluate, args.most_sharing))
+            except InfeasibleError as error:
+                problems.append(f"{num_gpus} {gpu}: {error}")
+                continue
+            attained = found.score.attainment
+            tried.append({"gpu": gpu, "num_gpus": num_gpus, "cost": cost, "attainment": attained})
+            print(f"{cost:8.2f} per hour  {num_gpus:3d} {gpu}  {attained:7.1%} expected")
+            if attained >= args.attainment:
+                best = (cost, gpu, cluster, setting, found)
+                break
+    if best is None:
+        raise InfeasibleError(_none(args, tried, problems))
+    _report(args, best, services, arrivals, tried)
+    return 0
+
+
+def _report(
+    args: argparse.Namespace,
+    best: tuple[float, str, Cluster, Setting, Found],
+    services: Sequence[Service],
+    arrivals: Sequence[Arrival],
+    tried: Sequence[dict[str, Any]],
+) -> None:
+    cost, gpu, cluster, setting, found = best
+    placement = Placement(tuple(g for g in found.placement.groups if g.services))
+    requests = setting.requests(arrivals)
+    outcomes = setting.outcomes(SharedCluster(setting, placement).run(requests))
+    print(f"Best: {cluster.num_gpus} {gpu}, {cost:.2f} per hour.")
+    for number, group in enumerate(placement.groups):
+        print(f"  group {number}: {group.degree} GPU(s): {', '.join(group.services)}")
+    attained = {n: 1 - o.num_missed / max(1, o.num_requests) for n, o in outcomes.items()}
+    for name, share in attained.items():
+        print(f"  {name}: {share:.1%} of {outcomes[name].num_requests} requests within targets")
+    document = {
+        "gpu": gpu,
+        "num_gpus": cluster.num_gpus,
+        "cost_per_hour": cost,
+        "groups": [{"degree": g.degree, "services": list(g.services)} for g in placement.groups],
+        "attained": attained,
+        "tried": list(tried),
+    }
+    args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(f"Wrote {args.output}.")
+    if args.serve_config is not None:
+        config = serve_config_of(placement, setting)
+        args.serve_config.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        print(f"Wrote {args.serve_config}; `serve deploy` reads it.")
+
+
+def serve_config_of(placement: Placement, setting: Setting) -> dict[str, Any]:
+    """The placement for `serve deploy`, with models by their names on the hub."""
+    hardware = setting.hardware
+    weights = {
+        (position, name): hardware.weights_bytes(setting.services[name].model, group.degree)
+        for position, group in enumerate(placement.groups)
+        for name in group.services
+    }
+    gpu_bytes = GPUS[hardware.gpu].memory_gib * _GIB
+    memory = memory_shares(placement, setting.services, weights, gpu_bytes)
+    config = serve_config(placement, setting.services, setting.cluster, memory)
+    for application in config["applications"]:
+        application["args"]["model"] = model_of(application["args"]["model"]).name
+    return config
+
+
+def parse_service(text: str) -> dict[str, Any]:
+    """Parse ``name=chat,model=llama-3-8b,rate=5,ttft=800,tpot=60``.
+
+    Raises:
+        ConfigError: A part is no KEY=VALUE.
+    """
+    found: dict[str, Any] = {}
+    for part in text.split(","):
+        key, sign, value = part.partition("=")
+        if not sign or key in found:
+            raise ConfigError(
+                f"'--service' takes KEY=VALUE,... with each key once (got {part!r} in {text!r})."
+            )
+        found[key] = value
+    return found
+
+
+def make_service(given: Mapping[str, Any], seed: int) -> Service:
+    """A service of its keys; times in milliseconds, lengths in tokens.
+
+    Raises:
+        ConfigError: A key is unknown or missing, or a value breaks its rule.
+    """
+    unknown = sorted(set(given) - set(_KEYS))
+    if unknown:
+        raise ConfigError(f"a service takes the keys {', '.join(_KEYS)} (got {unknown[0]!r}).")
+    missing = [key for key in ("name", "model", "rate") if key not in given]
+    if missing:
+        raise ConfigError(f"a service must have {missing[0]!r} (got {dict(given)!r}).")
+    name = str(given["name"])
+    model_of(str(given["model"]))
+    numbers = {
+        key: positive_number(str(given[key]), f"{key} of service {name}")
+        for key in _KEYS[2:]
+        if key in given
+    }
+    if "ttft" not in numbers and "tpot" not in numbers:
+        raise ConfigError(f"service {name!r} must have a target: ttft or tpot, in ms (got none).")
+    rng = np.random.default_rng([seed, sum(name.encode())])
+    columns = [
+        np.exp(rng.normal(math.log(numbers.get(key, value)), _LENGTH_STD, _NUM_LENGTHS))
+        for key, value in _DEFAULTS.items()
+    ]
+    lengths = [
+        (max(1, round(prompt)), max(1, round(output)))
+        for prompt, output in zip(*columns, strict=True)
+    ]
+    slo = SloTarget(
+        ttft_s=numbers.get("ttft", math.inf) / 1e3, tpot_s=numbers.get("tpot", math.inf) / 1e3
+    )
+    return Service(name, str(given["model"]), numbers["rate"], lengths, slo)
+
+
+def _services(args: argparse.Namespace) -> list[Service]:
+    given = [parse_service(text) for text in args.service]
+    if args.services is not None:
+        try:
+            listed = json.loads(args.services.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"'--services' must be a JSON file ({error}).") from error
+        if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+            raise ConfigError(f"'--services' must hold a list of objects (got {args.services}).")
+        given += listed
+    made = [make_service(one, args.seed) for one in given]
+    by_name(made)
+    return made
+
+
+def _arrivals(services: Sequence[Service], seed: int) -> list[Arrival]:
+    """Poisson arrivals of a minute, at least one of each service."""
+    rng = np.random.default_rng([seed, 23])
+    made: list[Arrival] = []
+    for service in services:
+        num = max(1, int(rng.poisson(service.rate * _SPAN_S)))
+        for at_s in np.sort(rng.uniform(0.0, _SPAN_S, num)):
+            made.append((float(at_s), service.name, *service.lengths[rng.integers(_NUM_LENGTHS)]))
+    return sorted(made)
+
+
+def _numbers(most: int, node: int) -> list[int]:
+    """Numbers of GPUs to try: powers of two within a node, then whole nodes."""
+    within = [1 << i for i in range(node.bit_length()) if 1 << i <= min(node, most)]
+    return sorted({*within, *range(node, most + 1, node)})
+
+
+def _prices(items: Sequence[str]) -> dict[str, float]:
+    prices: dict[str, float] = {}
+    for item in items:
+        name, _, price = item.partition("=")
+        if name not in GPUS or name in prices:
+            raise ConfigError(
+                f"'--gpu' takes TYPE=PRICE with each of {', '.join(GPUS)} at most once "
+                f"(got {item!r})."
+            )
+        prices[name] = positive_number(price, f"--gpu {item}")
+    return prices
+
+
+def _none(
+    args: argparse.Namespace, tried: Sequence[dict[str, Any]], problems: Sequence[str]
+) -> str:
+    if tried:
+        most = max(tried, key=lambda one: float(one["attainment"]))
+        return (
+            f"up to {args.max_gpus} GPUs must attain {args.attainment:.1%} (the best, "
+            f"{most['num_gpus']} {most['gpu']}, attain {most['attainment']:.1%}); raise "
+            "--max-gpus or the targets, or lower the rates."
+        )
+    return f"no placement was found. {problems[-1]}"
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m sola_sched.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--service", action="append", default=[], metavar="KEY=VALUE,...",
+        help=f"a service; keys {', '.join(_KEYS)}; targets in ms, lengths in tokens")  # fmt: skip
+    add("--services", type=Path, metavar="FILE", help="JSON: a list of objects with these keys")
+    add("--gpu", required=True, nargs="+", metavar="TYPE=PRICE",
+        help=f"GPU types ({', '.join(GPUS)}) with prices per GPU and hour")  # fmt: skip
+    add("--gpus-per-node", type=positive_int, default=8)
+    add("--max-gpus", type=positive_int, default=64, help="in all (default: 64)")
+    add("--most-sharing", type=positive_int, default=2, help="services of a group (default: 2)")
+    add("--attainment", type=float, default=0.95, help="share within all targets (default: 0.95)")
+    add("--seed", type=natural_int, default=0)
+    add("--output", type=Path, default=Path("plan.json"), help="JSON")
+    add("--serve-config", type=Path, metavar="FILE", help="also a configuration for Ray Serve")
+    return parser

@@ -1,0 +1,116 @@
+"""`python -m sola_sched.plan --service ...`: several services, what it answers and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sola_sched.plan.cli import main
+
+CHAT = "name=chat,model=llama-3-8b,rate=2,ttft=1500,tpot=80,prompt=200,output=60"
+CODE = "name=code,model=llama-2-7b,rate=0.2,ttft=3000,tpot=100,prompt=400,output=40"
+
+
+def plan(tmp_path: Path, *args: str) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    output, config = tmp_path / "plan.json", tmp_path / "serve.json"
+    code = main([*args, "--output", str(output), "--serve-config", str(config)])
+    read = [json.loads(path.read_text()) if path.exists() else {} for path in (output, config)]
+    return code, read[0], read[1]
+
+
+def test_two_light_services_share_one_gpu(tmp_path: Path) -> None:
+    code, found, config = plan(
+        tmp_path, "--gpu", "a100=1.5", "h100=3", "--service", CHAT, "--service", CODE
+    )
+
+    assert (code, found["num_gpus"], found["cost_per_hour"]) == (0, 1, 1.5)
+    assert found["groups"] == [{"degree": 1, "services": ["chat", "code"]}]
+    assert min(found["attained"].values()) >= 0.95
+    engines = [app["args"]["engines"][0] for app in config["applications"]]
+    assert {engine["env"]["CUDA_VISIBLE_DEVICES"] for engine in engines} == {"0"}
+    assert sum(engine["options"]["gpu_memory_utilization"] for engine in engines) <= 0.9
+    groups = [e["options"]["additional_config"]["sola_sched"]["turns"] for e in engines]
+    assert groups == [{"group": "group0"}] * 2
+
+
+def test_services_of_a_file_are_planned_like_those_of_flags(tmp_path: Path) -> None:
+    listed = [dict(part.split("=") for part in text.split(",")) for text in (CHAT, CODE)]
+    path = tmp_path / "services.json"
+    path.write_text(json.dumps(listed))
+
+    by_file = plan(tmp_path, "--gpu", "a100=1.5", "--services", str(path))
+    by_flags = plan(tmp_path, "--gpu", "a100=1.5", "--service", CHAT, "--service", CODE)
+
+    assert by_file == by_flags
+
+
+def test_busy_service_is_served_by_several_groups(tmp_path: Path) -> None:
+    busy = CHAT.replace("rate=2,", "rate=20,").replace("prompt=200", "prompt=1000")
+
+    code, found, config = plan(tmp_path, "--gpu", "a100=1.5", "--service", busy)
+
+    assert code == 0
+    assert sum(group["degree"] for group in found["groups"]) > 1
+    devices = [
+        e["env"]["CUDA_VISIBLE_DEVICES"] for e in config["applications"][0]["args"]["engines"]
+    ]
+    assert len(set(devices)) == len(devices) == len(found["groups"])
+
+
+def test_added_and_removed_service_changes_the_plan_and_no_other_application(
+    tmp_path: Path,
+) -> None:
+    _, _, both = plan(tmp_path, "--gpu", "a100=1.5", "--service", CHAT, "--service", CODE)
+    _, found, alone = plan(tmp_path, "--gpu", "a100=1.5", "--service", CHAT)
+
+    assert found["groups"] == [{"degree": 1, "services": ["chat"]}]
+    assert [app["name"] for app in both["applications"]] == ["chat", "code"]
+    assert [app["name"] for app in alone["applications"]] == ["chat"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--service", CHAT.replace("rate=2,", "rate=0,")], "rate of service chat"),
+        (["--service", CHAT.replace("rate=2,", "rate=nan,")], "rate of service chat"),
+        (["--service", CHAT.replace("llama-3-8b", "gpt-9")], "'model' must be one of"),
+        (["--service", CHAT.replace("ttft=1500,tpot=80,", "")], "must have a target"),
+        (["--service", "chat"], "takes KEY=VALUE"),
+        (["--service", CHAT + ",colour=red"], "got 'colour'"),
+        (["--service", "name=a,model=llama-3-8b,ttft=1"], "must have 'rate'"),
+        (["--service", CHAT, "--service", CHAT], "must be unique (got 'chat' twice)"),
+        (["--services", "no-such-file.json"], "must be a JSON file"),
+        (["--service", CHAT, "--attainment", "1.5"], "'--attainment' must be in (0, 1]"),
+        (["--service", CHAT, "--gpu", "a100=-1"], "--gpu a100=-1"),
+        (["--service", CHAT, "--gpu", "tpu=1"], "'--gpu' takes TYPE=PRICE"),
+        (["--service", CHAT.replace("llama-3-8b", "qwen1.5-72b"), "--max-gpus", "1"],
+         "service 'chat' must fit on the GPUs of a node"),
+        (["--service", CHAT.replace("ttft=1500", "ttft=1"), "--max-gpus", "2"],
+         "up to 2 GPUs must attain 95.0%"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str
+) -> None:
+    prices = [] if "--gpu" in args else ["--gpu", "a100=1.5"]
+
+    code, found, _ = plan(tmp_path, *args, *prices)
+
+    assert (code, found) == (2, {})
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.ray
+def test_ray_serve_and_the_application_accept_the_configuration(tmp_path: Path) -> None:
+    schema = pytest.importorskip("ray.serve.schema")
+    from sola_sched.serving.ray_app import ClusterArgs
+
+    *_, config = plan(tmp_path, "--gpu", "a100=1.5", "--service", CHAT, "--service", CODE)
+
+    deployed = schema.ServeDeploySchema.model_validate(config)
+    assert [app.name for app in deployed.applications] == ["chat", "code"]
+    for application in config["applications"]:
+        ClusterArgs.model_validate(application["args"])
