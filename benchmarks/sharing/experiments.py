@@ -31,7 +31,8 @@ _NUM_SERVICES, _NUM_GPUS, _DURATION_S = 16, 32, 60.0
 RATES = (2.0, 10.0, 20.0, 30.0, 40.0, 50.0)
 #: The rate of the sensitivity tables, where the systems are apart and none is lost.
 _MIDDLE = 40.0
-_BASELINES = tuple(system.name for system in SYSTEMS if system.name not in ("SeaLLM", "slack"))
+_NAMES = tuple(system.name for system in SYSTEMS)
+_BASELINES = tuple(name for name in _NAMES if name not in ("SeaLLM", "slack"))
 #: What is measured: how it is shown, and whether more of it is better.
 _MEASURES = {
     "norm": ("normalized latency", "{:.2f}", False),
@@ -56,7 +57,7 @@ class Case:
     rate: float
     seed: int
     data: Path | None
-    systems: tuple[str, ...] = tuple(system.name for system in SYSTEMS)
+    systems: tuple[str, ...] = _NAMES
 
 
 def rates(setup: Setup) -> Outcome:
@@ -166,7 +167,7 @@ def _over(
     values: Sequence[float],
     key: str,
     shown: str,
-    names: Sequence[str] = tuple(system.name for system in SYSTEMS),
+    names: Sequence[str] = _NAMES,
 ) -> str:
     lines = []
     for value in values:

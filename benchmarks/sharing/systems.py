@@ -89,7 +89,8 @@ def even(setting: Setting, evaluate: Evaluator) -> Placement:
         ]
         if not choices:
             raise InfeasibleError(f"{share} GPUs must hold {service.model} (they do not).")
-        groups += min(choices, key=lambda own: score({name: evaluate(Placement(own))[name]}))
+        scores = [score({name: evaluate(Placement(own))[name]}) for own in choices]
+        groups += choices[scores.index(min(scores))]
     return Placement(tuple(groups))
 
 

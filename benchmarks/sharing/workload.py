@@ -77,7 +77,8 @@ def lengths(data: Path | None, seed: int = 0) -> np.ndarray:
         rows = [(q["prompt_tokens"], max(1, q["reference_tokens"])) for q in queries]
         long = np.array(rows)[rng.choice(len(rows), _NUM_LONG, replace=False)]
     both = np.concatenate([chat, long]).astype(np.int64)
-    return np.clip(both, 1, (MOST_PROMPT, MOST_OUTPUT))
+    clipped: np.ndarray = np.clip(both, 1, (MOST_PROMPT, MOST_OUTPUT))
+    return clipped
 
 
 def services(
@@ -116,14 +117,15 @@ def gpu_seconds(model: str, own: Sequence[tuple[int, int]]) -> float:
     steps = Hardware().steps(model, degree)
     constant_s, per_ctx_s = steps.decode_line(_BATCH)
     prefill_s = steps.step_s(0, 0, prompt, prompt * prompt, 0.0)
-    return degree * (prefill_s + output * (constant_s / _BATCH + per_ctx_s * prompt))
+    return float(degree * (prefill_s + output * (constant_s / _BATCH + per_ctx_s * prompt)))
 
 
 def popularity(num_services: int, rng: np.random.Generator) -> np.ndarray:
     """Share of the requests of each service: functions are dealt out to services in turn."""
     logs = rng.normal(_LOG_MEAN, _LOG_STD, (_FUNCTIONS_PER_SERVICE, num_services))
     totals = np.minimum(np.exp(logs), _LARGEST_PER_HOUR).sum(axis=0)
-    return totals / totals.sum()
+    shares: np.ndarray = totals / totals.sum()
+    return shares
 
 
 def arrivals(

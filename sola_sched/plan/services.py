@@ -215,7 +215,9 @@ def _arrivals(services: Sequence[Service], seed: int) -> list[Arrival]:
     for service in services:
         num = max(1, int(rng.poisson(service.rate * _SPAN_S)))
         for at_s in np.sort(rng.uniform(0.0, _SPAN_S, num)):
-            made.append((float(at_s), service.name, *service.lengths[rng.integers(_NUM_LENGTHS)]))
+            made.append(
+                (float(at_s), service.name, *service.lengths[int(rng.integers(_NUM_LENGTHS))])
+            )
     return sorted(made)
 
 

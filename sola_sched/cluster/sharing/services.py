@@ -51,7 +51,7 @@ class Service:
                 "give prompt and output tokens of past requests."
             )
         for pair in self.lengths:
-            if len(pair) != 2 or not all(n == n and n >= 1 and not math.isinf(n) for n in pair):
+            if len(tuple(pair)) != 2 or not all(1 <= n < math.inf for n in pair):
                 raise ConfigError(
                     f"'lengths' of service {self.name!r} must be pairs of prompt and output "
                     f"tokens, each >= 1 (got {pair!r}); correct them."

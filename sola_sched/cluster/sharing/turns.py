@@ -68,8 +68,9 @@ def budget_left(executed_s: float, budget_s: float) -> float:
 
     The budgets are Q, 2 Q, 4 Q, ...; after n of them (2^n - 1) Q have been executed.
     """
-    doublings: int = max(0, math.floor(math.log2(executed_s / budget_s + 1.0) + 1e-12))
-    return max(0.0, (2 ** (doublings + 1) - 1) * budget_s - executed_s)
+    doublings = max(0, math.floor(math.log2(executed_s / budget_s + 1.0) + 1e-12))
+    spent_s = (math.pow(2.0, doublings + 1) - 1.0) * budget_s
+    return max(0.0, spent_s - executed_s)
 
 
 class DoublingBudget(_Rule):
