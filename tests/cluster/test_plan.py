@@ -97,7 +97,11 @@ def test_the_answer_is_checked_with_the_real_scheduler_and_the_error_is_said(
 
 @pytest.mark.parametrize(
     ("slo", "named"),
-    [(["ttft:5", "tpot:60"], "ttft target"), (["ttft:1000", "tpot:0.5"], "tpot target")],
+    [
+        (["ttft:5", "tpot:60"], "ttft target"),
+        (["ttft:1000", "tpot:0.5"], "tpot target"),
+        (["ttft:500", "tpot:60", "e2e:700"], "e2e target"),
+    ],
 )
 def test_a_target_that_nothing_can_meet_exits_with_2_and_by_how_much(
     tmp_path, capsys, slo: list[str], named: str

@@ -116,3 +116,50 @@ def test_serves_own_proxy_takes_one_group_of_engines() -> None:
     assert build({"model": "m", "front": "serve"})._bound_deployment.name == "engine-0"
     with pytest.raises(ValueError, match="'front' must be 'gateway'"):
         build({"model": "m", "front": "serve", "engines": [{}, {}]})
+
+
+def compose() -> dict[str, Any]:
+    (document,) = documents("compose.yaml")
+    return document
+
+
+def test_composes_gateway_asks_the_engines_that_there_are_on_their_ports() -> None:
+    pytest.importorskip("aiohttp")
+    from sola_sched.serving.__main__ import make_parser
+
+    services = compose()["services"]
+    gateway = services["gateway"]
+    assert gateway["command"][:3] == ["python3", "-m", "sola_sched.serving"]
+
+    args = make_parser().parse_args(gateway["command"][3:])
+
+    engines = {name for name in services if name != "gateway"}
+    assert sorted(args.replica) == sorted(f"http://{name}:8000" for name in engines)
+    assert all("--port=8000" in services[name]["command"] for name in engines)
+    assert args.host == "0.0.0.0"
+    assert gateway["ports"] == [f"8000:{args.port}"]
+
+
+def test_composes_engines_have_a_gpu_each() -> None:
+    services = compose()["services"]
+    given = [
+        device
+        for name, service in services.items()
+        if name != "gateway"
+        for device in service["deploy"]["resources"]["reservations"]["devices"]
+    ]
+
+    assert [device["capabilities"] for device in given] == [["gpu"], ["gpu"]]
+    assert [device["device_ids"] for device in given] == [["0"], ["1"]]
+
+
+def test_composes_engines_run_our_scheduler_with_options_that_it_knows() -> None:
+    from sola_sched.config.sola_config import SolaConfig
+
+    for name in ("engine-0", "engine-1"):
+        command = compose()["services"][name]["command"]
+        assert command[:2] == ["vllm", "serve"]
+        options = dict(part.removeprefix("--").split("=", 1) for part in command[3:])
+        assert options["scheduler-cls"] == "sola_sched.Scheduler"
+        config = SolaConfig.from_additional(json.loads(options["additional-config"]))
+        assert (config.ttft_s, config.tpot_s, config.load_interval_s) == (1.0, 0.06, 0.1)
