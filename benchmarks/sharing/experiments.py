@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -206,13 +207,13 @@ def placement_search(setup: Setup) -> Outcome:
             setup.data, num_services, _MIDDLE * num_gpus / 32, 60.0, setup.seeds[0]
         )
         problem = _problem(traffic, num_gpus)
-        begin_s, cpu_s = time.perf_counter(), time.process_time()
+        begin_s, cpu_s = time.perf_counter(), _cpu_s()
         found = search(problem, setup.num_workers)
         took_s = time.perf_counter() - begin_s
-        used_s = time.process_time() - cpu_s
+        used_s = _cpu_s() - cpu_s
         lines.append(
             [f"{num_gpus}", f"{num_services}", f"{took_s:.1f}",
-             f"{used_s:.1f}" if setup.num_workers == 1 else "", f"{found.score.attainment:.1%}"]
+             f"{used_s:.1f}", f"{found.score.attainment:.1%}"]
         )  # fmt: skip
     gaps = [_gap(setup.data, seed, setup.is_quick) for seed in setup.seeds]
     first = markdown(["GPUs", "services", "wall s", "CPU s", "attained, estimate"], lines)
@@ -227,8 +228,15 @@ def placement_search(setup: Setup) -> Outcome:
     return Outcome(
         [],
         f"Time of Algorithm 1 with {setup.num_workers} process(es), history of 40 s:\n\n{first}\n\n"
-        f"Against every placement of 3 services on 4 GPUs (overloaded, estimate):\n\n{second}",
+        "Against every placement of 3 services on 4 GPUs, 15 requests a second (estimate):"
+        f"\n\n{second}",
     )
+
+
+def _cpu_s() -> float:
+    """Processor time of this process and of those that it has ended."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
 
 
 def _problem(traffic: Traffic, num_gpus: int) -> Problem:
@@ -241,7 +249,7 @@ def _problem(traffic: Traffic, num_gpus: int) -> Problem:
 def _gap(data: Path | None, seed: int, is_quick: bool) -> tuple[Any, Any]:
     services = workload.services(data, 16, 8.0, seed)[:3]
     rate = sum(service.rate for service in services)
-    services = [replace(s, rate=max(0.2, 6.0 * s.rate / rate)) for s in services]
+    services = [replace(s, rate=max(0.2, 15.0 * s.rate / rate)) for s in services]
     duration_s = 10.0 if is_quick else 30.0
     past = workload.arrivals(services, duration_s, seed)
     problem = _problem(Traffic(services, past, past), 4)
