@@ -66,9 +66,13 @@ def rates(setup: Setup) -> Outcome:
     some = RATES[3:4] if setup.is_quick else RATES
     cases = [Case("rate", rate, rate, seed, setup.data) for rate in some for seed in setup.seeds]
     rows = _rows(setup, cases, "rates")
+    some = [rate for rate in some if any(row["value"] == rate for row in rows)]
+    num_seeds = {f"{rate:g}": sum(row["value"] == rate for row in rows) for rate in some}
     parts = [
         f"{_NUM_SERVICES} services on {_NUM_GPUS} GPUs (A800), {_DURATION_S:.0f} s of arrivals, "
-        f"mean of {len(setup.seeds)} seeds. SLO: {workload.SLO_SCALE:g} x a service's mean "
+        "mean of the seeds (how many, by rate: "
+        + ", ".join(f"{rate}: {num}" for rate, num in num_seeds.items())
+        + f"). SLO: {workload.SLO_SCALE:g} x a service's mean "
         "execution time. MLFQ is SeaLLM-M of Fig. 8, AlpaServe SeaLLM-F, vLLM placed SeaLLM-P."
     ]
     for key, (title, shown, is_up) in _MEASURES.items():
