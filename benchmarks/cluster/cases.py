@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from harness.setup import Setup
 from sola_sched.bench.backends.predictors import make_predictor
 from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.cluster.all_routers import ALL_ROUTERS
+from sola_sched.cluster.placement import Phase
+from sola_sched.cluster.placement.router import PackingRouter
+from sola_sched.cluster.view import Router
 from sola_sched.config.slo import SloTarget
 from sola_sched.core import metrics
 from sola_sched.prediction.length import LengthPrediction
@@ -39,6 +42,10 @@ DATASETS = {
     "arxiv": "arxiv_summarization_lengths_llama2.csv.gz",
 }
 """File of the data folder by name."""
+ROUTERS: dict[str, Callable[[int], Router]] = ALL_ROUTERS | {
+    "aladdin-decode": lambda seed: PackingRouter(phase=Phase.DECODE),
+}
+"""Those of the package, and Aladdin's for a decode pool."""
 _LINKS = {"ray": Links(), "instant": INSTANT}
 
 
@@ -49,7 +56,7 @@ class Case:
     Attributes:
         cluster: Its instances, see `testbeds.kinds`.
         scheduler: In every engine, as on the command line of `sola_sched.bench`.
-        router: A key of `ALL_ROUTERS`.
+        router: A key of `ROUTERS`.
         dataset: File in the data folder, or ``sharegpt-like``.
         rate_per_s: Of the whole cluster; inf sends all at once.
         ttft_s, tpot_s: Targets.
@@ -116,7 +123,7 @@ def serve(case: Case, data: Path | None) -> tuple[list[ClusterRecord], ClusterRu
         engines = real
     else:
         engines = [testbeds.fast_instance(kind, case.scheduler, case.is_decode) for kind in cluster]
-    router = ALL_ROUTERS[case.router](case.seed)
+    router = ROUTERS[case.router](case.seed)
     virtual = VirtualCluster(
         engines, router, links=_LINKS[case.links], seed=case.seed, start_s=start_s
     )

@@ -75,6 +75,8 @@ def combined(setup: Setup) -> Outcome:
         for engine in _engines(scene):
             for rate in _rates(setup, scene):
                 at = (scene.cluster, scene.arrivals, engine, rate)
+                if any((*at, router) not in attained for router in ROUTERS):
+                    continue  # with --stored, of rows that are not there
                 each = {router: attained[(*at, router)] for router in ROUTERS}
                 gains = [each["combined"] - each[other] for other in (*_PAPERS, "least-ttft")]
                 below += [gain for gain in gains[:2] if gain < 0.0]

@@ -10,18 +10,16 @@ from cluster.cases import Case, file_of, rows_of
 from harness.markdown import markdown
 from harness.setup import Outcome, Setup
 
-#: Where time is short, where memory is, a cluster of unequal ones, and many.
+#: Where prompts are what takes time, where decodes are, and a cluster of unequal ones.
 _POINTS = (
-    Case("1*llama-3-8b@a100:1", "", "shortest-queue", "azure-conv", 9.0, 1.0, 0.06),
     Case("1*llama-3-8b@a100:1", "", "shortest-queue", "azure-conv", 14.0, 1.0, 0.06),
-    Case("1*llama-2-13b@a100-pcie:1", "", "shortest-queue", "sharegpt", 0.7, 0.6, 0.03),
     Case("1*llama-2-13b@a100-pcie:1", "", "shortest-queue", "sharegpt", 1.0, 0.6, 0.03),
     Case(
         "1*llama-3-8b@h100:1+1*llama-3-8b@v100:1", "", "least-ttft", "azure-conv", 25.0, 1.0, 0.06
     ),
 )
 _SCHEDULERS = ("stock:512", "sola:8192")
-_REQUESTS = 300
+_REQUESTS = 200
 
 
 def error(setup: Setup) -> Outcome:
@@ -37,7 +35,7 @@ def error(setup: Setup) -> Outcome:
     ]  # fmt: skip
     rows = rows_of(setup, cases, "fast model")
     lines, misses = [], {scheduler: [] for scheduler in _SCHEDULERS}  # type: ignore[var-annotated]
-    for real, fast in zip(rows[::2], rows[1::2], strict=True):
+    for real, fast in zip(rows[::2], rows[1::2], strict=False):
         misses[real["scheduler"]].append(100 * abs(fast["attainment"] - real["attainment"]))
         lines.append([
             real["cluster"], real["scheduler"], f"{real['rate_per_s']:g}",

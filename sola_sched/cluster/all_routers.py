@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sola_sched.cluster.placement.expected import CombinedRouter
-from sola_sched.cluster.placement.fleet import Phase
 from sola_sched.cluster.placement.router import PackingRouter, SpreadingRouter
 from sola_sched.cluster.routers import ROUTERS
 from sola_sched.cluster.unequal.mapper import WorkloadMapper
@@ -18,6 +17,5 @@ ALL_ROUTERS: dict[str, Callable[[int], Router]] = {
     "aladdin": lambda seed: PackingRouter(),
     "packing": lambda seed: PackingRouter(is_relative=True, is_chunked=True, skips_lost=True),
     "spreading": lambda seed: SpreadingRouter(),
-    "aladdin-decode": lambda seed: PackingRouter(phase=Phase.DECODE),
     "combined": CombinedRouter,
 }

@@ -13,6 +13,7 @@ import numpy as np
 
 from sola_sched.cluster.reports import Reports
 from sola_sched.cluster.view import InstanceView, Refusal, RoutedRequest, Router
+from sola_sched.errors import ConfigError
 from sola_sched.prediction.length import LengthPrediction
 from sola_sched.simulator.cluster.engine import (
     ClusterEngine,
@@ -116,8 +117,18 @@ class VirtualCluster:
         """Serve the requests until each of them is answered.
 
         Raises:
+            ConfigError: There are no requests, or one arrives at no time after the start.
             ValueError: A fault names an instance that is not there.
         """
+        if not requests:
+            raise ConfigError("'requests' must hold at least one (got none); the trace is empty.")
+        for spec in requests:
+            at_s = spec.request.arrival_s
+            if not self._now_s <= at_s < math.inf:
+                raise ConfigError(
+                    f"'arrival_s' of {spec.request.req_id!r} must be finite and >= "
+                    f"{self._now_s:g}, the start of the cluster (got {at_s!r}); correct the trace."
+                )
         streams = [self._stream(spec) for spec in requests]
         for stream in streams:
             self._at(stream.record.arrival_s, _GATEWAY, self._route, stream)
