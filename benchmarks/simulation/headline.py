@@ -16,7 +16,6 @@ from harness.resumable import Row
 from harness.setup import Outcome, Setup
 from simulation.setups import (
     NAMES,
-    ORACLE,
     PAPER,
     at_stock_rate,
     datasets,
@@ -54,23 +53,21 @@ _KEPT = {"stock": 2, "reject": 1, "spf": 1}
 #: What `paper` is told of the TTFT target when it is tuned.
 _TTFT_SHARES = (0.8, 0.6, 0.4)
 _TUNED = "paper, tuned"
-_RULES = ("reject", "spf", "sola", "oracle")
+_RULES = ("reject", "spf", "sola")
 
 
 def load(setup: Setup) -> Outcome:
     """Attained share at multiples of the rate at which stock attains 90 %, means of the seeds."""
-    return _attained(setup, [(MEASURED, name) for name in LENGTHS], LOADS, _RULES)
+    return _attained(setup, [(MEASURED, name) for name in LENGTHS], LOADS)
 
 
 def models(setup: Setup) -> Outcome:
     """`load` on other measured profiles, which nothing in `attain` was chosen by."""
     parts = [(profile, "azure-conv") for profile in HELD_OUT]
-    return _attained(setup, parts, (1.25, 1.5), ("reject", "spf", "sola"))
+    return _attained(setup, parts, (1.25, 1.5))
 
 
-def _attained(
-    setup: Setup, parts: Sequence[tuple[str, str]], loads: Sequence[float], rules: Sequence[str]
-) -> Outcome:
+def _attained(setup: Setup, parts: Sequence[tuple[str, str]], loads: Sequence[float]) -> Outcome:
     """Attainment, seeds one by one, and what else differs, for each profile and data set."""
     known = list(dict.fromkeys(name for part in parts for name in part))
     setup.check_only(known)
@@ -82,15 +79,15 @@ def _attained(
             continue
         file = datasets(setup, (name,))[0]
         base = _base(setup, profile, file)
-        found = _compared(setup, base, (0.75, 1.5) if setup.is_quick else loads, rules)
+        found = _compared(setup, base, (0.75, 1.5) if setup.is_quick else loads)
         rows += found
         label = f"{profile}, {NAMES[file]}" if several else NAMES[file]
         targets = f"{label} ({base.ttft_s:g} s, {1e3 * base.tpot_s:.0f} ms)"
-        tables[0] += rule_lines(found, targets, base.rate_per_s, rules)
+        tables[0] += rule_lines(found, targets, base.rate_per_s, _RULES)
         tables[1] += seed_lines(found, label, base.rate_per_s)
         tables[2] += effect_lines(found, label)
     heads = (
-        ["data (TTFT, TPOT)", "load", "req/s", "best stock", *rules, BOUND, "sola / bound"],
+        ["data (TTFT, TPOT)", "load", "req/s", "best stock", *_RULES, BOUND, "sola / bound"],
         ["data, each seed", "load", "req/s", "best stock", "sola", BOUND],
         EFFECTS,
     )
@@ -162,14 +159,11 @@ def _base(setup: Setup, profile: str, file: str) -> Point:
     return at_stock_rate(setup, point, STOCK)
 
 
-def _compared(setup: Setup, base: Point, loads: Sequence[float], rules: Sequence[str]) -> list[Row]:
-    """Rows of every seed: stock's best settings, and of each rule its best."""
-    spec = {"sola": "sola", "oracle": ORACLE}
-    swept = [rule for rule in ("stock", *rules) if rule in _KEPT]
-    names = [name for rule in swept for name in _best_chunks(setup, base, rule)]
-    names += [spec[rule] for rule in rules if rule in spec]
+def _compared(setup: Setup, base: Point, loads: Sequence[float]) -> list[Row]:
+    """Rows of every seed: stock's best settings, of each rule its best, and ours."""
+    names = [name for rule in _KEPT for name in _best_chunks(setup, base, rule)]
     rates = multiples(base.rate_per_s, loads)
-    points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=names)
+    points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=[*names, "sola"])
     return setup.rows(with_bound(points), NAMES[base.dataset])
 
 
