@@ -22,7 +22,6 @@ _STYLE: dict[str, dict[str, Any]] = {
     "sjf": {"color": "#b0a160", "marker": "P", "label": "shortest job first"},
     "prefill-first": {"color": "#5aa9c9", "marker": "D", "label": "prefill first"},
     "paper": {"color": "#e07a1f", "marker": "D", "label": "SOLA as published"},
-    "paper, tuned": {"color": "#f2b880", "marker": "D", "label": "SOLA, tuned"},
     "sola": {"color": "#d1495b", "marker": "o", "label": "sola_sched", "linewidth": 2.4},
 }
 #: Columns that part the rows of an experiment into panels.

@@ -29,10 +29,10 @@ from simulation.tables import (
     EFFECTS,
     effect_lines,
     level_line,
+    percent,
     rule_lines,
     seed_lines,
 )
-from sola_sched.bench.backends.base import BASELINES
 from sola_sched.bench.calibrate import SLO_FACTOR
 
 #: The one that all but `models` use.
@@ -50,9 +50,8 @@ STOCK = tuple(f"stock:{size}" for size in (4096, 2048, 8192, 1024))
 _TUNED_AT = 1.25
 #: How many settings of a rule are run with every seed.
 _KEPT = {"stock": 2, "reject": 1, "spf": 1}
-#: What `paper` is told of the TTFT target when it is tuned.
+#: What else `paper` is told of the TTFT target than all of it.
 _TTFT_SHARES = (0.8, 0.6, 0.4)
-_TUNED = "paper, tuned"
 _RULES = ("reject", "spf", "sola")
 
 
@@ -117,39 +116,27 @@ def levels(setup: Setup) -> Outcome:
 
 
 def rivals(setup: Setup) -> Outcome:
-    """Every other rule, each at its best chunk size, and `paper`, past stock's rate; seed 0."""
-    rules = (*BASELINES, "paper", _TUNED, "sola")
+    """Every rule at each chunk size, and `paper` told less than the real target; seed 0."""
     rows: list[Row] = []
-    lines = []
+    by_chunk, by_told = [], []
+    rules = tuple(_KEPT)
     for file in datasets(setup, LENGTHS):
-        base = _base(setup, MEASURED, file)
-        tuned = _tuned(setup, base)
-        load_one, base = base.rate_per_s, _where_tuned(base)
-        names = [f"{rule}:{size}" for rule in ("stock", *BASELINES) for size in CHUNKS]
-        points = grid(base, scheduler=[*names, PAPER, tuned, "sola"])
+        base = _where_tuned(_base(setup, MEASURED, file))
+        swept = [f"{rule}:{size}" for rule in rules for size in CHUNKS]
+        told = [PAPER, *(f"{PAPER},ttft_s={each * base.ttft_s:.3g}" for each in _TTFT_SHARES)]
+        points = grid(base, scheduler=[*swept, *told, "sola"])
         found = setup.rows(with_bound(points), f"rivals, {NAMES[file]}")
-        found = [row | {"scheduler": _TUNED} if row["scheduler"] == tuned else row for row in found]
         rows += found
-        lines += rule_lines(found, NAMES[file], load_one, rules)
-    columns = ["data", "load", "req/s", "best stock", *rules, BOUND, "sola / bound"]
-    return Outcome(rows, markdown(columns, lines))
-
-
-def long(setup: Setup) -> Outcome:
-    """What is left of a good start: four times the requests of `load`, seed 0."""
-    rows: list[Row] = []
-    tables: list[list[list[str]]] = [[], []]
-    for file in datasets(setup, ("sharegpt",)):
-        base = _base(setup, MEASURED, file)
-        rates = multiples(base.rate_per_s, (1.0,) if setup.is_quick else (1.0, 1.25))
-        base = replace(base, num_requests=4 * base.num_requests)
-        points = grid(base, rate_per_s=rates, scheduler=(*STOCK, "sola"))
-        found = setup.rows(with_bound(points), f"long, {NAMES[file]}")
-        rows += found
-        tables[0] += rule_lines(found, NAMES[file], base.rate_per_s, ("sola",))
-        tables[1] += effect_lines(found, NAMES[file])
-    columns = ["data", "load", "req/s", "best stock", "sola", BOUND, "sola / bound"]
-    return Outcome(rows, "\n\n".join(map(markdown, (columns, EFFECTS), tables)))
+        at = {row["scheduler"]: percent([row]) for row in found}
+        start = [NAMES[file], f"{base.rate_per_s:.3g}"]
+        by_chunk += [[*start, rule, *(at[f"{rule}:{n}"] for n in CHUNKS)] for rule in rules]
+        by_told.append([*start, *(at[name] for name in told), at["sola"], percent(found, BOUND)])
+    heads = (
+        ["data", "req/s", "chunks of", *map(str, CHUNKS)],
+        ["data", "req/s", "paper", *(f"told {each} of TTFT" for each in _TTFT_SHARES), "sola",
+         BOUND],
+    )  # fmt: skip
+    return Outcome(rows, "\n\n".join(map(markdown, heads, (by_chunk, by_told))))
 
 
 def _base(setup: Setup, profile: str, file: str) -> Point:
@@ -169,11 +156,6 @@ def _compared(setup: Setup, base: Point, loads: Sequence[float]) -> list[Row]:
 
 def _best_chunks(setup: Setup, base: Point, rule: str) -> list[str]:
     return _best(setup, base, [f"{rule}:{size}" for size in CHUNKS])[: _KEPT[rule]]
-
-
-def _tuned(setup: Setup, base: Point) -> str:
-    told = [f"{PAPER},ttft_s={share * base.ttft_s:.3g}" for share in _TTFT_SHARES]
-    return _best(setup, base, told)[0]
 
 
 def _best(setup: Setup, base: Point, names: Sequence[str]) -> list[str]:
