@@ -58,7 +58,7 @@ def plot_lines(rows: Sequence[Row], path: Path) -> Path:
                 _line(axis, chosen, "attainment", **style)
         _line(axis, group, BOUND, color="#222222", linestyle="--", label="bound", zorder=1)
         axis.axhline(90, color="#9aa0a6", linewidth=0.8, zorder=0)
-        axis.set_title(_title(group[0]), fontsize=9)
+        axis.set_title(_title(group[0]), fontsize=7.5)
         axis.set_xlabel("requests/s")
         axis.set_ylim(-3, 103)
         axis.grid(True, color="#e3e6ea", linewidth=0.8)

@@ -40,7 +40,7 @@ MEASURED = "llama-3-8b-a100-measured"
 #: Never used to choose anything in `attain`.
 HELD_OUT = ("llama-3-8b-h100-measured", "llama-3-70b-a100-measured")
 LENGTHS = ("sharegpt", "azure-conv", "arxiv")
-LOADS = (1.0, 1.25, 1.5, 2.0)
+LOADS = (1.0, 1.25, 2.0)
 LEVEL_LOADS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 CHUNKS = (512, 1024, 2048, 4096, 8192)
 #: Settings of stock with which load 1 and the rates at a level are found: on measured steps a
@@ -129,8 +129,12 @@ def rivals(setup: Setup) -> Outcome:
         rows += found
         at = {row["scheduler"]: percent([row]) for row in found}
         start = [NAMES[file], f"{base.rate_per_s:.3g}"]
-        by_chunk += [[*start, rule, *(at[f"{rule}:{n}"] for n in CHUNKS)] for rule in rules]
-        by_told.append([*start, *(at[name] for name in told), at["sola"], percent(found, BOUND)])
+        by_chunk += [
+            [*start, rule, *(at.get(f"{rule}:{n}", "-") for n in CHUNKS)] for rule in rules
+        ]
+        by_told.append(
+            [*start, *(at.get(name, "-") for name in told), at["sola"], percent(found, BOUND)]
+        )
     heads = (
         ["data", "req/s", "chunks of", *map(str, CHUNKS)],
         ["data", "req/s", "paper", *(f"told {each} of TTFT" for each in _TTFT_SHARES), "sola",
