@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import json
 import math
 import sys
@@ -142,8 +143,10 @@ def _plan(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace, load: Load, passed: Sequence[Outcome]) -> list[Check]:
     """Real runs, the cheapest first, until one attains; what fails comes again with one more."""
 
+    order = itertools.count()
+
     def entry(outcome: Outcome) -> tuple[float, float, int, Outcome]:
-        return outcome.configuration.cost_per_hour, -outcome.attainment, id(outcome), outcome
+        return outcome.configuration.cost_per_hour, -outcome.attainment, next(order), outcome
 
     left = [entry(outcome) for outcome in passed]
     heapq.heapify(left)
