@@ -155,6 +155,8 @@ EXPERIMENTS = (
                defaults={"seeds": _THREE}),
     Experiment("colocation-turns", "what a turn costs", "1 min", "colocation.experiments:turns",
                ("quick",)),
+    Experiment("services", "three services on one engine under bursts: doubling, shares", "5 min",
+               "services.virtual:services", ("seeds", "quick"), defaults={"seeds": _THREE}),
     Experiment("sharing-blocks", "SeaLLM Fig. 9: KV blocks of two models in one pool", "2 min",
                "colocation.blocks:sharing_blocks", ("seeds", "quick"),
                defaults={"seeds": _THREE}),

@@ -1,0 +1,1 @@
+"""Services of one engine: doubling budgets and guaranteed shares against vLLM."""
