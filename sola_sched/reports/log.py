@@ -32,6 +32,7 @@ _COUNTERS = (
     "num_held",
     "num_preempted_by_policy",
 )
+_SERVICE_COUNTERS = ("served_s", "num_counted", "num_attained")
 _SWAP_COUNTERS = ("num_swapped_out", "num_swapped_in")
 
 
@@ -101,6 +102,11 @@ def since(stats: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]
         swap_before = before.get("swap") or {}
         swapped = {name: swap[name] - swap_before.get(name, 0) for name in _SWAP_COUNTERS}
         less["swap"] = {**swap, **swapped}
+    less["services"] = {
+        name: {**now, **{key: now[key] - then.get(key, 0) for key in _SERVICE_COUNTERS}}
+        for name, now in stats["services"].items()
+        for then in [before.get("services", {}).get(name, {})]
+    }
     return {**stats, **less}
 
 
@@ -133,6 +139,7 @@ def engine_stats(policy: str, monitor: StateMonitor) -> dict[str, Any]:
         "ttft_attainment": stats.num_ttft_met / counted,
         "tpot_attainment": stats.num_tpot_met / max(1, stats.num_finished),
         "e2e_attainment": stats.num_e2e_met / stats.num_e2e if stats.num_e2e else math.nan,
+        "services": _services(monitor),
         "by_class": {name: dataclasses.asdict(ends) for name, ends in stats.by_class.items()},
         "max_wait_s": stats.max_wait_s,
         "mean_ewt_s": mean_ewt_s,
@@ -146,6 +153,36 @@ def engine_stats(policy: str, monitor: StateMonitor) -> dict[str, Any]:
         "cost_model_ready": monitor.cost.is_ready,
         "cost_model_relearned": monitor.cost.is_relearned,
     }
+
+
+def _services(monitor: StateMonitor) -> dict[str, dict[str, float]]:
+    """Of each service, where there are several: its share, its time, and what it attained."""
+    services, by_class = monitor.services, monitor.stats.by_class
+    if len(services) == 1:
+        return {}
+    return {
+        name: {
+            "share": float(services.share[index]),
+            "served_s": float(services.served_s[index]),
+            "owed_s": float(services.owed_s[index]),
+            "num_counted": by_class[name].num_counted if name in by_class else 0,
+            "num_attained": by_class[name].attained if name in by_class else 0,
+        }
+        for index, name in enumerate(services.names)
+    }
+
+
+def _by_service(services: Mapping[str, Mapping[str, float]]) -> str:
+    """Of each service with ends or time: what it attained, and its part of the time."""
+    total_s = sum(each["served_s"] for each in services.values())
+    parts = [
+        f"{name} "
+        + (f"{each['num_attained'] / each['num_counted']:.1%}" if each["num_counted"] else "-")
+        + (f" in {each['served_s'] / total_s:.0%} of the time" if total_s else "")
+        for name, each in services.items()
+        if each["num_counted"] or each["served_s"]
+    ]
+    return f"; {', '.join(parts)}" if parts else ""
 
 
 def waits_for_slots_alone(state: StepState) -> bool:
@@ -206,5 +243,5 @@ def summary_line(stats: Mapping[str, Any], num_running: int, num_waiting: int) -
         f"(longest estimate {stats['longest_ewt_s']:.1f} s), {stats['num_held']} holds, "
         f"{stats['num_preempted_by_policy']} preemptions by policy, "
         f"step model error {'-' if math.isnan(error) else f'{error:.1%}'}"
-        f"{swapped}{ignored}{slots}"
+        f"{swapped}{ignored}{slots}{_by_service(stats['services'])}"
     )

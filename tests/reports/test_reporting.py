@@ -153,3 +153,27 @@ def test_idle_time_is_no_part_of_an_interval() -> None:
     assert ask(log, (3611.0, True, 4)) == []
     log.begin(9000.0)
     assert ask(log, (9001.0, False, 4), (9010.0, False, 5)) == [(9010.0, 10.0)]
+
+
+def test_the_line_tells_what_each_service_attained_and_its_part_of_the_time() -> None:
+    """Since the line before, and only of those that had anything."""
+    monitor = StateMonitor(make_cost(), FixedLengths(), lambda: 0.0, {"chat": 0.3, "idle": 0.2})
+    log = IntervalLog(10.0)
+
+    def line() -> str:
+        stats = engine_stats("attain", monitor) | COUNTS
+        return log.line(10.0, stats, num_running=0, num_waiting=0)
+
+    monitor.services.served_s[:] = 3.0, 1.0, 0.0
+    monitor.stats.of_class("chat").attained = 3
+    monitor.stats.of_class("chat").missed = 1
+    assert line().endswith("; default - in 75% of the time, chat 75.0% in 25% of the time")
+    monitor.services.served_s[1] += 1.0
+    assert line().endswith("; chat - in 100% of the time")
+    assert "of the time" not in line()
+
+
+def test_without_classes_nothing_is_told_of_services() -> None:
+    monitor = StateMonitor(make_cost(), FixedLengths(), lambda: 0.0)
+
+    assert engine_stats("attain", monitor)["services"] == {}
