@@ -68,11 +68,13 @@ def _run(calls: list[Call], chunk: int, options: Mapping[str, Any] | None) -> li
     """One run; without options, of vLLM's own scheduler."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-    import sola_sched
-    from sola_sched.simulator import StepTimeModel, VirtualEngine, VirtualRequest
+    from sola_sched.simulator.engine import VirtualEngine
+    from sola_sched.simulator.request import VirtualRequest
+    from sola_sched.simulator.steps.time import StepTimeModel
+    from sola_sched.vllm_adapter.scheduler import Scheduler
 
     engine = VirtualEngine(
-        AsyncScheduler if options is None else sola_sched.Scheduler,
+        AsyncScheduler if options is None else Scheduler,
         model=_MODEL,
         num_blocks=4000,
         max_model_len=4096,
