@@ -63,7 +63,7 @@ class Case:
 
 def rates(setup: Setup) -> Outcome:
     """Fig. 6, 7 and 8: five measures over the rate, mean of the seeds."""
-    some = RATES[3:4] if setup.is_quick else RATES
+    some: Sequence[float] = RATES[3:4] if setup.is_quick else RATES
     cases = [Case("rate", rate, rate, seed, setup.data) for rate in some for seed in setup.seeds]
     rows = _rows(setup, cases, "rates")
     some = [rate for rate in some if any(row["value"] == rate for row in rows)]
