@@ -64,7 +64,8 @@ def mixed(setup: Setup) -> Outcome:
         for group in (_FCFS, _EDF, _OURS):
             lines.append([name, *_line(MIXES[name], found, group)])
     head = ["mix", "rule", "all %", "by weight %", "each seed", "worst class", "by class %"]
-    about = [f"- *{name}*: {mix.about}; {_terms(mix)}." for name, mix in MIXES.items()]
+    shown = setup.only or MIXES
+    about = [f"- *{name}*: {MIXES[name].about}; {_terms(MIXES[name])}." for name in shown]
     return Outcome(rows, "\n".join([markdown(head, lines, 2), "", *about]))
 
 

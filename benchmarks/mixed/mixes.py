@@ -85,7 +85,7 @@ MIXES = {
         _ARTICLES,
     ),
     "flood": Mix(
-        "three tenants, one sends eight in ten requests and those of the others are worth eight of its",
+        "three tenants; one sends eight in ten requests, each worth an eighth of the others'",
         {
             "a": Kind(0.1, SloTarget(2.0, 0.1, weight=8.0)),
             "b": Kind(0.1, SloTarget(2.0, 0.1, weight=8.0)),

@@ -366,7 +366,8 @@ def test_sampling_params_are_refused_early_where_every_server_would() -> None:
         _remember(server)
     SamplingParams(extra_args={"ttft_slo_ms": 500, "other": "soon"})
     SamplingParams(extra_args={"slo_class": "chat"})
-    for bad in ({"ttft_slo_ms": "soon"}, {"slo_class": "chit"}):
+    SamplingParams(extra_args={"e2e_slo_ms": 60_000, "ttft_slo_ms": "none"})
+    for bad in ({"ttft_slo_ms": "soon"}, {"slo_class": "chit"}, {"e2e_slo_ms": 100}):
         with pytest.raises(Exception, match=f"'{next(iter(bad))}'"):
             SamplingParams(extra_args=bad)
     del server
