@@ -102,6 +102,7 @@ PARTS = (
     ),
     Part("vllm.v1.core.sched.request_queue.SchedulingPolicy", _names("FCFS PRIORITY")),
     Part("vllm.v1.core.sched.output.SchedulerOutput", _names("num_scheduled_tokens")),
+    Part("vllm.v1.core.sched.interface.PauseState", _names("PAUSED_ALL")),
     Part(
         "vllm.v1.request.Request",
         _names(

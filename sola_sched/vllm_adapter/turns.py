@@ -26,6 +26,7 @@ from sola_sched.core.monitor import StateMonitor
 from sola_sched.errors import ConfigError
 
 if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     _Host: type[Any] = AsyncScheduler
@@ -144,7 +145,7 @@ class TurnsMixin(_Host):
         self._overruns_told = num_lost
 
 
-def refuse_ranks(parallel_config: Any) -> None:
+def refuse_ranks(parallel_config: ParallelConfig) -> None:
     """Refuse engines whose ranks wait for each other: they must not wait for turns as well."""
     num_ranks = parallel_config.data_parallel_size
     if num_ranks > 1:
