@@ -17,19 +17,22 @@ import numpy as np
 from colocation.pair import Pair, Service, group, pair
 from harness.markdown import markdown
 from harness.setup import Outcome, Setup
-from sola_sched.bench.backends.model import BENCH_SHAPE, ModelShape
+from sola_sched.bench.backends.model import ModelShape
 from sola_sched.colocation.lease import Lease
 from sola_sched.colocation.table import Table
 from sola_sched.config.slo import SloTarget
 from sola_sched.core.metrics import RequestRecord
 
+#: Decodes as long as 40 tokens of a prompt: some 10 ms on a slow core.
+SHAPE = ModelShape(128, 256, 2, 2, 2, 2048, 2048, "float32")
 #: Short answers in bursts that must come fast, and long prompts that have time.
 SERVICES = (
-    Service("chat", 150, 50, 3.0, 0.3, SloTarget(0.4, 0.02)),
-    Service("summaries", 700, 30, 2.0, 1.0, SloTarget(3.0, 0.15)),
+    Service("chat", 150, 50, 4.0, 0.3, SloTarget(0.4, 0.025)),
+    Service("summaries", 700, 20, 1.0, 1.0, SloTarget(4.0, 0.25)),
 )
 SHARE = 0.1
 ARMS = {
+    "vLLM, 128": ("stock:128", False),
     "vLLM, 512": ("stock:512", False),
     "vLLM, 2048": ("stock:2048", False),
     "sola_sched, free": ("sola:512", False),
@@ -42,10 +45,10 @@ _KILLS = 3
 
 def colocation(setup: Setup) -> Outcome:
     """Attainment of both services on one core, with and without turns; then kills."""
-    seconds = 6.0 if setup.is_quick else 12.0
+    seconds = 5.0 if setup.is_quick else 10.0
     found: dict[tuple[str, str], list[float]] = {}
     seeds = setup.seeds[:1] if setup.is_quick else setup.seeds
-    with pair(SERVICES, BENCH_SHAPE, _CORE) as engines:
+    with pair(SERVICES, SHAPE, _CORE) as engines:
         for number, seed in enumerate(seeds):
             arms = list(ARMS) if number % 2 == 0 else list(reversed(ARMS))
             for arm in arms:
@@ -60,7 +63,7 @@ def colocation(setup: Setup) -> Outcome:
     head = ["both engines", *(s.name for s in SERVICES), "the worse of both"]
     return Outcome(
         [],
-        f"Two engines of vLLM's CPU build on one core (random Llama of 62 M parameters each), "
+        f"Two engines of vLLM's CPU build on one core ({SHAPE.name} each), "
         f"{seconds:g} s a run, seeds {', '.join(map(str, seeds))} in alternating order; requests "
         f"within both targets, mean (each seed).\n\n{_about()}\n\n"
         + markdown(head, lines)
@@ -105,11 +108,11 @@ def _shares(values: Sequence[float]) -> str:
 # A kill ---------------------------------------------------------------------------------------
 
 _STEADY = SloTarget(10.0, 1.0)
-_VICTIM = Service("victim", 100, 400, 4.0, 1.0, _STEADY)
-_OTHER = Service("other", 100, 400, 4.0, 1.0, _STEADY)
+_VICTIM = Service("victim", 100, 100, 1.5, 1.0, _STEADY)
+_OTHER = Service("other", 100, 100, 1.5, 1.0, _STEADY)
 
 
-def pause_at_a_kill(seed: int, shape: ModelShape = BENCH_SHAPE) -> tuple[float, float]:
+def pause_at_a_kill(seed: int, shape: ModelShape = SHAPE) -> tuple[float, float]:
     """Longest time between two tokens of the other engine: before, and around a kill; ms."""
     with group() as name, pair((_VICTIM, _OTHER), shape, _CORE) as engines:
         options = {"group": name, "share": SHARE}
@@ -127,7 +130,7 @@ def pause_at_a_kill(seed: int, shape: ModelShape = BENCH_SHAPE) -> tuple[float, 
         table.close()
         records, stats = engines.result(1)
         assert all(record.completed for record in records), "a request of the other was lost"
-        assert stats.num_taken_over == 1, "the victim was not killed in its turn"
+        assert stats.num_taken_over >= 1, "the victim was not killed in its turn"
         return _pause_ms(records, killed_s - 1.0, killed_s), _pause_ms(
             records, killed_s, killed_s + 1.0
         )

@@ -32,18 +32,17 @@ _MOST_BLOCKS = 16
 def merged_block_bytes(block_bytes: Iterable[int], max_waste: float = 0.05) -> int:
     """The shortest merged block of which no service leaves more than a share unused.
 
+    It is a multiple of the largest service's block.
+
     Args:
         block_bytes: Bytes of a block of each service.
-        max_waste: That share, in [0, 1). If 16 blocks of the largest service do not suffice, the
-            length up to there with the least waste is taken.
+        max_waste: That share, in [0, 1). If 16 of those blocks do not suffice, the length up to
+            there with the least waste is taken.
     """
     sizes = sorted(set(block_bytes))
     if not sizes or sizes[0] < 1:
         raise ConfigError(f"Every service's block must have at least 1 byte (got {sizes}).")
-    longest = _MOST_BLOCKS * sizes[-1]
-    lengths = sorted(
-        {size * n for size in sizes for n in range(-(-sizes[-1] // size), longest // size + 1)}
-    )
+    lengths = [count * sizes[-1] for count in range(1, _MOST_BLOCKS + 1)]
     wastes = [max(length % size / length for size in sizes) for length in lengths]
     for length, waste in zip(lengths, wastes, strict=True):
         if waste <= max_waste:
