@@ -73,6 +73,9 @@ class Pool(Protocol):
     def entries(self, service: int, count: int) -> int:
         """Numbers in the block table of so many blocks."""
 
+    def part(self, service: int) -> int:
+        """Of the memory; services of one part want for the same blocks."""
+
 
 class Merged:
     """The paper's way."""
@@ -91,6 +94,9 @@ class Merged:
 
     def entries(self, service: int, count: int) -> int:
         return 2 * count
+
+    def part(self, service: int) -> int:
+        return 0
 
 
 class Split:
@@ -117,6 +123,9 @@ class Split:
     def entries(self, service: int, count: int) -> int:
         return count * self._models[service].pieces
 
+    def part(self, service: int) -> int:
+        return 0
+
 
 class Partition:
     """Half of the memory for each, as two engines have it."""
@@ -141,6 +150,9 @@ class Partition:
     def entries(self, service: int, count: int) -> int:
         return count
 
+    def part(self, service: int) -> int:
+        return service
+
 
 POOLS: Mapping[str, type[Merged] | type[Split] | type[Partition]] = {
     "merged": Merged, "split": Split, "partition": Partition,
@@ -161,39 +173,46 @@ class _Request:
 def replay(models: Sequence[Model], pool: Pool, requests: Sequence[_Request]) -> dict[str, float]:
     """Steps of equal length: requests enter in turn, grow by a token a step, and leave.
 
-    Who finds no block for its next token waits a step, holding what it has; the newest is started
-    anew if nobody can go on, as vLLM does.
+    Who finds no block for its next token waits a step, holding what it has, and nobody enters
+    meanwhile. If nobody can go on, the newest is started anew, as vLLM does.
     """
     waiting = sorted(requests, key=lambda r: r.arrival_s)
     running: list[_Request] = []
     now_s, unused, waits, ended, restarted = 0.0, [], [], 0, 0
     while waiting or running:
         now_s += _STEP_S
-        for request in list(waiting):  # each service's own queue
-            if request.arrival_s > now_s:
-                break
-            blocked = any(w.service == request.service for w in waiting[: waiting.index(request)])
-            if not blocked and _grow(pool, request, request.prompt + 1):
-                waiting.remove(request)
-                running.append(request)
-                waits.append(now_s - request.arrival_s)
-        moved = 0
+        moved, stuck = set[int](), set[int]()  # parts of the memory
         for request in list(running):
             request.done += 1
             if request.done >= request.output:
                 running.remove(request)
                 _leave(pool, request)
                 ended += 1
-                moved += 1
+                moved.add(pool.part(request.service))
             elif _grow(pool, request, request.prompt + request.done + 1):
-                moved += 1
+                moved.add(pool.part(request.service))
             else:
                 request.done -= 1
-        if running and not moved:
-            request = running.pop()
+                stuck.add(pool.part(request.service))
+        for part in stuck - moved:
+            request = [r for r in running if pool.part(r.service) == part][-1]
+            running.remove(request)
             _leave(pool, request)
             request.done, restarted = 0, restarted + 1
             waiting.insert(0, request)
+        for request in list(waiting):  # each service's own queue
+            if request.arrival_s > now_s:
+                break
+            ahead = waiting[: waiting.index(request)]
+            blocked = any(w.service == request.service for w in ahead)
+            if (
+                pool.part(request.service) not in stuck
+                and not blocked
+                and _grow(pool, request, request.prompt + 1)
+            ):
+                waiting.remove(request)
+                running.append(request)
+                waits.append(now_s - request.arrival_s)
         held = pool.held_bytes()
         if running and held:
             used = sum(models[r.service].bytes_of(r.prompt + r.done) for r in running)
@@ -280,10 +299,10 @@ def sharing_blocks(setup: Setup) -> Outcome:
         gather = [1e3 * gather_s(model, way, 8, 0) for model in models]
         lines.append(
             ["-".join(m.name for m in models), way, f"{100 * mean['unused']:.1f} %",
-             " / ".join(f"{n:,}" for n in entries), f"{mean['wait_s']:.2f}",
+             " / ".join(f"{n:,}" for n in entries), f"{mean['wait_s']:.1f}", f"{mean['duration_s']:.0f}",
              f"{mean['num_restarted']:.0f}", " / ".join(f"{ms:.1f}" for ms in gather)]
         )  # fmt: skip
-    head = ["models", "pool", "held bytes without KV", "numbers a block", "mean wait, s",
+    head = ["models", "pool", "held bytes without KV", "numbers a block", "mean wait, s", "all done, s",
             "started anew", "copy of 8 blocks, ms"]  # fmt: skip
     return Outcome(
         [],
