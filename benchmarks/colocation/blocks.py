@@ -299,10 +299,12 @@ def sharing_blocks(setup: Setup) -> Outcome:
         gather = [1e3 * gather_s(model, way, 8, 0) for model in models]
         lines.append(
             ["-".join(m.name for m in models), way, f"{100 * mean['unused']:.1f} %",
-             " / ".join(f"{n:,}" for n in entries), f"{mean['wait_s']:.1f}", f"{mean['duration_s']:.0f}",
+             " / ".join(f"{n:,}" for n in entries), f"{mean['wait_s']:.1f}",
+             f"{mean['duration_s']:.0f}",
              f"{mean['num_restarted']:.0f}", " / ".join(f"{ms:.1f}" for ms in gather)]
         )  # fmt: skip
-    head = ["models", "pool", "held bytes without KV", "numbers a block", "mean wait, s", "all done, s",
+    head = ["models", "pool", "held bytes without KV", "numbers a block", "mean wait, s",
+            "all done, s",
             "started anew", "copy of 8 blocks, ms"]  # fmt: skip
     return Outcome(
         [],
