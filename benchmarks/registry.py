@@ -105,7 +105,7 @@ EXPERIMENTS = (
     Experiment("mixed", "several kinds of request at once, FCFS and earliest deadline first beside",
                "10 min", "mixed.experiment:mixed",
                ("data", "seeds", "workers", "num_requests", "quick", "only"), "mixed.jsonl",
-               {"seeds": (0,), "num_requests": 300, "only": ("40/40/20", "tiers")}),
+               {"seeds": (0,), "num_requests": 300, "only": ()}),
     _alise("rates", "latency under policy=alise over request rate, by predictor", "1 h",
            "alise.latency:draw"),
     _alise("seeds", "the same on three seeds, fewer schedulers", "3 h"),

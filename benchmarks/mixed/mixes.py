@@ -91,12 +91,12 @@ MIXES = {
             "b": Kind(0.1, SloTarget(2.0, 0.1, weight=8.0)),
             "flood": Kind(0.8, MEDIUM),
         },
-        8.0,
+        7.0,
     ),
     "ten times as long": Mix(
         "one in ten is ten times as long, in and out; the same targets",
         {"short": Kind(0.9, MEDIUM), "long": Kind(0.1, MEDIUM, stretch=10.0)},
-        3.0,
+        6.0,
     ),
     "10/80/10": Mix(
         "10 % tight, 80 % medium, 10 % without TTFT",
