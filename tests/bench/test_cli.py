@@ -41,7 +41,7 @@ def use_fixed_backend(monkeypatch: pytest.MonkeyPatch, backend: Any = None) -> A
         (["--schedulers", "sola:polcy=paper"], "Unknown option 'polcy'"),
         (["--slo", "ttft:0"], "must hold finite numbers > 0"),
         (["--slo", "ttft=5"], "takes ttft:<ms>"),
-        (["--slo", "e2el:5"], "takes ttft:<ms>"),
+        (["--slo", "itl:5"], "takes ttft:<ms>"),
         (["--slo-class", "chat:1"], "NAME:SHARE:TTFT_MS:TPOT_MS"),
         (["--slo-class", "chat:1:9:9:9:9:9"], "WEIGHT"),
         (["--slo-class", "chat:none:9:9"], "--slo-class"),

@@ -124,7 +124,9 @@ def test_own_targets_are_sent_as_flat_keys(server: FakeServer) -> None:
 
     by_own = sorted(server.bodies, key=lambda body: "ttft_slo_ms" in body["vllm_xargs"])
     assert by_own[0]["vllm_xargs"] == {"mine": 1}
-    assert by_own[1]["vllm_xargs"] == {"mine": 1, "ttft_slo_ms": 500}
+    assert by_own[1]["vllm_xargs"] == {
+        "mine": 1, "ttft_slo_ms": 500, "tpot_slo_ms": "none", "e2e_slo_ms": "none",
+    }  # fmt: skip
     assert by_own[0]["top_k"] == 1
     assert by_own[0]["ignore_eos"] is True
 
@@ -134,7 +136,9 @@ def test_targets_of_the_run_are_sent_on_request(server: FakeServer) -> None:
 
     backend.run(make_workload(1, rate=100.0), SERVER, SLO)
 
-    assert server.bodies[0]["vllm_xargs"] == {"ttft_slo_ms": 500, "tpot_slo_ms": 100}
+    assert server.bodies[0]["vllm_xargs"] == {
+        "ttft_slo_ms": 500, "tpot_slo_ms": 100, "e2e_slo_ms": "none",
+    }  # fmt: skip
 
 
 def test_prompts_differ_between_runs_so_that_no_prefix_cache_helps(server: FakeServer) -> None:

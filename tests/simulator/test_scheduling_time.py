@@ -13,6 +13,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from sola_sched.bench.backends.base import parse_scheduler
 from sola_sched.bench.backends.simulation import SimBackend, SimOptions
+from sola_sched.bench.data.workload import Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError
 from sola_sched.simulator import StepTimeModel, StepTrace, VirtualEngine, VirtualRequest
@@ -72,7 +73,7 @@ def test_each_scheduler_is_charged_its_own_time() -> None:
     profile = load_step_profile("llama-3-8b-h100")
     backend = SimBackend(SimOptions(profile, scheduling_time="model"))
     for name, expected in (("stock", STOCK), ("sjf", STOCK), ("sola", SOLA)):
-        engine = backend._engine(parse_scheduler(name), SloTarget(1.0, 0.1))
+        engine = backend._engine(parse_scheduler(name), SloTarget(1.0, 0.1), Workload(()))
         assert engine._scheduling_time == expected
     assert SOLA.step_s(1) > STOCK.step_s(1)
     assert SOLA.step_s(256) > STOCK.step_s(256)
