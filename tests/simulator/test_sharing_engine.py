@@ -68,7 +68,9 @@ lengths = st.lists(
 def test_one_service_is_the_fast_engine(shapes: list[tuple[float, int, int]]) -> None:
     """While there is memory for all: the shared engine leaves more of it free than the other."""
     shapes = sorted(shapes)
-    alone = FastInstance(STEPS, kv_capacity_tokens=15_000, max_num_batched_tokens=256, is_async=False)
+    alone = FastInstance(
+        STEPS, kv_capacity_tokens=15_000, max_num_batched_tokens=256, is_async=False
+    )
     ends = {}
     for number, (at_s, prompt, output) in enumerate(shapes):
         while alone.next_s <= at_s:

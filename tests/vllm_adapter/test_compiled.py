@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
-pytest.importorskip("numba")
+if find_spec("numba") is None:  # not imported: it would stay loaded for the engines of other tests
+    pytest.skip("needs numba", allow_module_level=True)
 pytest.importorskip("vllm.triton_utils.dispatcher")
 
 # In a process of its own, because what is mended stays so.
