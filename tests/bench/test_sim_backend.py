@@ -111,6 +111,52 @@ def test_two_requests_take_the_time_worked_out_by_hand() -> None:
     assert outcome.scheduler.cpu_s > 0.0
 
 
+def test_a_turn_comes_after_the_answer_before_it_and_pays_for_what_is_not_cached() -> None:
+    (first,) = make_workload((0.0, 64, 3)).requests
+    turn = RequestSpec("turn", (*first.prompt_token_ids, *range(300, 332)), 1, 2.0, after="0")
+    backend = make_backend(async_scheduling=False, enable_prefix_caching=True)
+
+    outcome = backend.run(Workload((first, turn)), parse_scheduler("stock"), SLO)
+
+    # Prefill of 64: 1 + 0.5, twice 1 + 0.125, a pause of 2, and a prefill of the 32 new tokens.
+    assert outcome.records[0].token_times_s == [1.5, 2.625, 3.75]
+    assert outcome.records[1].arrival_s == 5.75
+    assert outcome.records[1].token_times_s == [5.75 + 1.25]
+    assert outcome.duration_s == 7.0
+
+
+@pytest.mark.parametrize("max_concurrency", [None, 1])
+def test_turns_are_all_answered_in_their_order(max_concurrency: int | None) -> None:
+    opening = busy_workload(6).requests
+    turns = [
+        replace(r, req_id=f"{r.req_id}.{i}", arrival_s=3.0 - i,
+                after=f"{r.req_id}.{i - 1}" if i else r.req_id)
+        for r in opening for i in range(3)
+    ]  # fmt: skip
+    workload = Workload((*turns, *opening))
+
+    outcome = make_backend().run(
+        workload, parse_scheduler("sola"), SLO, max_concurrency=max_concurrency
+    )
+
+    assert all(record.completed for record in outcome.records)
+    records = {record.req_id: record for record in outcome.records}
+    for turn in turns:
+        end_s = records[str(turn.after)].token_times_s[-1]
+        assert records[turn.req_id].arrival_s == pytest.approx(end_s + turn.arrival_s)
+
+
+def test_turns_whose_answer_never_comes_end_with_the_run() -> None:
+    workload = busy_workload(3)
+    turn = replace(workload.requests[2], req_id="turn", after="1")
+    spec = parse_scheduler(f"stock:engine.scheduler_cls={__name__}:Stuck")
+
+    outcome = make_backend().run(replace(workload, requests=(*workload.requests, turn)), spec, SLO)
+
+    assert not outcome.records[3].completed
+    assert outcome.records[3].error
+
+
 def test_asynchronous_scheduling_is_the_default() -> None:
     workload = make_workload((0.0, 64, 3), (0.5, 32, 1))
 

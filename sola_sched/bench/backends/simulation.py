@@ -7,7 +7,7 @@ import math
 import pkgutil
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -278,6 +278,7 @@ class _Replay:
         self._max_tokens = 1
         self._pending: deque[tuple[RequestSpec, RequestRecord]] = deque()
         self._live: dict[str, tuple[RequestSpec, RequestRecord]] = {}
+        self._followers: dict[str, list[tuple[RequestSpec, RequestRecord]]] = {}
 
     @property
     def now_s(self) -> float:
@@ -301,7 +302,13 @@ class _Replay:
         # A whole second: adding it to arrivals costs no precision that matters.
         self._engine.clock.now = self._start_s = float(math.ceil(self._engine.clock.now))
         self._max_tokens = max((request.output_tokens for request in requests), default=1)
-        self._pending = deque(zip(requests, records, strict=True))
+        self._pending.clear()
+        self._followers.clear()
+        for request, record in zip(requests, records, strict=True):
+            if request.after is None:
+                self._pending.append((request, record))
+            else:
+                self._followers.setdefault(request.after, []).append((request, record))
         self._send()
         return records
 
@@ -318,12 +325,21 @@ class _Replay:
             )
         if self._on_done is not None:
             self._on_done(record)
+        self._follow(request.req_id)
         self._send()
+
+    def _follow(self, req_id: str) -> None:
+        """What waited for the end of a request arrives after its pause."""
+        for request, record in self._followers.pop(req_id, ()):
+            record.arrival_s = self.now_s + request.arrival_s
+            self._pending.append((replace(request, arrival_s=record.arrival_s), record))
+            self._pending = deque(sorted(self._pending, key=lambda pair: pair[0].arrival_s))
 
     def give_up(self, reason: str, outcome: RunOutcome) -> None:
         """End every request that has not ended."""
         sent = {record.req_id: record for record in self._engine.records}
-        left = [*self._live.values(), *self._pending]
+        waiting = [pair for pairs in self._followers.values() for pair in pairs]
+        left = [*self._live.values(), *self._pending, *waiting]
         for _, record in left:
             record.error = reason
             if record.req_id in self._live:
@@ -331,6 +347,7 @@ class _Replay:
                 record.token_times_s = [time_s - self._start_s for time_s in times_s]
         self._live.clear()
         self._pending.clear()
+        self._followers.clear()
         outcome.notes.append(f"{len(left)} of {len(outcome.records)} requests ended: {reason}")
 
     def _send(self) -> None:

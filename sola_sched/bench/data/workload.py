@@ -31,6 +31,8 @@ class RequestSpec:
         priority: As vLLM's, smaller is more urgent; in virtual time only, and read only with
             ``engine.scheduling_policy=priority``.
         prediction: Of its output length, made from its text beforehand; for virtual time only.
+        after: ``req_id`` of the request whose end it waits for, as the next turn of a conversation
+            does; ``arrival_s`` then counts from that end. In virtual time only.
     """
 
     req_id: str
@@ -41,6 +43,7 @@ class RequestSpec:
     slo_class: str | None = None
     priority: int = 0
     prediction: LengthPrediction | None = None
+    after: str | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Workload:
     """Requests in order of arrival.
 
     Attributes:
-        requests: Sorted by ``arrival_s``.
+        requests: Sorted by ``arrival_s``, those left out that wait for another's end.
         request_rate: Mean arrivals per second asked for; ``inf`` sends all at once.
         burstiness: Shape of the gamma-distributed gaps; 1 is a Poisson process.
         notes: What was changed on the way from the data set, in sentences for the report.
