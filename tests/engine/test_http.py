@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 OPTIONS = {
     "ttft_s": 0.5,
     "tpot_s": 0.05,
-    "classes": {"batch": {"ttft_s": 30.0, "tpot_s": None}},
+    "classes": {"batch": {"ttft_s": 30.0, "tpot_s": None}, "job": {"e2e_s": 60.0, "weight": 2}},
 }
 #: `vllm bench serve` without the `vllm` command, which the CPU wheel cannot start.
 BENCH = """
@@ -42,7 +42,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         ({"ttft_slo_ms": -5}, "ttft_slo_ms", "-5", "> 0"),
         ({"ttft_slo_ms": "abc"}, "ttft_slo_ms", "abc", "must be a finite number"),
         ({"tpot_slo_ms": 0}, "tpot_slo_ms", "0", "> 0"),
-        ({"slo_class": "nope"}, "slo_class", "nope", "known: batch"),
+        ({"slo_class": "nope"}, "slo_class", "nope", "known: batch, job"),
+        ({"e2e_slo_ms": 400}, "'e2e_slo_ms'", "got 400 and 500", "at least 'ttft_slo_ms'"),
+        ({"slo_class": "job", "ttft_slo_ms": 60001}, "e2e_slo_ms", "60001", "at least"),
         ({"ttft_slo": 500}, "'ttft_slo'", "must be written", "'ttft_slo_ms'"),
         ({"TPOT_SLO_MS": 50}, "'TPOT_SLO_MS'", "must be written", "'tpot_slo_ms'"),
         ({"slo-class": "batch"}, "'slo-class'", "must be written", "'slo_class'"),
@@ -74,6 +76,8 @@ def test_invalid_slo_of_a_stream_is_refused_before_it_starts(server, xargs):
         {"ttft_slo_ms": 500, "tpot_slo_ms": 50.5},
         {"slo_class": "batch"},
         {"slo_class": "batch", "ttft_slo_ms": 1},
+        {"slo_class": "job"},
+        {"e2e_slo_ms": 60000, "ttft_slo_ms": "none", "tpot_slo_ms": "none"},
         {"somebody_elses_key": "abc"},
     ],
     ids=str,
@@ -119,3 +123,4 @@ def test_server_log_names_policy_and_targets(server):
     log = server.log.read_text()
 
     assert "sola_sched: policy attain, targets by default: TTFT 0.5 s, TPOT 0.05 s" in log
+    assert "last token 60 s, weight 2" in log
