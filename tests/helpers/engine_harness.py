@@ -362,7 +362,7 @@ def _engine_core_request(request: EngineRequest, arrival_time: float) -> Any:
         ),
         pooling_params=None,
         arrival_time=arrival_time,
-        lora_request=_adapter(request),
+        lora_request=adapter_of(request),
         cache_salt=None,
         data_parallel_rank=None,
         priority=request.priority,
@@ -370,7 +370,8 @@ def _engine_core_request(request: EngineRequest, arrival_time: float) -> Any:
     )
 
 
-def _adapter(request: EngineRequest) -> Any:
+def adapter_of(request: EngineRequest) -> Any:
+    """Its `LoRARequest`, if it has an adapter."""
     if request.adapter is None:
         return None
     from vllm.lora.request import LoRARequest
