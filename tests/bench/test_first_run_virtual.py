@@ -23,6 +23,7 @@ def test_targets_are_ten_times_the_latency_of_a_request_alone() -> None:
     assert slo.tpot_s == pytest.approx(first_run_virtual.TPOT_S, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_every_share_has_an_interval_and_the_picture_is_where_it_says(tmp_path: Path) -> None:
     said: list[str] = []
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.vllm
 @pytest.mark.parametrize(
     ("name", "head", "num_lines"),
     [
-        ("table4", "| model | scheduler | req/s |", 7),
+        pytest.param("table4", "| model | scheduler | req/s |", 7, marks=pytest.mark.slow),
         pytest.param(
             "benefit",
             "| model, SLO | load | req/s | best stock | peak memory alone |",

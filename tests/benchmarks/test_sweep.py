@@ -107,6 +107,7 @@ def test_no_bound_where_none_was_asked_for(tmp_path: Path) -> None:
     assert math.isnan(rows[0]["bound"])
 
 
+@pytest.mark.slow
 def test_hindsight_lies_between_the_scheduler_and_the_bound(tmp_path: Path) -> None:
     names = (sim_hindsight.SCHEDULER, HINDSIGHT, BOUND)
     overload = [replace(BASE, rate_per_s=60.0, num_requests=60, scheduler=n) for n in names]
@@ -116,6 +117,7 @@ def test_hindsight_lies_between_the_scheduler_and_the_bound(tmp_path: Path) -> N
     assert row["attainment"] <= row["hindsight"] <= row["bound"] <= 1.0
 
 
+@pytest.mark.slow
 def test_what_can_be_done_with_hindsight_is_done_in_a_run() -> None:
     """The best selection is that of a run: one run serves all, and more are never worse."""
     point = replace(BASE, rate_per_s=60.0, num_requests=60)

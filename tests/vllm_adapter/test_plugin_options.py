@@ -168,7 +168,11 @@ def test_an_option_error_that_ends_the_process_is_its_message_alone(
     ("additional", "words"),
     [
         ({"sola-sched": {"ttft_s": 0.5}}, "must be under 'sola_sched' (got 'sola-sched'"),
-        ({"sola_sched": {"profile": "/no/such/profile.json"}}, "'/no/such/profile.json' must be"),
+        pytest.param(
+            {"sola_sched": {"profile": "/no/such/profile.json"}},
+            "'/no/such/profile.json' must be",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["misplaced", "missing profile"],
 )

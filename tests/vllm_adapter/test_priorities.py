@@ -121,7 +121,13 @@ def test_without_slos_the_schedule_is_stock_vllms_by_priority_step_by_step(
 
 
 @pytest.mark.parametrize("async_scheduling", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("policy", ["attain", "paper", "alise", "none"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "attain",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("paper", "alise", "none")),
+    ],
+)
 def test_no_class_loses_its_kv_to_a_lower_one(policy: str, async_scheduling: bool) -> None:
     workload = make_workload(400, 30.0, 2)
     sola = {"policy": policy, "ttft_s": 0.5, "tpot_s": 0.05}
