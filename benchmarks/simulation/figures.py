@@ -41,6 +41,7 @@ def plot_lines(rows: Sequence[Row], path: Path) -> Path:
     panels: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         panels.setdefault(tuple(row[name] for name in _PANEL), []).append(row)
+    profiles = dict.fromkeys(row["profile"] for row in rows)
     num_columns = min(_MAX_COLUMNS, len(panels))
     num_rows = -(-len(panels) // num_columns)
     figure, axes = plt.subplots(
@@ -58,24 +59,28 @@ def plot_lines(rows: Sequence[Row], path: Path) -> Path:
                 _line(axis, chosen, "attainment", **style)
         _line(axis, group, BOUND, color="#222222", linestyle="--", label="bound", zorder=1)
         axis.axhline(90, color="#9aa0a6", linewidth=0.8, zorder=0)
-        axis.set_title(_title(group[0]), fontsize=7.5)
+        axis.set_title(_title(group[0], len(profiles) > 1), fontsize=9)
         axis.set_xlabel("requests/s")
         axis.set_ylim(-3, 103)
         axis.grid(True, color="#e3e6ea", linewidth=0.8)
         axis.spines[["top", "right"]].set_visible(False)
     for line in axes:
         line[0].set_ylabel("requests within both SLOs (%)", fontsize=9)
+    if len(profiles) == 1:
+        figure.suptitle(rows[0]["profile"], fontsize=10)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=4)
     return save(plt, figure, path, _DPI)
 
 
-def _title(row: Row) -> str:
+def _title(row: Row, has_profile: bool) -> str:
     arrivals = "" if row["arrivals"] == "poisson" else f", {row['arrivals']}"
-    return (
-        f"{NAMES[row['dataset']]}{arrivals}\n{row['profile']}, "
-        f"SLO {row['ttft_s']:g} s, {1e3 * row['tpot_s']:g} ms"
-    )
+    lines = [row["profile"]] if has_profile else []
+    lines += [
+        f"{NAMES[row['dataset']]}{arrivals}",
+        f"TTFT {row['ttft_s']:g} s, TPOT {1e3 * row['tpot_s']:g} ms",
+    ]
+    return "\n".join(lines)
 
 
 def _line(axis: Any, rows: Sequence[Row], column: str, **style: Any) -> None:
