@@ -55,7 +55,7 @@ def mixed(setup: Setup) -> Outcome:
     lines = []
     for name in setup.only or MIXES:
         cases = [
-            Case(name, scheduler, setup.num_requests, seed)
+            Case(name, scheduler, MIXES[name].stretch * setup.num_requests, seed)
             for scheduler in (*_FCFS, *_EDF, *_OURS)
             for seed in setup.seeds
         ]

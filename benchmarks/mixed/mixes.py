@@ -57,6 +57,7 @@ class Mix:
         profile: Step times.
         dataset: Lengths.
         is_strict: Whether the ranks of the kinds are vLLM's priorities.
+        stretch: Factor on the number of requests, where deadlines are long.
     """
 
     about: str
@@ -65,6 +66,7 @@ class Mix:
     profile: str = _SMALL
     dataset: str = _CHAT
     is_strict: bool = False
+    stretch: int = 1
 
 
 MIXES = {
@@ -80,9 +82,10 @@ MIXES = {
             "600 s": Kind(1 / 3, SloTarget(e2e_s=600.0)),
             "1,800 s": Kind(1 / 3, SloTarget(e2e_s=1800.0)),
         },
-        1.2,
+        2.0,
         _LARGE,
         _ARTICLES,
+        stretch=7,
     ),
     "flood": Mix(
         "three tenants; one sends eight in ten requests, each worth an eighth of the others'",
@@ -91,7 +94,7 @@ MIXES = {
             "b": Kind(0.1, SloTarget(2.0, 0.1, weight=8.0)),
             "flood": Kind(0.8, MEDIUM),
         },
-        7.0,
+        6.5,
     ),
     "ten times as long": Mix(
         "one in ten is ten times as long, in and out; the same targets",

@@ -23,7 +23,6 @@ from sola_sched.core import metrics
 
 _STOCK = ("stock:512", "stock:2048", "stock:8192")
 _OURS = ("sola",)
-_PROFILE = "llama-3-8b-a100-measured"
 _SLO = SloTarget(ttft_s=2.0, tpot_s=0.1)
 _TALKS = "conversations"
 _TRACES = {
@@ -31,8 +30,12 @@ _TRACES = {
     "mooncake synthetic": "mooncake_synthetic.jsonl.gz",
 }
 #: Per second: conversations that begin, requests of a trace.
-_RATES = {_TALKS: (1.5, 2.0), "mooncake conversation": (8.0, 12.0),
-          "mooncake synthetic": (8.0, 12.0)}  # fmt: skip
+_RATES = {_TALKS: (4.0, 8.0), "mooncake conversation": (12.0, 16.0),
+          "mooncake synthetic": (8.0, 10.0)}  # fmt: skip
+#: Conversations need time until many go on at once: factor on the requests.
+_STRETCH = {_TALKS: 2}
+_SMALL = "llama-3-8b-a100-measured"
+_PROFILES = {_TALKS: "llama-3-70b-a100-measured"} | dict.fromkeys(_TRACES, _SMALL)
 _SCRIPTS = tuple(Path(__file__).with_name(name) for name in ("experiment.py", "workloads.py"))
 
 
@@ -58,7 +61,7 @@ def sessions(setup: Setup) -> Outcome:
     known = [_TALKS, *(_TRACES if setup.data else ())]
     setup.check_only(known)
     cases = [
-        Case(load, rate, scheduler, setup.num_requests, seed)
+        Case(load, rate, scheduler, _STRETCH.get(load, 1) * setup.num_requests, seed)
         for load in setup.only or known
         for rate in _RATES[load]
         for scheduler in (*_STOCK, *_OURS)
@@ -75,8 +78,8 @@ def sessions(setup: Setup) -> Outcome:
             "goodput/s"]  # fmt: skip
     talk = Talk()
     about = [
-        f"- {_SLO}; {_PROFILE}; {setup.num_requests} requests a run; *shared*: prompt tokens that "
-        "an endless cache would have.",
+        f"- {_SLO}; {_SMALL}, *{_TALKS}* {_PROFILES[_TALKS]}; {setup.num_requests} requests a run, "
+        "twice as many of conversations; *shared*: prompt tokens that an endless cache would have.",
         f"- *{_TALKS}*: they begin at this rate, share {talk.system_tokens} tokens, have "
         f"{talk.mean_turns:g} turns in the mean, and go on {talk.mean_think_s:g} s in the mean "
         "after each answer; a prompt is all that was said before.",
@@ -89,7 +92,7 @@ def sessions(setup: Setup) -> Outcome:
 def _run(case: Case, data: Path | None) -> Row:
     """One run, in this process."""
     environment.prepare(None, is_random=True)
-    backend = sweep.make_backend(_PROFILE)
+    backend = sweep.make_backend(_PROFILES[case.load])
     spec = parse_scheduler(case.scheduler)
     spec.engine_args["enable_prefix_caching"] = True
     workload = _workload(case, backend.limits, data)
@@ -114,7 +117,7 @@ def _workload(case: Case, limits: ModelLimits, data: Path | None) -> Workload:
 
 
 def _key(case: Case) -> str:
-    return sweep.make_key(asdict(case), case.scheduler, _PROFILE, scripts=_SCRIPTS)
+    return sweep.make_key(asdict(case), case.scheduler, _PROFILES[case.load], scripts=_SCRIPTS)
 
 
 def _line(load: str, rate: float, group: tuple[str, ...], rows: list[Row]) -> list[str]:
