@@ -30,8 +30,8 @@ _TRACES = {
     "mooncake synthetic": "mooncake_synthetic.jsonl.gz",
 }
 #: Per second: conversations that begin, requests of a trace.
-_RATES = {_TALKS: (4.0, 8.0), "mooncake conversation": (12.0, 16.0),
-          "mooncake synthetic": (8.0, 10.0)}  # fmt: skip
+_RATES = {_TALKS: (4.0, 8.0), "mooncake conversation": (12.0, 14.0),
+          "mooncake synthetic": (8.0, 9.0)}  # fmt: skip
 #: Conversations need time until many go on at once: factor on the requests.
 _STRETCH = {_TALKS: 2}
 _SMALL = "llama-3-8b-a100-measured"
