@@ -20,22 +20,23 @@ def keep(
     weight: object = None,
     *,
     rank: object = None,
-    slot: object = None,
-    slots_busy_s: float = 0.0,
+    num_with_slot: int | None = None,
+    slot_s: float = 0.0,
+    num_free: int = 0,
     loop: object = None,
 ) -> list[int]:
-    """Numbers of the jobs kept, by (rank, deadline)."""
+    """Numbers of the jobs kept, by (rank, deadline); the first ones have a slot."""
     service, deadline = (np.asarray(x, dtype=np.float64) for x in (service, deadline))
     weight = service if weight is None else np.asarray(weight, dtype=np.float64)
     rank = np.zeros(len(service), dtype=np.int64) if rank is None else np.asarray(rank)
-    slot = np.zeros(len(service)) if slot is None else np.asarray(slot, dtype=np.float64)
-    order = np.lexsort((deadline, rank))
+    jobs = np.lexsort((deadline, rank))
     kept = np.zeros(len(service), dtype=np.bool_)
     count = (loop or loops.load().keep_on_time)(
-        *(x[order] for x in (service, deadline, slot, weight, rank)), 1.0, slots_busy_s, kept
-    )
+        jobs, service, deadline, weight, rank, 1.0, 0.0,
+        len(service) if num_with_slot is None else num_with_slot, slot_s, -num_free * slot_s, kept,
+    )  # fmt: skip
     assert count == int(kept.sum())
-    return [int(job) for job in order[kept]]
+    return [int(job) for job in jobs[kept]]
 
 
 def most_on_time(jobs: list[tuple[int, int]]) -> int:
@@ -72,7 +73,7 @@ def test_the_job_given_up_is_the_one_with_the_largest_weight() -> None:
 
 def test_a_job_that_gets_no_slot_in_time_makes_the_costliest_go() -> None:
     # One slot now and one every 4: the third comes at 8, after the last deadline.
-    kept = keep([0.1] * 3, [3, 5, 7], [1, 9, 2], slot=[4, 4, 4], slots_busy_s=-4.0)
+    kept = keep([0.1] * 3, [3, 5, 7], [1, 9, 2], num_with_slot=0, slot_s=4.0, num_free=1)
     assert kept == [0, 2]
 
 
@@ -80,37 +81,61 @@ def test_a_job_that_gets_no_slot_in_time_makes_the_costliest_go() -> None:
 def test_a_job_with_a_slot_of_its_own_is_not_late_for_want_of_others(
     deadline: float, num_kept: int
 ) -> None:
-    assert len(keep([0.1, 0.1], [1.0, deadline], slot=[0.0, 4.0])) == num_kept
+    assert len(keep([0.1, 0.1], [1.0, deadline], num_with_slot=1, slot_s=4.0)) == num_kept
 
 
 @given(JOBS, st.integers(0, 3))
 def test_slots_alone_are_shared_out_as_time_is(jobs: list[tuple[int, int]], free: int) -> None:
     deadline = [d for _, d in jobs]
     nothing, weight = np.zeros(len(jobs)), np.arange(len(jobs))
-    kept = keep(nothing, deadline, weight, slot=np.full(len(jobs), 7), slots_busy_s=-7.0 * free)
+    kept = keep(nothing, deadline, weight, num_with_slot=0, slot_s=7.0, num_free=free)
     assert len(kept) == most_on_time([(7, d + free * 7) for d in deadline])
 
 
-@given(JOBS, st.integers(0, 3), st.integers(0, 6))
+@given(JOBS, st.integers(0, 3), st.integers(0, 6), st.integers(0, 6))
 def test_compiled_and_not_those_kept_are_on_time_and_find_slots(
-    jobs: list[tuple[int, int]], free: int, interval: int
+    jobs: list[tuple[int, int]], free: int, interval: int, num_with_slot: int
 ) -> None:
     service, deadline = (np.array(x) for x in zip(*jobs, strict=True))
-    needs = np.arange(len(jobs)) % 3 > 0
     kept, plain = (
         keep(
             service,
             deadline,
-            slot=needs * float(interval),
-            slots_busy_s=-float(free * interval),
+            num_with_slot=num_with_slot,
+            slot_s=float(interval),
+            num_free=free,
             loop=loop,
         )
         for loop in (None, loops.keep_on_time)
     )
     assert kept == plain
+    needs = np.array(kept, dtype=np.int64) >= num_with_slot
     assert (np.cumsum(service[kept]) <= deadline[kept]).all()
-    num_taken = np.cumsum(needs[kept])
-    assert ((num_taken - free) * interval <= deadline[kept])[needs[kept]].all() or not interval
+    num_taken = np.cumsum(needs)
+    assert ((num_taken - free) * interval <= deadline[kept])[needs].all() or not interval
+
+
+PLACES = st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 9)), max_size=12)
+
+
+@given(PLACES, st.integers(1, 6), st.integers(0, 12))
+def test_the_near_ones_are_the_first_by_class_and_deadline(places, most, first_waiting) -> None:
+    is_candidate = np.array([candidate for candidate, _, _ in places], dtype=np.bool_)
+    rank = np.array([rank for _, rank, _ in places], dtype=np.int64)
+    due_s = np.array([float(due_s) for _, _, due_s in places])
+    service_s = np.arange(float(len(places)))
+    (candidates,) = is_candidate.nonzero()
+    for loop in (loops.find_near, loops.load().find_near):
+        near = np.empty(most, dtype=np.int64)
+        count, num_waiting, num_near, mean_s = loop(
+            is_candidate, first_waiting, service_s, due_s, rank, near
+        )
+
+        order = np.lexsort((due_s[candidates], rank[candidates]))
+        assert near[:num_near].tolist() == candidates[order][:most].tolist()
+        assert count == len(candidates)
+        assert num_waiting == (candidates >= first_waiting).sum()
+        assert mean_s == (service_s[near[:num_near]].mean() if num_near else 0.0)
 
 
 def test_no_jobs() -> None:

@@ -28,13 +28,15 @@ def find_prompts_alone(judged: Judged, pace: Pace, *, is_blocked: bool) -> IntAr
         decodes, and leaves time for the others that `pace` has on time.
     """
     state, decodes, prefills = judged.state, judged.decodes, judged.prefills
+    if not prefills.num_urgent:
+        return None
     tuning = judged.tuning
     fixed_s = float(state.cost.prefill_s(0.0, 0.0))
     room_s = tuning.careful * (decodes.slack_s - decodes.decode_s)
     if not decodes.num_alive or state.has_ranks or room_s <= fixed_s:
         return None
-    due_s = prefills.deadline_s
-    (near,) = ((due_s < np.inf) & (due_s > fixed_s)).nonzero()
+    due = prefills.deadline_s
+    (near,) = ((due < np.inf) & (due > fixed_s)).nonzero()
     num_waiting = int(np.count_nonzero(near >= prefills.num_started))
     if not len(near) or num_waiting > judged.num_free_slots:
         return None
@@ -47,7 +49,7 @@ def find_prompts_alone(judged: Judged, pace: Pace, *, is_blocked: bool) -> IntAr
         return None
     (order,) = can_end.nonzero()
     order = order[due_s[order].argsort(kind="stable")]
-    order = order[admissible(judged, near[order], is_blocked=is_blocked)]
+    order = order[np.isin(near[order], admissible(judged, near[order], is_blocked=is_blocked))]
     if not len(order):
         return None
     fits = fixed_s + service_s[order].cumsum() <= min(room_s, float(due_s[order[0]]))
@@ -56,9 +58,9 @@ def find_prompts_alone(judged: Judged, pace: Pace, *, is_blocked: bool) -> IntAr
     if not is_urgent[chosen].any():
         return None
     step_s = fixed_s + float(service_s[chosen].sum())
-    is_later = prefills.feasible[near].copy()
-    is_later[chosen] = False
-    later = Jobs(judged, near[is_later], delay_s=step_s)
-    count = len(chosen) + int(np.count_nonzero(later.keep(decodes.slack_s - step_s)))
+    is_later = np.zeros(len(due), dtype=np.bool_)
+    is_later[near] = prefills.feasible[near]
+    is_later[near[chosen]] = False
+    count = len(chosen) + Jobs(judged, is_later, step_s).keep(decodes.slack_s - step_s)[0]
     is_better = count == pace.num_on_time and is_tight[chosen].any()
     return near[chosen] if is_better or count > pace.num_on_time else None

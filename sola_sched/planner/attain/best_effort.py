@@ -82,6 +82,9 @@ def serve_lost(
     """
     decodes, prefills = judged.decodes, judged.prefills
     was_blocked, account.is_blocked = account.is_blocked, False
+    if prefills.num_feasible == len(prefills.rows) and decodes.num_alive == len(decodes.rows):
+        account.forget()
+        return Share(decodes.rows[:0], decodes.rows[:0])
     is_lost = ~prefills.feasible
     if rejects:
         is_lost[prefills.num_started :] &= ~prefills.hopeless[prefills.num_started :]
@@ -281,7 +284,7 @@ class _LostStep:
         """Tokens of one that a step of `limit_s` has time for; all or none of a whole prompt."""
         prefills, is_whole = self.judged.prefills, not self.judged.state.chunks_prefills
         need = int(prefills.new[place])
-        ends = np.array([float(need)]) if is_whole else None
+        ends = [float(need)] if is_whole else []
         tokens = min(need, tokens_in(self.judged, limit_s, room, float(prefills.has[place]), ends))
         return 0 if is_whole and tokens < need else tokens
 
@@ -329,6 +332,8 @@ def find_victims(
     """
     state, decodes, prefills = judged.state, judged.decodes, judged.prefills
     table, num_started = state.table, prefills.num_started
+    if prefills.num_kept == num_started and decodes.num_alive == len(decodes.rows):
+        return admit[:0]
     if not len(admit) and state.num_free_blocks > len(decodes.rows):
         return admit  # a decode takes one block at most
     is_held = decodes.lost.copy()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from sola_sched.core.state import BoolArray, FloatArray, IntArray
+from sola_sched.core.state import IntArray
 from sola_sched.planner.attain.lost import Judged
 from sola_sched.planner.attain.pace import Pace
 from sola_sched.planner.base import num_that_fit
@@ -45,29 +48,32 @@ def let_in(judged: Judged, pace: Pace, *, is_blocked: bool) -> Entry:
         is_blocked: Whether nobody may start for the time being.
     """
     order, none = pace.order, pace.order[:0]
+    if not len(order):
+        return Entry(none, none, 0, has_backlog=False)
+    prefills = judged.prefills
     if not judged.state.chunks_prefills:
         order = order[: judged.tuning.num_examined]
-        order = order[admissible(judged, order, is_blocked=is_blocked)]
+        order = admissible(judged, order, is_blocked=is_blocked)
         served, tokens = _whole(judged, order, pace.limit_s)
         return Entry(served, none, tokens, len(served) < len(pace.order))
     served, tokens = _first_that_fit(judged, order, pace.limit_s)
     offered = none
     if len(served):
         candidates = order[: len(served) + judged.tuning.num_spare_offers]
-        is_in = admissible(judged, candidates, is_blocked=is_blocked)
-        if not is_in[: len(served)].all():  # those that have begun go on meanwhile
-            served, tokens = _first_that_fit(judged, candidates[is_in], pace.limit_s)
-        offered = candidates[is_in][len(served) :]
-        is_waiting = served >= judged.prefills.num_started
-        if not is_waiting.any():  # no hit of theirs leaves any budget over
+        may = admissible(judged, candidates, is_blocked=is_blocked)
+        if served.tolist() != may[: len(served)].tolist():  # those that have begun go on meanwhile
+            served, tokens = _first_that_fit(judged, may, pace.limit_s)
+        offered = may[len(served) :]
+    if len(offered):
+        offered = offered[offered >= prefills.num_started]
+        if not (served >= prefills.num_started).any():  # no hit of theirs leaves budget over
             offered = none
-    offered = offered[offered >= judged.prefills.num_started]
-    has_backlog = len(served) < len(order) or tokens < judged.prefills.new[served].sum()
+    has_backlog = len(served) < len(order) or tokens < prefills.new[served].sum()
     return Entry(served, offered, tokens, bool(has_backlog))
 
 
 def tokens_in(
-    judged: Judged, limit_s: float, room: int, has: float, ends: FloatArray | None = None
+    judged: Judged, limit_s: float, room: int, has: float, ends: Sequence[float] = ()
 ) -> int:
     """Tokens of a chunk, at most `room`, beside the decodes on course in a step of `limit_s`.
 
@@ -84,10 +90,9 @@ def tokens_in(
     tokens = _most_tokens(judged, limit_s, has)
     step = judged.tile if tokens >= _MANY_TILES * judged.tile else _SUB_TILE
     rounded = tokens // step * step
-    if ends is not None:
-        num_whole = int(ends.searchsorted(tokens * _ROUNDING, side="right"))
-        if num_whole:
-            rounded = max(rounded, float(ends[num_whole - 1]))
+    num_whole = bisect.bisect_right(ends, tokens * _ROUNDING)
+    if num_whole:
+        rounded = max(rounded, ends[num_whole - 1])
     return int(min(room, rounded))
 
 
@@ -104,11 +109,11 @@ def _first_that_fit(judged: Judged, order: IntArray, limit_s: float) -> tuple[In
     if not len(order):
         return order, 0
     prefills, room = judged.prefills, judged.token_room
-    ends = prefills.new[order].cumsum()
+    ends = list(itertools.accumulate(prefills.new[order].tolist()))
     tokens = tokens_in(judged, limit_s, room, float(prefills.has[order[0]]), ends)
     if not tokens:
         return order[:0], 0
-    count = min(len(order), int(ends.searchsorted(tokens, side="left")) + 1)
+    count = min(len(order), bisect.bisect_left(ends, tokens) + 1)
     return order[:count], int(min(tokens, ends[count - 1]))
 
 
@@ -141,40 +146,51 @@ def _whole(judged: Judged, order: IntArray, limit_s: float) -> tuple[IntArray, i
 # Slots, pace and memory ---------------------------------------------------------------------
 
 
-def admissible(judged: Judged, candidates: IntArray, *, is_blocked: bool) -> BoolArray:
-    """Mask without the waiting requests for which slots, TPOT or memory leave no room."""
-    state, prefills = judged.state, judged.prefills
-    mask: BoolArray = candidates < prefills.num_started
-    (places,) = (~mask).nonzero()
-    if not len(places) or (is_blocked and not state.has_ranks):
-        return mask
-    waiting = candidates[places][: max(0, judged.num_open_slots)]
-    waiting = waiting[: _num_sustained(judged, waiting)]
-    mask[places[: _num_with_memory(judged, waiting)]] = True
-    return mask
+def admissible(judged: Judged, candidates: IntArray, *, is_blocked: bool) -> IntArray:
+    """Those that have begun, and the first waiting ones that find slots, TPOT and memory."""
+    state, num_started = judged.state, judged.prefills.num_started
+    waiting = [place for place in candidates.tolist() if place >= num_started]
+    if not waiting:
+        return candidates
+    count = 0
+    if state.has_ranks or not is_blocked:
+        count = max(0, min(len(waiting), judged.num_open_slots))
+        count = _num_sustained(judged, waiting[:count])
+        count = _num_with_memory(judged, waiting[:count])
+    if count == len(waiting):
+        return candidates
+    out = set(waiting[count:])
+    left: IntArray = candidates[[place not in out for place in candidates.tolist()]]
+    return left
 
 
-def _num_sustained(judged: Judged, waiting: IntArray) -> int:
+def _num_sustained(judged: Judged, waiting: list[int]) -> int:
     """How many of `waiting` may start before bare decode steps outgrow a TPOT target."""
-    state, decodes, prefills = judged.state, judged.decodes, judged.prefills
-    num_others = decodes.num_alive + prefills.num_started
-    if not num_others or not len(waiting):
+    decodes, prefills = judged.decodes, judged.prefills
+    if not decodes.num_alive + prefills.num_started:
         return len(waiting)
-    ctx = decodes.ctx_alive + float(prefills.size[: prefills.num_started].sum())
-    step_s = state.cost.decode_s(
-        num_others + np.arange(1.0, len(waiting) + 1), ctx + prefills.size[waiting].cumsum()
-    )
-    full_s = np.asarray(step_s) / (1.0 - judged.tuning.admission_margin)
-    tpot_s = judged.keep * state.table.tpot_s[prefills.rows[waiting]]
-    token_s = np.minimum.accumulate(state.accepted_per_decode * tpot_s)
-    if (full_s <= np.minimum(decodes.least_token_s, token_s)).all():
-        return len(waiting)  # as nearly always; no lengths are needed to see it
-    bear_s = float(decodes.sustain_s[decodes.alive].min(initial=np.inf))
-    (over,) = (full_s > np.minimum(bear_s, token_s)).nonzero()
-    return int(over[0]) if len(over) else len(waiting)
+    count = _num_borne(judged, waiting, decodes.least_token_s)
+    if count == len(waiting):
+        return count  # as nearly always; no lengths are needed to see it
+    return _num_borne(judged, waiting, float(decodes.sustain_s[decodes.alive].min(initial=np.inf)))
 
 
-def _num_with_memory(judged: Judged, waiting: IntArray) -> int:
+def _num_borne(judged: Judged, waiting: list[int], bear_s: float) -> int:
+    """How many may start where the decodes bear steps of `bear_s`."""
+    state, decodes, prefills = judged.state, judged.decodes, judged.prefills
+    num, ctx = decodes.num_alive + prefills.num_started, float(decodes.ctx_alive)
+    ctx += float(prefills.size[: prefills.num_started].sum())
+    longest_s = (1.0 - judged.tuning.admission_margin) * bear_s
+    per_target = (1.0 - judged.tuning.admission_margin) * judged.keep * state.accepted_per_decode
+    for count, place in enumerate(waiting):
+        num, ctx = num + 1, ctx + float(prefills.size[place])
+        longest_s = min(longest_s, per_target * float(state.table.tpot_s[prefills.rows[place]]))
+        if state.cost.decode_s(num, ctx) > longest_s:
+            return count
+    return len(waiting)
+
+
+def _num_with_memory(judged: Judged, waiting: list[int]) -> int:
     """How many of `waiting` may start before the predicted peak of KV memory is too high."""
     state, decodes, prefills = judged.state, judged.decodes, judged.prefills
     need = float(prefills.size[waiting].sum()) / state.block_size
@@ -186,5 +202,5 @@ def _num_with_memory(judged: Judged, waiting: IntArray) -> int:
     ahead = np.zeros(len(growing) + len(waiting), dtype=np.int64)
     ahead[: len(alive)] = decodes.ahead[alive]
     left = state.likely_remaining(np.concatenate([growing, prefills.rows[waiting]]), ahead)
-    places = waiting - prefills.num_started
+    places = np.array(waiting) - prefills.num_started
     return num_that_fit(state, growing, places, left, ahead, share=judged.tuning.planned_memory)

@@ -1,19 +1,22 @@
 """The loops of one plan over its requests, on plain arrays.
 
 `load` compiles them where numba is installed, as with every vLLM; without it the same source runs
-as Python. Arrays that are written come last; rows are places in the columns of `RequestTable`.
+as Python. Their types are those of the annotations. Arrays that are written come last; rows are
+places in the columns of `RequestTable`, places those in the arrays of `Decodes` or `Prefills`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 from sola_sched.core.state import BoolArray, FloatArray, IntArray
 
-_INTS, _FLOATS, _BOOLS = "int64[::1]", "float64[::1]", "boolean[::1]"
+#: Types of numba by those of the annotations.
+_TYPES = {
+    "IntArray": "int64[::1]", "FloatArray": "float64[::1]", "BoolArray": "boolean[::1]",
+    "int": "int64", "float": "float64",
+}  # fmt: skip
 
 
 def follow_schedules(
@@ -77,9 +80,12 @@ def find_slack(
 
 def judge_prefills(
     rows: IntArray,
+    now_s: float,
     decode_s: float,
+    mixed_s: float,
     keep: float,
     margin: float,
+    tight: float,
     per_ctx_s: float,
     per_square_s: float,
     per_token_s: float,
@@ -87,43 +93,97 @@ def judge_prefills(
     num_computed: IntArray,
     num_output: IntArray,
     ttft_s: FloatArray,
+    due_s: FloatArray,
+    limit_s: FloatArray,
     deadline_s: FloatArray,
     new: FloatArray,
     has: FloatArray,
     service_s: FloatArray,
     feasible: BoolArray,
-) -> int:
-    """What each prefill takes, and whether it can be on time; how many can.
+    hopeless: BoolArray,
+) -> tuple[int, int]:
+    """What each prefill takes, and whether it can be on time; how many can, and are urgent.
 
-    A step without prefill takes `decode_s`; lost is who misses its deadline by more than a share
-    `1 - margin` of its time; the next three are SOLA's Eq. 3. Then come columns. Written are, as in
-    `Prefills`, `deadline_s` (less the margin of `keep` where there is time for it), `new`, `has`,
-    `service_s` and `feasible`.
+    A step without prefill takes `decode_s`, one with a chunk `mixed_s` and the chunk. Lost is who
+    misses its deadline by more than a share `1 - margin` of its time; urgent is who would be late
+    beside the decodes, or `tight`. The next three are SOLA's Eq. 3. Then come columns, and what
+    else limits each. Written are, as in `Prefills`, `deadline_s` (less the margin of `keep` where
+    there is time for it) and the others.
     """
-    num_feasible = 0
+    num_feasible = num_urgent = 0
     for place in range(len(rows)):
         row = rows[place]
-        done, left_s = float(num_computed[row]), deadline_s[place]
+        is_first, left_s = num_output[row] == 0, limit_s[place]
+        if is_first:
+            left_s = min(left_s, due_s[row] - now_s)
+        done = float(num_computed[row])
         todo = max(float(prefill_target[row]) - done, 1.0)
         time_s = todo * (per_ctx_s * done + per_square_s * todo + per_token_s)
         new[place], has[place], service_s[place] = todo, done, time_s
         need_s = decode_s + time_s
         feasible[place] = left_s < float("inf") and margin * need_s <= left_s
+        hopeless[place] = is_first and left_s < float("inf") and not feasible[place]
         if feasible[place]:
             num_feasible += 1
             early_s = left_s - (1.0 - keep) * ttft_s[row]
-            if num_output[row] == 0 and need_s <= early_s:
-                deadline_s[place] = early_s
-    return num_feasible
+            if is_first and need_s <= early_s:
+                left_s = early_s
+        deadline_s[place] = left_s
+        if left_s < float("inf") and mixed_s + time_s > min(tight * ttft_s[row], left_s):
+            num_urgent += 1
+    return num_feasible, num_urgent
+
+
+def find_near(
+    candidates: BoolArray,
+    first_waiting: int,
+    service_s: FloatArray,
+    deadline_s: FloatArray,
+    rank: IntArray,
+    near: IntArray,
+) -> tuple[int, int, int, float]:
+    """The first of the candidates by (rank, deadline), as many as `near` has places for.
+
+    Returns:
+        How many candidates there are, how many of them wait for a slot (they are in the places
+        from `first_waiting` on), how many are near, and the mean time of those.
+    """
+    count = num_waiting = num_near = 0
+    for place in range(len(candidates)):
+        if not candidates[place]:
+            continue
+        count += 1
+        if place >= first_waiting:
+            num_waiting += 1
+        at = num_near
+        while at > 0:
+            before = near[at - 1]
+            if rank[before] < rank[place] or (
+                rank[before] == rank[place] and deadline_s[before] <= deadline_s[place]
+            ):
+                break
+            if at < len(near):
+                near[at] = before
+            at -= 1
+        if at < len(near):
+            near[at] = place
+            num_near = min(num_near + 1, len(near))
+    total_s = 0.0
+    for at in range(num_near):
+        total_s += service_s[near[at]]
+    return count, num_waiting, num_near, total_s / max(1, num_near)
 
 
 def keep_on_time(
+    jobs: IntArray,
     service_s: FloatArray,
     due_s: FloatArray,
-    slot_s: FloatArray,
     weight_s: FloatArray,
     rank: IntArray,
     share: float,
+    early_s: float,
+    first_slot: int,
+    slot_s: float,
     slots_busy_s: float,
     kept: BoolArray,
 ) -> int:
@@ -135,53 +195,50 @@ def keep_on_time(
     makes the costliest go of those that wait for one.
 
     Args:
-        service_s: Time of the machine, by (rank, deadline), [n].
-        due_s: Latest ends, seconds, [n].
-        slot_s: Time of a slot; 0 for who has one, [n].
-        weight_s: Costs, [n].
-        rank: Class; nobody is given up for one of a lower class (a larger number), [n].
+        jobs: Places in the arrays that follow, by (rank, deadline), [n].
+        service_s: Time of the machine.
+        due_s: Latest ends, seconds.
+        weight_s: Costs.
+        rank: Class; nobody is given up for one of a lower class (a larger number).
         share: Share of its time that the machine has for them.
+        early_s: They are to end so much before their deadlines.
+        first_slot, slot_s: Jobs in places from this one on take a slot for so long.
         slots_busy_s: Slots are taken until then; < 0 while some are free.
         kept: Who is kept, [n].
     """
     busy_s, num_kept = 0.0, 0
-    for last in range(len(service_s)):
+    for last in range(len(jobs)):
+        job = jobs[last]
+        ends_s = due_s[job] - early_s
         kept[last] = True
         num_kept += 1
-        busy_s += service_s[last]
-        slots_busy_s += slot_s[last]
+        busy_s += service_s[job]
+        needs_slot = slot_s > 0.0 and job >= first_slot
+        if needs_slot:
+            slots_busy_s += slot_s
         while True:
-            lacks_slot = slot_s[last] > 0.0 and slots_busy_s > due_s[last]
-            if not lacks_slot and busy_s <= share * due_s[last]:
+            lacks_slot = needs_slot and slots_busy_s > ends_s
+            if not lacks_slot and busy_s <= share * ends_s:
                 break
             worst = -1
-            for place in range(last + 1):
-                if kept[place] and rank[place] == rank[last]:
-                    if lacks_slot and slot_s[place] == 0.0:
-                        continue
-                    if worst < 0 or weight_s[place] > weight_s[worst]:
-                        worst = place
+            for at in range(last + 1):
+                if not kept[at] or rank[jobs[at]] != rank[job]:
+                    continue
+                if lacks_slot and jobs[at] < first_slot:
+                    continue
+                if worst < 0 or weight_s[jobs[at]] > weight_s[jobs[worst]]:
+                    worst = at
             if worst < 0:  # what a higher class has kept is too much by itself
                 break
             kept[worst] = False
             num_kept -= 1
-            busy_s -= service_s[worst]
-            slots_busy_s -= slot_s[worst]
+            busy_s -= service_s[jobs[worst]]
+            if slot_s > 0.0 and jobs[worst] >= first_slot:
+                slots_busy_s -= slot_s
     return num_kept
 
 
-_SIGNATURES: dict[Callable[..., Any], str] = {
-    follow_schedules: f"UniTuple(int64, 2)({_INTS}, {_INTS}, float64, float64, float64, "
-    f"{_INTS}, {_INTS}, {_FLOATS}, {_FLOATS}, {_FLOATS}, "
-    f"{_INTS}, {_FLOATS}, {_FLOATS}, {_BOOLS})",
-    find_slack: f"Tuple((int64, float64, float64))({_FLOATS}, {_FLOATS}, {_BOOLS}, float64, "
-    f"{_BOOLS})",
-    judge_prefills: f"int64({_INTS}, float64, float64, float64, float64, float64, float64, "
-    f"{_INTS}, {_INTS}, {_INTS}, {_FLOATS}, "
-    f"{_FLOATS}, {_FLOATS}, {_FLOATS}, {_FLOATS}, {_BOOLS})",
-    keep_on_time: f"int64({_FLOATS}, {_FLOATS}, {_FLOATS}, {_FLOATS}, {_INTS}, float64, float64, "
-    f"{_BOOLS})",
-}
+_LOOPS = (follow_schedules, find_slack, judge_prefills, find_near, keep_on_time)
 
 
 @functools.cache
@@ -190,9 +247,11 @@ def load() -> SimpleNamespace:
     try:
         import numba  # type: ignore[import-untyped]
     except ImportError:
-        return SimpleNamespace(**{loop.__name__: loop for loop in _SIGNATURES})
+        return SimpleNamespace(**{loop.__name__: loop for loop in _LOOPS})
     compiled = {}
-    for loop, signature in _SIGNATURES.items():
+    for loop in _LOOPS:
+        types = [_TYPES[kind] for name, kind in loop.__annotations__.items() if name != "return"]
+        signature = f"({', '.join(types)},)"
         try:
             compiled[loop.__name__] = numba.njit(signature, cache=True)(loop)
         except RuntimeError:  # nowhere to keep what is compiled

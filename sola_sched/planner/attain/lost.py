@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sola_sched.core.state import DECODE, BoolArray, FloatArray, IntArray, StepState
+from sola_sched.core.state import DECODE, PREFILL, BoolArray, FloatArray, IntArray, StepState
 from sola_sched.planner.attain.ends import bear_s, start_by_s
 from sola_sched.planner.attain.loops import load
 from sola_sched.planner.attain.tuning import AttainTuning
@@ -48,6 +48,11 @@ class Decodes:
         return (~self.lost).nonzero()[0]
 
     @functools.cached_property
+    def mixed_s(self) -> float:
+        """Time of a step of those alive and a chunk, but for the chunk."""
+        return self.decode_s + (self.state.cost.chunk_overhead_s if self.num_alive else 0.0)
+
+    @functools.cached_property
     def left(self) -> FloatArray:
         """Predicted output tokens of each after those in flight."""
         return self.state.remaining(self.rows, self.ahead)
@@ -59,7 +64,8 @@ class Decodes:
 
     def count(self, num_alive: int, ctx_alive: float) -> None:
         """Note who is left."""
-        self.__dict__.pop("alive", None)
+        for known in ("alive", "mixed_s"):
+            self.__dict__.pop(known, None)
         self.num_alive, self.ctx_alive = num_alive, ctx_alive
         cost = self.state.cost
         self.decode_s = float(cost.decode_s(num_alive, ctx_alive)) if num_alive else 0.0
@@ -77,6 +83,9 @@ class Prefills:
         service_s: What computing the rest adds to steps that run anyway, seconds.
         feasible: Whether it can still end in time; false without a target.
         hopeless: Whether it waits for its first token and cannot get it in time any more.
+        rank: Rank by class and service, as `StepState.rank_of`.
+        num_feasible: How many are feasible.
+        num_urgent: How many would be late beside the decodes, or have short targets.
     """
 
     rows: IntArray
@@ -87,6 +96,19 @@ class Prefills:
     service_s: FloatArray
     feasible: BoolArray
     hopeless: BoolArray
+    rank: IntArray
+    num_feasible: int = 0
+    num_urgent: int = 0
+
+    @property
+    def num_kept(self) -> int:
+        """Those with a slot that are feasible."""
+        is_any_lost = self.num_feasible < len(self.rows)
+        return (
+            int(np.count_nonzero(self.feasible[: self.num_started]))
+            if is_any_lost
+            else self.num_started
+        )
 
     @functools.cached_property
     def size(self) -> FloatArray:
@@ -117,10 +139,9 @@ class Judged:
     tile: int
     keep: float
 
-    @functools.cached_property
+    @property
     def mixed_s(self) -> float:
-        overhead_s = self.state.cost.chunk_overhead_s if self.decodes.num_alive else 0.0
-        return self.decodes.decode_s + overhead_s
+        return self.decodes.mixed_s
 
     @property
     def token_room(self) -> int:
@@ -133,9 +154,7 @@ class Judged:
 
     @property
     def num_open_slots(self) -> int:
-        num_started = self.prefills.num_started
-        kept = int(np.count_nonzero(self.prefills.feasible[:num_started]))
-        return self.state.max_num_running - self.decodes.num_alive - kept
+        return self.state.max_num_running - self.decodes.num_alive - self.prefills.num_kept
 
 
 def judge(
@@ -157,13 +176,15 @@ def judge(
         keep: Share of a target that is planned for.
     """
     table = state.table
-    is_decode = table.phase[rows] == DECODE
     lowest = 0
     if state.has_ranks and len(rows) + len(state.waiting):
         lowest = int(state.rank_of(np.concatenate([rows, state.waiting])).max())
-    decodes = judge_decodes(state, rows[is_decode], ahead[is_decode], tuning, keep, lowest)
-    started = rows[~is_decode]
-    prefills = judge_prefills(state, started, decodes.decode_s, tuning, keep, lowest)
+    started = rows[:0]
+    if table.num_in_phase[PREFILL]:
+        is_decode = table.phase[rows] == DECODE
+        started, rows, ahead = rows[~is_decode], rows[is_decode], ahead[is_decode]
+    decodes = judge_decodes(state, rows, ahead, tuning, keep, lowest)
+    prefills = judge_prefills(state, started, decodes, tuning, keep, lowest)
     return Judged(state, decodes, prefills, tuning, tile, keep)
 
 
@@ -283,7 +304,7 @@ def _count(decodes: Decodes) -> None:
 def judge_prefills(
     state: StepState,
     started: IntArray,
-    decode_s: float,
+    decodes: Decodes,
     tuning: AttainTuning,
     keep: float,
     lowest: int,
@@ -291,52 +312,50 @@ def judge_prefills(
     """Judge the prefills in `started` and the waiting requests; arguments as in `judge`.
 
     Args:
-        decode_s: Time of a step without prefill, seconds.
+        decodes: Those beside them.
     """
     table, cost = state.table, state.cost
-    rows = np.concatenate([started, state.waiting])
-    count, num_output = len(rows), table.num_output[rows]
-    deadline_s = _deadlines(state, rows, num_output, decode_s, keep)
+    rows = np.concatenate([started, state.waiting]) if len(started) else state.waiting
+    count = len(rows)
     prefills = Prefills(
-        rows, len(started), deadline_s,
-        np.empty(count), np.empty(count), np.empty(count),
-        np.empty(count, dtype=np.bool_), np.empty(0, dtype=np.bool_),
+        rows, len(started), np.empty(count), np.empty(count), np.empty(count), np.empty(count),
+        np.empty(count, dtype=np.bool_), np.empty(count, dtype=np.bool_),
+        state.rank_of(rows) if state.has_ranks else np.zeros(count, dtype=np.int64),
     )  # fmt: skip
-    has_target = deadline_s < np.inf
     linear, gamma = cost.coefficients, cost.gamma.mixed
-    load().judge_prefills(
-        rows, decode_s, keep, tuning.prefill_margin,
-        gamma * linear.a0, gamma * linear.b0, gamma * linear.c0,
-        table.prefill_target, table.num_computed, table.num_output, table.ttft_s,
-        deadline_s, prefills.new, prefills.has, prefills.service_s, prefills.feasible,
+    prefills.num_feasible, prefills.num_urgent = load().judge_prefills(
+        rows, state.now_s, decodes.decode_s, decodes.mixed_s, keep, tuning.prefill_margin,
+        tuning.tight, gamma * linear.a0, gamma * linear.b0, gamma * linear.c0,
+        table.prefill_target, table.num_computed, table.num_output, table.ttft_s, table.due_s,
+        _limits(state, rows, decodes.decode_s, keep),
+        prefills.deadline_s, prefills.new, prefills.has, prefills.service_s, prefills.feasible,
+        prefills.hopeless,
     )  # fmt: skip
-    prefills.hopeless = (num_output == 0) & has_target & ~prefills.feasible
     if state.has_ranks:  # what an upper one has lost still goes before a lower one
-        upper = ~prefills.feasible & (state.rank_of(rows) < lowest)
-        deadline_s[upper] = np.inf
+        upper = ~prefills.feasible & (prefills.rank < lowest)
+        prefills.deadline_s[upper] = np.inf
         prefills.feasible |= upper
+        prefills.num_feasible = int(np.count_nonzero(prefills.feasible))
     return prefills
 
 
-def _deadlines(
-    state: StepState, rows: IntArray, num_output: IntArray, decode_s: float, keep: float
-) -> FloatArray:
-    """Time left until each prefill must end, seconds; inf without a target, -inf if it is lost."""
+def _limits(state: StepState, rows: IntArray, decode_s: float, keep: float) -> FloatArray:
+    """Time left until each prefill must end, but for its TTFT, seconds; -inf if it is lost."""
     table = state.table
-    deadline_s: FloatArray = table.due_s[rows] - state.now_s
-    (again,) = num_output.nonzero()
+    limit_s = np.full(len(rows), np.inf)
+    (again,) = table.num_output[rows].nonzero()
     if len(again):  # displaced after its first token: steps as usual have to bring it on course
         back = rows[again]
         first, tpot = table.first_token_s[back], keep * table.tpot_s[back]
         gain = np.maximum(tpot - usual_token_s(state, decode_s), 0.0)
         gain = np.where(np.isinf(tpot), 0.0, gain)
-        due = first + tpot * num_output[again] + gain * (state.remaining(back) - 1)
-        deadline_s[again] = np.where(first > table.due_s[back], -np.inf, due - state.now_s)
+        due = first + tpot * table.num_output[back] + gain * (state.remaining(back) - 1)
+        limit_s[again] = np.where(first > table.due_s[back], -np.inf, due - state.now_s)
     if state.has_e2e:
         step_s = max(decode_s, float(state.cost.decode_s(1.0, 0.0)))  # it will be one of them
         least_s, usual_s = step_s / state.accepted_per_decode, usual_token_s(state, step_s)
-        deadline_s = np.minimum(deadline_s, start_by_s(state, rows, keep, least_s, usual_s))
-    return deadline_s
+        limit_s = np.minimum(limit_s, start_by_s(state, rows, keep, least_s, usual_s))
+    return limit_s
 
 
 def usual_token_s(state: StepState, decode_s: float) -> float:

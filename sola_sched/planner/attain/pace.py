@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -40,16 +41,15 @@ def find_pace(judged: Judged, *, rejects: bool) -> Pace:
         rejects: Whether those that are too late for their first token will not be there any more.
     """
     prefills, limit_s = judged.prefills, judged.decodes.slack_s
-    (candidates,) = prefills.feasible.nonzero()
+    candidates = prefills.feasible
     if rejects:
-        waits = candidates >= prefills.num_started
-        candidates = candidates[~(waits & prefills.hopeless[candidates])]
-    if not len(candidates):
-        return Pace(candidates, 0, limit_s)
+        candidates = candidates.copy()
+        candidates[prefills.num_started :] &= ~prefills.hopeless[prefills.num_started :]
     jobs = Jobs(judged, candidates)
-    kept = jobs.keep(limit_s)
-    num_on_time = int(np.count_nonzero(kept))
-    order = jobs.order(kept)
+    if not jobs.count:
+        return Pace(jobs.near, 0, limit_s)
+    num_on_time, kept = jobs.keep(limit_s)
+    order = jobs.order(num_on_time, kept)
     if num_on_time:
         first = order[0]
         need_s = judged.mixed_s + float(prefills.service_s[first])
@@ -62,84 +62,80 @@ class Jobs:
 
     Args:
         judged: The requests.
-        candidates: Places of the prefills.
+        candidates: Which prefills.
         delay_s: They begin so much later.
+
+    Attributes:
+        near: Places of the first ones by class and deadline.
+        count: How many there are.
     """
 
-    def __init__(self, judged: Judged, candidates: IntArray, delay_s: float = 0.0) -> None:
-        self.judged = judged
+    def __init__(self, judged: Judged, candidates: BoolArray, delay_s: float = 0.0) -> None:
+        self.judged, self.candidates = judged, candidates
         prefills, state = judged.prefills, judged.state
-        self.near, self.far = self._by_deadline(candidates)
-        near = self.near
-        self.service_s = prefills.service_s[near]
-        self.due_s = prefills.deadline_s[near] - judged.decodes.decode_s - delay_s
-        self.rank = np.zeros(len(near), dtype=np.int64)
-        if state.has_ranks:
-            self.rank = state.rank_of(prefills.rows[near])
-        self.slot_s = np.zeros(len(near))
-        self.slots_busy_s = 0.0
-        num_waiting = int(np.count_nonzero(candidates >= prefills.num_started))
-        self.are_slots_short = num_waiting > judged.num_open_slots
-        if math.isnan(state.end_interval_s):  # nobody knows when one will be free
-            self.are_slots_short = False
-        if self.are_slots_short:  # a second machine, which is ahead by the free ones
-            self.slot_s[near >= prefills.num_started] = state.end_interval_s
-            self.slots_busy_s = -judged.num_open_slots * state.end_interval_s
+        near = np.empty(min(len(candidates), judged.tuning.num_examined), dtype=np.int64)
+        self.count, num_waiting, num_near, mean_s = load().find_near(
+            candidates, prefills.num_started, prefills.service_s, prefills.deadline_s,
+            prefills.rank, near,
+        )  # fmt: skip
+        self.near: IntArray = near[:num_near]
+        self.delay_s = judged.decodes.decode_s + delay_s
+        # Slots are a second machine, which is ahead by the free ones; nobody knows how long one is
+        # held before the first has ended.
+        num_open = judged.num_open_slots
+        self.are_slots_short = num_waiting > num_open and not math.isnan(state.end_interval_s)
+        self.slot_s = state.end_interval_s if self.are_slots_short else 0.0
+        self.slots_busy_s = -num_open * self.slot_s
         # The step ends with the deadline of its first prefill. Where one could hold many, those
         # who are to be on time are so a step early, or steps would end with one each.
-        is_short = float(self.service_s.mean()) < judged.mixed_s if len(near) else False
-        self.lead_s = judged.mixed_s if is_short else 0.0
+        self.lead_s = judged.mixed_s if mean_s < judged.mixed_s else 0.0
 
-    def weight_s(self, places: IntArray) -> FloatArray:
-        """What serving each costs for what it is worth, seconds: its prefill and, if slots are
-        short, its share of the time of all slots."""
+    @functools.cached_property
+    def weight_s(self) -> FloatArray:
+        """What serving each prefill costs for what it is worth, seconds: its service and, if
+        slots are short, its share of the time of all slots."""
         judged, state, prefills = self.judged, self.judged.state, self.judged.prefills
-        weight_s: FloatArray = prefills.service_s[places]
+        weight_s: FloatArray = prefills.service_s
         if self.are_slots_short:
             usual_s = usual_token_s(state, judged.decodes.decode_s) / state.max_num_running
-            weight_s = weight_s + usual_s * state.remaining(prefills.rows[places])
-        return weight_s / state.table.weight[prefills.rows[places]]
+            weight_s = weight_s + usual_s * state.remaining(prefills.rows)
+        return weight_s / state.table.weight[prefills.rows]
 
-    def _by_deadline(self, candidates: IntArray) -> tuple[IntArray, IntArray]:
-        """The first by class and deadline, as many as are looked at; the others in any order."""
-        judged, most = self.judged, self.judged.tuning.num_examined
-        deadline_s = judged.prefills.deadline_s[candidates]
-        if judged.state.has_ranks:
-            rank = judged.state.rank_of(judged.prefills.rows[candidates])
-            order = np.lexsort((deadline_s, rank))
-            return candidates[order[:most]], candidates[order[most:]]
-        near = np.arange(len(candidates))
-        if len(near) > most:
-            (near,) = (deadline_s <= np.partition(deadline_s, most - 1)[most - 1]).nonzero()
-        near = near[deadline_s[near].argsort(kind="stable")][:most]
-        is_far = np.ones(len(candidates), dtype=np.bool_)
-        is_far[near] = False
-        return candidates[near], candidates[is_far]
+    def keep(self, limit_s: float) -> tuple[int, BoolArray]:
+        """The most of `near` that are on time together in steps of `limit_s`: how many, and which.
 
-    def keep(self, limit_s: float) -> BoolArray:
-        """Mask of `near`: the most that are on time together in steps of `limit_s`."""
+        All a step early, if that is possible; else as many as are on time at all.
+        """
         kept = np.zeros(len(self.near), dtype=np.bool_)
         share = max(_LEAST_SHARE, 1.0 - self.judged.mixed_s / max(limit_s, 1e-9))
-        if self._keep(self.service_s, self.due_s, share, kept) < len(kept):
-            weight_s = self.weight_s(self.near)
-            if not self._keep(weight_s, self.due_s - self.lead_s, share, kept) and self.lead_s:
-                self._keep(weight_s, self.due_s, share, kept)
-        return kept
+        count = self._keep(0.0, self.judged.prefills.service_s, share, kept)
+        if count < len(kept):
+            count = self._keep(self.lead_s, self.weight_s, share, kept)
+            if not count and self.lead_s:
+                count = self._keep(0.0, self.weight_s, share, kept)
+        return count, kept
 
-    def _keep(self, weight_s: FloatArray, due_s: FloatArray, share: float, kept: BoolArray) -> int:
+    def _keep(self, lead_s: float, weight_s: FloatArray, share: float, kept: BoolArray) -> int:
+        prefills = self.judged.prefills
         count: int = load().keep_on_time(
-            self.service_s, due_s, self.slot_s, weight_s, self.rank, share, self.slots_busy_s, kept
-        )
+            self.near, prefills.service_s, prefills.deadline_s, weight_s, prefills.rank,
+            share, self.delay_s + lead_s, prefills.num_started, self.slot_s, self.slots_busy_s,
+            kept,
+        )  # fmt: skip
         return count
 
-    def order(self, kept: BoolArray) -> IntArray:
+    def order(self, num_kept: int, kept: BoolArray) -> IntArray:
         """All by class: those kept, by deadline, then the others; by cost if it gets to them."""
-        judged = self.judged
-        first, late = self.near[kept], np.concatenate([self.near[~kept], self.far])
-        if len(late) and float(judged.prefills.new[first].sum()) < judged.token_room:
-            late = late[self.weight_s(late).argsort(kind="stable")]
+        judged, prefills = self.judged, self.judged.prefills
+        if num_kept == self.count:
+            return self.near
+        first = self.near[kept]
+        far = self.candidates.copy()
+        far[self.near] = False
+        late = np.concatenate([self.near[~kept], far.nonzero()[0]])
+        if float(prefills.new[first].sum()) < judged.token_room:
+            late = late[self.weight_s[late].argsort(kind="stable")]
         order: IntArray = np.concatenate([first, late])
         if judged.state.has_ranks:
-            rank = judged.state.rank_of(judged.prefills.rows[order])
-            order = order[rank.argsort(kind="stable")]
+            order = order[prefills.rank[order].argsort(kind="stable")]
         return order

@@ -84,26 +84,34 @@ class AttainPlanner:
         served, offered, tokens = entry.served, entry.offered, entry.tokens
         if lost.is_alone:
             served, offered, tokens = served[:0], offered[:0], 0
-        served, tokens = np.concatenate([served, lost.prefills]), tokens + lost.tokens
+        if len(lost.prefills):
+            served, tokens = np.concatenate([served, lost.prefills]), tokens + lost.tokens
         is_waiting = served >= prefills.num_started
         starting, begun = prefills.rows[served[is_waiting]], prefills.rows[served[~is_waiting]]
-        run = np.concatenate([decodes.rows[decodes.alive], decodes.rows[lost.run], begun])
-        budget = (decodes.num_alive + len(lost.run)) * state.tokens_per_decode + tokens
+        num_decodes = decodes.num_alive + len(lost.run)
         displaced = find_victims(judged, starting, lost, served, self.account.share)
-        if len(displaced) and len(lost.run):
-            run = run[~np.isin(run, displaced)]
         victims = np.concatenate([victims, displaced])
+        run: IntArray | None = None  # all of them
+        num_run = num_decodes + len(begun)
+        if len(begun) or len(victims) or num_run < len(state.running):
+            run = np.concatenate([decodes.rows[decodes.alive], decodes.rows[lost.run], begun])
+            if len(displaced) and len(lost.run):
+                run = run[~np.isin(run, displaced)]
+            num_run = len(run)
         reject = prefills.rows[:0]
         if self.rejects:
             reject = prefills.rows[prefills.num_started :]
             reject = reject[prefills.hopeless[prefills.num_started :]]
-        if not len(run) and not len(starting) and not len(offered):
+        if not num_run and not len(starting) and not len(offered):
             return StepPlan(reject=reject, problem="stalled")
-        runs_all = len(run) == len(state.running) and not len(begun) and not len(victims)
+        if len(offered):
+            starting = np.concatenate([starting, prefills.rows[offered]])
         return StepPlan(
-            run=None if runs_all else run,
-            admit=np.concatenate([starting, prefills.rows[offered]]),
-            token_budget=max(1, min(budget, state.max_num_tokens)),
+            run=run,
+            admit=starting,
+            token_budget=max(
+                1, min(num_decodes * state.tokens_per_decode + tokens, state.max_num_tokens)
+            ),
             preempt=victims,
             reject=reject,
             problem="overload" if pace.num_on_time < len(pace.order) else "attain",
