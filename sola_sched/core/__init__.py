@@ -4,5 +4,5 @@
 and goodput.
 
 May import: errors, config, cost, prediction.
-Third party: numpy.
+Third party: numpy, numba.
 """

@@ -15,18 +15,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from sola_sched.config.slo import DEFAULT_CLASS, SloTarget
+from sola_sched.core.compiled import BoolArray, FloatArray, IntArray
+from sola_sched.core.live import LiveRequest
 from sola_sched.core.outcomes import ClassOutcomes, MonitorStats
-from sola_sched.core.services import BoolArray, FloatArray, Services
+from sola_sched.core.services import Services
 from sola_sched.core.state import (
     DECODE,
     PARKED,
     PREFILL,
     WAITING,
-    IntArray,
     LengthModel,
     RequestTable,
     StepState,
 )
+from sola_sched.core.turnover import SlotTurnover
 from sola_sched.cost.model import CostModel, StepShape
 from sola_sched.prediction.length import LEVELS, LengthPrediction
 from sola_sched.prediction.trust import PredictionTrust
@@ -38,6 +40,7 @@ _AVERAGING = 0.05
 _HOLD_SLOT = (PREFILL, DECODE)
 
 _NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
+_NO_SHAPE = StepShape(0, 0, 0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -47,38 +50,7 @@ class _StepRecord:
     predicted_s: float
     sampling: IntArray  # rows that sample, but for those that have ended since
     is_known: bool = True  # whether these are all
-    begun: Sequence[int] = ()  # those of them that end their prefill in it
     parts: tuple[FloatArray, BoolArray] | None = None  # of the services
-
-
-@dataclass(frozen=True, slots=True)
-class LiveRequest:
-    """What an engine itself knows of an unfinished request; see `StateMonitor.rebuild`.
-
-    Attributes:
-        req_id, num_prompt_tokens, max_tokens, slo, slo_class, priority: As in `StateMonitor.add`.
-        arrival_s: When it arrived, where nothing better is known, on the monitor's clock.
-        holds_slot: Whether it runs.
-        num_computed: Tokens whose KV exists or is being computed.
-        num_tokens: Its prompt and output tokens, those in flight included.
-        num_output: Output tokens delivered.
-        num_in_flight: Output tokens in flight.
-        num_preemptions: Times it lost its KV.
-    """
-
-    req_id: str
-    num_prompt_tokens: int
-    max_tokens: int
-    slo: SloTarget
-    arrival_s: float
-    slo_class: str = DEFAULT_CLASS
-    priority: int = 0
-    holds_slot: bool = False
-    num_computed: int = 0
-    num_tokens: int = 0
-    num_output: int = 0
-    num_in_flight: int = 0
-    num_preemptions: int = 0
 
 
 class StateMonitor:
@@ -115,12 +87,9 @@ class StateMonitor:
         self._front_pos = -1
         self._num_limited = self._num_due = self._num_ranked = 0
         self._num_running = 0
-        self._slot_s = math.nan  # time of all slots held, since the latest of them that ended
-        self._num_freed = 0  # ends of slots that are not averaged yet
-        self.end_interval_s = math.nan
+        self._turnover = SlotTurnover(_AVERAGING)
         self._parked: set[int] = set()
         self._outcomes: dict[int, ClassOutcomes] = {}  # by row, where not those of the default
-        self._to_begin: set[int] = set()  # sample their first token in a step in flight
         self._waiting, self._waiting_epoch = _NO_ROWS, -1
 
     # Events ---------------------------------------------------------------------------------
@@ -183,7 +152,6 @@ class StateMonitor:
         table.num_added, table.epoch = old.num_added, old.epoch + 1
         self._num_limited = self._num_due = self._num_ranked = 0
         self.services.num_live[:] = 0
-        self._to_begin.clear()
         self._waiting_epoch = -1
         self._parked = set()
         self._outcomes.clear()
@@ -217,13 +185,12 @@ class StateMonitor:
                 table.move(row, DECODE if is_decode else PREFILL)
             for rows in in_flight[: request.num_in_flight]:
                 rows.append(row)
-            if request.num_in_flight and not request.num_output:
-                self._to_begin.add(row)
         self.stats.num_unseen += len(old.row_of.keys() - table.row_of.keys())
-        self._in_flight = deque(
-            _StepRecord(now, StepShape(0, 0, 0, 0.0, 0.0), 0.0, np.array(rows, np.int64), False)
-            for rows in in_flight
-        )
+        self._in_flight.clear()
+        for rows in in_flight:
+            sampling = np.array(rows, np.int64)
+            self._in_flight.append(_StepRecord(now, _NO_SHAPE, 0.0, sampling, is_known=False))
+            table.expect(sampling, 1)
 
     def predicted(self, req_id: str, prediction: LengthPrediction) -> bool:
         """A length prediction arrived, for a request in any state, perhaps a better one again.
@@ -299,13 +266,12 @@ class StateMonitor:
             if has + tokens >= table.prefill_target[row]:
                 table.move(row, DECODE)
                 sampled.append(row)
-                if math.isnan(table.first_token_s[row]):
-                    self._to_begin.add(row)
         shape = StepShape(len(decode_rows), ctx, new, float(squares), float(products))
         sampling = np.concatenate([decode_rows, sampled]) if sampled else decode_rows
         predicted_s = self.cost.step_s(shape) if self.cost.is_ready else 0.0
-        record = _StepRecord(self.clock(), shape, predicted_s, sampling, begun=sampled, parts=parts)
+        record = _StepRecord(self.clock(), shape, predicted_s, sampling, parts=parts)
         self._in_flight.append(record)
+        table.expect(sampling, 1)
 
     @property
     def num_expected(self) -> int:
@@ -330,7 +296,7 @@ class StateMonitor:
         elapsed = now - start
         self._last_update_s = now
         self._elapsed_s += elapsed
-        self._slot_s += elapsed * self._num_running
+        self._turnover.hold(self._num_running, elapsed)
         self.stats.num_steps += 1
         shape = record.shape
         if record.parts is not None:
@@ -342,27 +308,13 @@ class StateMonitor:
                 decode_s = self.cost.decode_s(shape.num_decodes, shape.decode_ctx_tokens)
                 share = max(0.0, 1.0 - float(decode_s) / record.predicted_s)
             self.prefill_share += _AVERAGING * (share - self.prefill_share)
+        table.expect(record.sampling, -1)
         delivered = record.sampling if rows is None else rows
-        if not len(delivered):
-            return
-        if rows is not None:
-            fresh = rows[np.isnan(table.first_token_s[rows])]
-            table.first_token_s[fresh] = now
-            self._to_begin.difference_update(fresh.tolist())
-        elif self._to_begin:
-            self._note_first_tokens(record, now)
-        table.last_token_s[delivered] = now
-        table.deliver(delivered, num_tokens)
-        if num_tokens is not None and shape.num_decodes:
+        if len(delivered):
+            table.deliver(delivered, now, num_tokens)
+        if num_tokens is not None and len(num_tokens) and shape.num_decodes:
             mean = int(num_tokens.sum()) / len(delivered)
             self.accepted_per_decode += _AVERAGING * (max(1.0, mean) - self.accepted_per_decode)
-
-    def _note_first_tokens(self, record: _StepRecord, now_s: float) -> None:
-        """Everybody in this step has received a token."""
-        for row in list(self._to_begin):
-            if row in record.begun or np.count_nonzero(record.sampling == row):
-                self.table.first_token_s[row] = now_s
-                self._to_begin.discard(row)
 
     def finished(
         self,
@@ -387,53 +339,22 @@ class StateMonitor:
             has_e2e or math.isfinite(table.ttft_s[row]) or math.isfinite(table.tpot_s[row])
         )
         self._num_ranked -= bool(table.priority[row] != 0)
-        self._count_end(row, by_itself, rejected, failed)
-        self.services.num_live[table.service[row]] -= 1
-        if table.phase[row] in _HOLD_SLOT:
-            self._num_freed += 1
-        self._to_begin.discard(row)
-        for record in self._in_flight:
-            record.sampling = record.sampling[record.sampling != row]
-        table.remove(req_id)
-
-    def _count_end(self, row: int, by_itself: bool, rejected: bool, failed: bool) -> None:
-        table, stats = self.table, self.stats
-        outcomes = self._outcomes.pop(row, None) or stats.by_class[DEFAULT_CLASS]
-        num_output = int(table.num_output[row])
-        # An answer without tokens, as of a pooling model, comes at the end.
-        first = float(table.first_token_s[row]) if num_output else self.clock()
-        ttft = first - float(table.arrival_s[row])
-        ttft_met = ttft <= table.ttft_s[row]
-        if rejected:
-            stats.num_rejected += 1
-            outcomes.rejected += 1
-        elif failed:
-            stats.num_failed += 1
-            outcomes.missed += 1
-        elif not by_itself:
-            stats.num_aborted += 1
-            if ttft_met and self.clock() <= table.e2e_due_s[row]:
-                outcomes.aborted += 1
-            else:
-                outcomes.missed += 1
-        else:
+        outcomes = self._outcomes.pop(row, None) or self.stats.by_class[DEFAULT_CLASS]
+        self.stats.count_end(
+            table, row, outcomes, self.clock(),
+            by_itself=by_itself, rejected=rejected, failed=failed,
+        )  # fmt: skip
+        if by_itself and not rejected and not failed:
+            num_output = int(table.num_output[row])
             self._compare_prediction(row, num_output)
             self.lengths.observe(int(table.length_class[row]), num_output)
             self.services.observe(int(table.service[row]), int(table.num_prompt[row]), num_output)
-            last = float(table.last_token_s[row]) if num_output else first
-            tpot_met = num_output < 2 or (last - first) / (num_output - 1) <= table.tpot_s[row]
-            e2e_met = last - float(table.arrival_s[row]) <= table.e2e_s[row]
-            attained = bool(ttft_met and tpot_met and e2e_met)
-            if math.isfinite(table.e2e_s[row]):
-                stats.num_e2e += 1
-                stats.num_e2e_met += bool(e2e_met)
-            stats.num_finished += 1
-            stats.num_ttft_met += bool(ttft_met)
-            stats.num_tpot_met += bool(tpot_met)
-            stats.num_attained += attained
-            stats.max_wait_s = max(stats.max_wait_s, ttft)
-            outcomes.attained += attained
-            outcomes.missed += not attained
+        self.services.num_live[table.service[row]] -= 1
+        if table.phase[row] in _HOLD_SLOT:
+            self._turnover.free()
+        for record in self._in_flight:
+            record.sampling = record.sampling[record.sampling != row]
+        table.remove(req_id)
 
     def _compare_prediction(self, row: int, num_output: int) -> None:
         """Hold the prediction of a request that ended by itself against the histogram's."""
@@ -452,24 +373,6 @@ class StateMonitor:
         )
         if has_changed:
             table.epoch += 1  # what a planner knows has changed for all
-
-    def _average_ends(self, num_slots: int) -> None:
-        """Average the time between two ends of slots, as it is while all slots are held.
-
-        From the time for which a slot is held: an idle or half empty engine has fewer ends, but
-        not for want of turnover (Little's law).
-        """
-        num_freed, self._num_freed = self._num_freed, 0
-        if not num_freed:
-            return
-        interval_s = self._slot_s / num_freed / num_slots
-        self._slot_s = 0.0
-        if math.isnan(interval_s):
-            return  # the first: nobody knows since when
-        if math.isnan(self.end_interval_s):
-            self.end_interval_s = interval_s
-        weight = 1.0 - (1.0 - _AVERAGING) ** num_freed
-        self.end_interval_s += weight * (interval_s - self.end_interval_s)
 
     def set_busy(self, is_busy: bool) -> None:
         """Tell after each step whether requests are left: idle time is not step time."""
@@ -500,7 +403,6 @@ class StateMonitor:
         if self._waiting_epoch != table.epoch:
             (self._waiting,) = (table.phase == WAITING).nonzero()
             self._waiting_epoch = table.epoch
-        self._average_ends(max_num_running)
         self._num_running = len(rows)
         now = self.clock()
         start = now
@@ -514,7 +416,7 @@ class StateMonitor:
             now_s=start,
             table=table,
             running=rows,
-            num_ahead=self._num_ahead(rows),
+            num_ahead=table.num_in_flight[rows],
             waiting=self._waiting,
             lengths=self.lengths,
             cost=self.cost,
@@ -528,7 +430,7 @@ class StateMonitor:
             accepted_per_decode=self.accepted_per_decode,
             elapsed_s=elapsed,
             prefill_share=self.prefill_share,
-            end_interval_s=self.end_interval_s,
+            end_interval_s=self._turnover.average(max_num_running),
             has_slo=self._num_limited > 0,
             has_e2e=self._num_due > 0,
             has_classes=self._num_ranked > 0,
@@ -536,12 +438,3 @@ class StateMonitor:
             lifts=self.services.lifts(),
             trusts_predictions=self.trust.is_trusted,
         )
-
-    def _num_ahead(self, rows: IntArray) -> IntArray:
-        """Output tokens in flight for each of `rows`."""
-        if not self._in_flight:
-            return np.zeros(len(rows), dtype=np.int64)
-        sampling = [record.sampling for record in self._in_flight]
-        every = np.concatenate(sampling) if len(sampling) > 1 else sampling[0]
-        counts: IntArray = np.bincount(every, minlength=self.table.capacity)
-        return counts[rows]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from sola_sched.config.slo import DEFAULT_CLASS
+from sola_sched.core.state import RequestTable
 
 
 @dataclass(slots=True)
@@ -81,3 +83,55 @@ class MonitorStats:
         """Requests that have ended, in whatever way."""
         served = self.num_finished + self.num_failed + self.num_aborted
         return served + self.num_rejected + self.num_unseen
+
+    def count_end(
+        self,
+        table: RequestTable,
+        row: int,
+        outcomes: ClassOutcomes,
+        now_s: float,
+        *,
+        by_itself: bool,
+        rejected: bool,
+        failed: bool,
+    ) -> None:
+        """Count the end of a request, here and in the `outcomes` of its class.
+
+        Args:
+            table, row: Where its times and targets are.
+            outcomes: Of its class.
+            now_s: On the table's clock.
+            by_itself, rejected, failed: As in `StateMonitor.finished`.
+        """
+        num_output, arrival_s = int(table.num_output[row]), float(table.arrival_s[row])
+        # An answer without tokens, as of a pooling model, comes at the end.
+        first_s = float(table.first_token_s[row]) if num_output else now_s
+        ttft_met = bool(first_s - arrival_s <= table.ttft_s[row])
+        if rejected:
+            self.num_rejected += 1
+            outcomes.rejected += 1
+        elif failed:
+            self.num_failed += 1
+            outcomes.missed += 1
+        elif not by_itself:
+            self.num_aborted += 1
+            if ttft_met and now_s <= table.e2e_due_s[row]:
+                outcomes.aborted += 1
+            else:
+                outcomes.missed += 1
+        else:
+            last_s = float(table.last_token_s[row]) if num_output else first_s
+            tpot_s = (last_s - first_s) / max(1, num_output - 1)
+            tpot_met = num_output < 2 or bool(tpot_s <= table.tpot_s[row])
+            e2e_met = bool(last_s - arrival_s <= table.e2e_s[row])
+            attained = ttft_met and tpot_met and e2e_met
+            if math.isfinite(table.e2e_s[row]):
+                self.num_e2e += 1
+                self.num_e2e_met += e2e_met
+            self.num_finished += 1
+            self.num_ttft_met += ttft_met
+            self.num_tpot_met += tpot_met
+            self.num_attained += attained
+            self.max_wait_s = max(self.max_wait_s, first_s - arrival_s)
+            outcomes.attained += attained
+            outcomes.missed += not attained

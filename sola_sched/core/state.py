@@ -13,13 +13,15 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from sola_sched.core import loops
+from sola_sched.core.compiled import BoolArray, FloatArray, IntArray
 from sola_sched.core.services import Services
 from sola_sched.cost.model import CostModel
 from sola_sched.prediction.length import NUM_LEVELS, LengthPrediction, remaining_at, remaining_mean
 
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
-BoolArray = NDArray[np.bool_]
+__all__ = ["BoolArray", "FloatArray", "IntArray"]
+
+_NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 
 #: Share of requests that may end before `StepState.surely_remaining`.
 _RARE = 0.05
@@ -50,22 +52,13 @@ _COLUMNS: dict[str, tuple[type, Any]] = {
     "num_computed": (np.int64, 0),
     "prefill_target": (np.int64, 0),
     "num_output": (np.int64, 0),
+    "num_in_flight": (np.int64, 0),
     "first_token_s": (np.float64, np.nan),
     "last_token_s": (np.float64, np.nan),
     "num_preemptions": (np.int64, 0),
     "predicted": (np.float64, np.full(NUM_LEVELS, np.nan)),
     "ewt_s": (np.float64, np.nan),
 }
-
-
-@dataclass(slots=True)
-class _Batch:
-    """What is known of rows that decode on and on, by the array that names them."""
-
-    rows: IntArray
-    epoch: int
-    num_tokens: int
-    tpot_s: float
 
 
 class RequestTable:
@@ -89,6 +82,7 @@ class RequestTable:
             WAITING those that a prefix cache is expected to hold.
         prefill_target: Tokens to compute before the next token can be sampled.
         num_output: Output tokens delivered; counted by `deliver`.
+        num_in_flight: Steps in flight that sample a token of the request; counted by `expect`.
         first_token_s, last_token_s: Delivery times, seconds; NaN before the first token.
         num_preemptions: Times the request lost its KV.
         predicted: Quantiles of the total output tokens, as in `LengthPrediction`; NaN without one.
@@ -122,6 +116,7 @@ class RequestTable:
     num_computed: IntArray
     prefill_target: IntArray
     num_output: IntArray
+    num_in_flight: IntArray
     first_token_s: FloatArray
     last_token_s: FloatArray
     num_preemptions: IntArray
@@ -134,7 +129,7 @@ class RequestTable:
         self.req_id: list[str | None] = [None] * capacity
         self.num_predicted = self.num_added = self.epoch = 0
         self.num_in_phase = [0] * _NUM_PHASES
-        self._batch = _Batch(np.empty(0, dtype=np.int64), -1, 0, math.inf)
+        self._loops = loops.load()
         self._free = list(range(capacity - 1, -1, -1))
         for name in _COLUMNS:
             setattr(self, name, _column(name, capacity))
@@ -185,29 +180,23 @@ class RequestTable:
         self.epoch += 1
 
     def num_tokens(self, rows: IntArray) -> int:
-        """Prompt and delivered output tokens of these rows, in sum; the array must not change."""
-        return self._batch_of(rows).num_tokens
+        """Prompt and delivered output tokens of these rows, in sum."""
+        return int(self._loops.sum_tokens(rows, self.num_prompt, self.num_output))
 
     def shortest_tpot_s(self, rows: IntArray) -> float:
-        """The shortest TPOT target of these rows, inf for none; the array must not change."""
-        return self._batch_of(rows).tpot_s
+        """The shortest TPOT target of these rows, inf for none."""
+        return float(self._loops.least(rows, self.tpot_s))
 
-    def deliver(self, rows: IntArray, num_tokens: IntArray | None = None) -> None:
-        """These rows, each once, have received so many output tokens: one if none are given."""
-        self.num_output[rows] += 1 if num_tokens is None else num_tokens
-        batch = self._batch
-        if num_tokens is None and batch.rows is rows and batch.epoch == self.epoch:
-            batch.num_tokens += len(rows)
-        else:
-            batch.epoch = -1
+    def expect(self, rows: IntArray, change: int) -> None:
+        """A step that samples a token of each of these rows is in flight (1), or not any more."""
+        self._loops.add_to(rows, change, self.num_in_flight)
 
-    def _batch_of(self, rows: IntArray) -> _Batch:
-        """While the epoch stands, asking about the same array again and again costs nothing."""
-        if self._batch.rows is not rows or self._batch.epoch != self.epoch:
-            num_tokens = int(np.add.reduce(self.num_prompt[rows] + self.num_output[rows]))
-            tpot_s = float(self.tpot_s[rows].min(initial=math.inf))
-            self._batch = _Batch(rows, self.epoch, num_tokens, tpot_s)
-        return self._batch
+    def deliver(self, rows: IntArray, now_s: float, num_tokens: IntArray | None = None) -> None:
+        """These rows, each once, have received so many output tokens now: one if none are given."""
+        self._loops.deliver(
+            rows, _NO_ROWS if num_tokens is None else num_tokens, now_s,
+            self.num_output, self.first_token_s, self.last_token_s,
+        )  # fmt: skip
 
     def check_integrity(self) -> None:
         """Assert that rows, names and free list agree (for tests and debug runs)."""
@@ -401,9 +390,6 @@ class StepState:
 def _limited(left: FloatArray, num_output: IntArray, max_tokens: IntArray) -> FloatArray:
     result: FloatArray = np.maximum(np.minimum(left, max_tokens - num_output), 1.0)
     return result
-
-
-_NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True)

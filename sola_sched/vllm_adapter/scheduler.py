@@ -23,7 +23,8 @@ from vllm.v1.request import Request
 
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.ewt import update_waits
-from sola_sched.core.monitor import LiveRequest, StateMonitor
+from sola_sched.core.live import LiveRequest
+from sola_sched.core.monitor import StateMonitor
 from sola_sched.core.queues import PlannedQueue
 from sola_sched.core.state import IntArray, StepPlan
 from sola_sched.cost.model import CostModel

@@ -50,26 +50,23 @@ def let_in(judged: Judged, pace: Pace, *, is_blocked: bool) -> Entry:
     order, none = pace.order, pace.order[:0]
     if not len(order):
         return Entry(none, none, 0, has_backlog=False)
-    prefills = judged.prefills
     if not judged.state.chunks_prefills:
         order = order[: judged.tuning.num_examined]
         order = admissible(judged, order, is_blocked=is_blocked)
         served, tokens = _whole(judged, order, pace.limit_s)
         return Entry(served, none, tokens, len(served) < len(pace.order))
-    served, tokens = _first_that_fit(judged, order, pace.limit_s)
-    offered = none
-    if len(served):
-        candidates = order[: len(served) + judged.tuning.num_spare_offers]
-        may = admissible(judged, candidates, is_blocked=is_blocked)
-        if served.tolist() != may[: len(served)].tolist():  # those that have begun go on meanwhile
-            served, tokens = _first_that_fit(judged, may, pace.limit_s)
-        offered = may[len(served) :]
-    if len(offered):
-        offered = offered[offered >= prefills.num_started]
-        if not (served >= prefills.num_started).any():  # no hit of theirs leaves budget over
-            offered = none
-    has_backlog = len(served) < len(order) or tokens < prefills.new[served].sum()
-    return Entry(served, offered, tokens, bool(has_backlog))
+    served, tokens, is_cut = _first_that_fit(judged, order, pace.limit_s)
+    if not len(served):
+        return Entry(none, none, 0, has_backlog=True)
+    candidates = order[: len(served) + judged.tuning.num_spare_offers]
+    may = admissible(judged, candidates, is_blocked=is_blocked)
+    if may is not candidates:  # those that have begun go on meanwhile
+        served, tokens, is_cut = _first_that_fit(judged, may, pace.limit_s)
+    has_backlog = is_cut or len(served) < len(order)
+    offered, first = may[len(served) :], judged.prefills.num_started
+    if len(offered):  # budget is left over if those served hit, not if they have begun
+        offered = offered[offered >= first] if (served >= first).any() else none
+    return Entry(served, offered, tokens, has_backlog)
 
 
 def tokens_in(
@@ -104,17 +101,18 @@ def _most_tokens(judged: Judged, limit_s: float, has: float) -> float:
     )
 
 
-def _first_that_fit(judged: Judged, order: IntArray, limit_s: float) -> tuple[IntArray, int]:
-    """The first of `order` that a step of `limit_s` has time for, and their tokens in it."""
+def _first_that_fit(judged: Judged, order: IntArray, limit_s: float) -> tuple[IntArray, int, bool]:
+    """The first of `order` that a step of `limit_s` has time for, their tokens in it, and whether
+    the last of them needs more."""
     if not len(order):
-        return order, 0
+        return order, 0, False
     prefills, room = judged.prefills, judged.token_room
     ends = list(itertools.accumulate(prefills.new[order].tolist()))
     tokens = tokens_in(judged, limit_s, room, float(prefills.has[order[0]]), ends)
     if not tokens:
-        return order[:0], 0
-    count = min(len(order), bisect.bisect_left(ends, tokens) + 1)
-    return order[:count], int(min(tokens, ends[count - 1]))
+        return order[:0], 0, False
+    last = min(len(order) - 1, bisect.bisect_left(ends, tokens))
+    return order[: last + 1], int(min(tokens, ends[last])), tokens < ends[last]
 
 
 def _whole(judged: Judged, order: IntArray, limit_s: float) -> tuple[IntArray, int]:
@@ -179,7 +177,8 @@ def _num_borne(judged: Judged, waiting: list[int], bear_s: float) -> int:
     """How many may start where the decodes bear steps of `bear_s`."""
     state, decodes, prefills = judged.state, judged.decodes, judged.prefills
     num, ctx = decodes.num_alive + prefills.num_started, float(decodes.ctx_alive)
-    ctx += float(prefills.size[: prefills.num_started].sum())
+    if prefills.num_started:
+        ctx += float(prefills.size[: prefills.num_started].sum())
     longest_s = (1.0 - judged.tuning.admission_margin) * bear_s
     per_target = (1.0 - judged.tuning.admission_margin) * judged.keep * state.accepted_per_decode
     for count, place in enumerate(waiting):
@@ -193,7 +192,7 @@ def _num_borne(judged: Judged, waiting: list[int], bear_s: float) -> int:
 def _num_with_memory(judged: Judged, waiting: list[int]) -> int:
     """How many of `waiting` may start before the predicted peak of KV memory is too high."""
     state, decodes, prefills = judged.state, judged.decodes, judged.prefills
-    need = float(prefills.size[waiting].sum()) / state.block_size
+    need = sum(float(prefills.size[place]) for place in waiting) / state.block_size
     used = 1.0 - (state.num_free_blocks - need) / max(1, state.num_blocks)
     if not len(waiting) or used <= judged.tuning.memory_threshold:
         return len(waiting)

@@ -1,8 +1,7 @@
 """The loops of one plan over its requests, on plain arrays.
 
-`load` compiles them where numba is installed, as with every vLLM; without it the same source runs
-as Python. Their types are those of the annotations. Arrays that are written come last; rows are
-places in the columns of `RequestTable`, places those in the arrays of `Decodes` or `Prefills`.
+Arrays that are written come last; rows are places in the columns of `RequestTable`, places those in
+the arrays of `Decodes` or `Prefills`.
 """
 
 from __future__ import annotations
@@ -10,13 +9,7 @@ from __future__ import annotations
 import functools
 from types import SimpleNamespace
 
-from sola_sched.core.state import BoolArray, FloatArray, IntArray
-
-#: Types of numba by those of the annotations.
-_TYPES = {
-    "IntArray": "int64[::1]", "FloatArray": "float64[::1]", "BoolArray": "boolean[::1]",
-    "int": "int64", "float": "float64",
-}  # fmt: skip
+from sola_sched.core.compiled import BoolArray, FloatArray, IntArray, compile_loops
 
 
 def follow_schedules(
@@ -62,19 +55,22 @@ def follow_schedules(
 def find_slack(
     bank_s: FloatArray, token_s: FloatArray, lost: BoolArray, decode_s: float, behind: BoolArray
 ) -> tuple[int, float, float]:
-    """How many of those not lost are `behind`; the least bank and target of the others, seconds.
+    """How many of those not lost are `behind`; slack of the others, and what they bear at least.
 
-    Ahead is who has a step of its own target in the bank, where steps of `decode_s` meet it.
+    What one bears for long lies between its bank and its target. Behind is who has less in the bank
+    than halfway from `decode_s` to that, or a target that such steps miss: then the length of its
+    output decides. Of the others it does not.
     """
     num_behind, least_bank_s, least_token_s = 0, float("inf"), float("inf")
     for place in range(len(bank_s)):
         bank, token = bank_s[place], token_s[place]
-        behind[place] = not lost[place] and not (bank >= token and token >= decode_s)
+        is_ahead = token >= decode_s and bank >= 0.5 * (decode_s + token)
+        behind[place] = not lost[place] and not is_ahead
         if behind[place]:
             num_behind += 1
         elif not lost[place]:
             least_bank_s = min(least_bank_s, bank)
-            least_token_s = min(least_token_s, token)
+            least_token_s = min(least_token_s, min(bank, token))
     return num_behind, least_bank_s, least_token_s
 
 
@@ -238,22 +234,7 @@ def keep_on_time(
     return num_kept
 
 
-_LOOPS = (follow_schedules, find_slack, judge_prefills, find_near, keep_on_time)
-
-
 @functools.cache
 def load() -> SimpleNamespace:
-    """The loops by name, compiled if numba is there; call before the first step."""
-    try:
-        import numba  # type: ignore[import-untyped]
-    except ImportError:
-        return SimpleNamespace(**{loop.__name__: loop for loop in _LOOPS})
-    compiled = {}
-    for loop in _LOOPS:
-        types = [_TYPES[kind] for name, kind in loop.__annotations__.items() if name != "return"]
-        signature = f"({', '.join(types)},)"
-        try:
-            compiled[loop.__name__] = numba.njit(signature, cache=True)(loop)
-        except RuntimeError:  # nowhere to keep what is compiled
-            compiled[loop.__name__] = numba.njit(signature)(loop)
-    return SimpleNamespace(**compiled)
+    """The loops by name; call before the first step."""
+    return compile_loops(follow_schedules, find_slack, judge_prefills, find_near, keep_on_time)

@@ -214,8 +214,6 @@ def judge_decodes(
     num_behind, decodes.slack_s, decodes.least_token_s = load().find_slack(
         decodes.bank_s, decodes.token_s, decodes.lost, decodes.decode_s, behind
     )
-    # What one bears for long lies between its bank and its target: of those ahead of both, the
-    # lengths of outputs decide nothing.
     is_easy = not state.has_ranks
     if is_easy and num_behind:
         is_easy = _catch_up(decodes, behind.nonzero()[0], tuning)
