@@ -178,6 +178,8 @@ EXPERIMENTS = (
     Experiment("sharing-search", "SeaLLM Fig. 14: time of the placement search, and its gap",
                "3 min", "sharing.experiments:placement_search",
                ("data", "seeds", "workers", "quick"), defaults={"seeds": _THREE, "workers": 2}),
+    Experiment("sharing-targets", "turn rules where services have TTFT and TPOT targets", "1 min",
+               "sharing.targets:targets", ("seeds", "quick"), defaults={"seeds": _THREE}),
     Experiment("sharing-replacement", "SeaLLM-A: placements that follow the load", "10 min",
                "sharing.experiments:replacement", ("data", "seeds", "quick"),
                defaults={"seeds": _THREE}),

@@ -5,7 +5,8 @@
         --service name=code,model=llama-2-13b,rate=1,ttft=1500,tpot=80,prompt=2000,output=150
 
 The search is SeaLLM's (`sola_sched.cluster.sharing`) on the fast model, for each kind of GPU and
-number of them, with its turns between services. Step times are computed, not measured.
+number of them. Turns between services go to who must start soonest, as engines that share a GPU
+take them. Step times are computed, not measured.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from sola_sched.bench.values import natural_int, positive_int, positive_number
 from sola_sched.cluster.sharing.placement import Cluster, Placement
 from sola_sched.cluster.sharing.search import Found, Problem, search
 from sola_sched.cluster.sharing.services import Service, by_name
-from sola_sched.cluster.sharing.turns import DoublingBudget
+from sola_sched.cluster.sharing.turns import LeastSlack
 from sola_sched.config.output_file import require_writable
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError, InfeasibleError
@@ -61,7 +62,7 @@ def plan_services(argv: Sequence[str]) -> int:
             require_writable(path, flag)
     services = _services(args)
     prices = _prices(args.gpu)
-    arrivals = _arrivals(services, args.seed)
+    arrivals = make_arrivals(services, args.seed)
     tried: list[dict[str, Any]] = []
     best: tuple[float, str, Cluster, Setting, Found] | None = None
     problems = []
@@ -72,7 +73,7 @@ def plan_services(argv: Sequence[str]) -> int:
                 break
             cluster = Cluster.of(num_gpus, args.gpus_per_node)
             try:
-                setting = Setting.of(services, Hardware(gpu), cluster, DoublingBudget)
+                setting = Setting.of(services, Hardware(gpu), cluster, LeastSlack)
                 evaluate = Evaluator(setting, arrivals)
                 fits = setting.hardware.fits
                 found = search(Problem(services, cluster, fits, evaluate, args.most_sharing))
@@ -208,7 +209,7 @@ def _services(args: argparse.Namespace) -> list[Service]:
     return made
 
 
-def _arrivals(services: Sequence[Service], seed: int) -> list[Arrival]:
+def make_arrivals(services: Sequence[Service], seed: int) -> list[Arrival]:
     """Poisson arrivals of a minute, at least one of each service."""
     rng = np.random.default_rng([seed, 23])
     made: list[Arrival] = []

@@ -104,6 +104,39 @@ def test_least_slack_serves_what_must_start_soonest_and_the_lost_last() -> None:
     assert (len(soon.waiting), len(soon.late)) == (1, 0)
 
 
+@pytest.mark.parametrize(
+    ("first_s", "num_done", "now_s", "starts_s"),
+    [
+        # 100 prompt tokens take 0.1 s, a decode 0.1 s; 10 more tokens are expected after any.
+        (math.nan, 0, 0.0, 1.0 - 0.1 - 0.1),  # TTFT 1 s
+        (1.0, 3, 1.2, 1.0 + 3 * 0.2 - 0.1),  # ahead: the next token's time
+        (1.0, 3, 1.6, 1.5 + 9 * (0.2 - 0.1)),  # behind: what the rest can still make up
+        (1.5, 3, 1.6, -math.inf),  # its first token was late
+    ],
+)
+def test_latest_start_follows_the_target_that_is_next(
+    first_s: float, num_done: int, now_s: float, starts_s: float
+) -> None:
+    queue = make_queue()
+    request = SharedRequest(
+        0, "a", 0.0, 100, 10, ttft_s=1.0, tpot_s=0.2, num_prompt=100, num_done=num_done,
+        first_s=first_s, is_decoding=num_done > 0, num_computed=100 if num_done else 0,
+    )  # fmt: skip
+
+    assert queue.latest_start_s(request, now_s) == pytest.approx(starts_s)
+
+
+def test_least_slack_gives_the_turn_to_the_token_that_is_due_first() -> None:
+    slow, fast = make_queue("slow", running=((0.0, 1.0),)), make_queue("fast", waiting=(1.0,))
+    for request in (*slow.running.values(), *fast.waiting):
+        request.ttft_s, request.tpot_s = 2.0, 0.5
+    next(iter(slow.running.values())).first_s = 1.9  # its next token is due at 2.4 s
+
+    assert first(LeastSlack(), 2.0, slow, fast) == "slow"  # 2.3 s against 3 - 0.2 s
+    next(iter(slow.running.values())).num_done = 4
+    assert first(LeastSlack(), 2.0, slow, fast) == "fast"
+
+
 def test_expected_left_is_the_mean_of_longer_outputs() -> None:
     left = expected_left([1, 3, 5])
 

@@ -136,9 +136,41 @@ class ServiceQueue:
 
     def remaining_s(self, request: SharedRequest) -> float:
         """Seconds that the request is expected to run yet, if its service had all turns."""
-        done = request.num_done
+        tokens = max(1.0, self.habits.left_after(self.num_done(request)))
+        return self._prefill_s(request) + tokens * self.pace_s
+
+    def latest_start_s(self, request: SharedRequest, now_s: float) -> float:
+        """When the service must have all turns, at the latest, for all targets of the request.
+
+        Token j after the first is due at ``first + j * TPOT``. One that is behind that and may
+        still catch up by the end that is expected has to start by the time that leaves for it.
+
+        Returns:
+            Seconds on the clock, in the past if a target is lost; inf without targets.
+        """
+        starts_s = math.inf
+        if request.deadline_s < math.inf:
+            starts_s = request.deadline_s - self.remaining_s(request)
+        if math.isnan(request.first_s):
+            if request.ttft_s < math.inf:
+                due_s = request.arrival_s + request.ttft_s
+                starts_s = min(starts_s, due_s - self._prefill_s(request) - self.pace_s)
+        elif request.first_s > request.arrival_s + request.ttft_s:
+            return -math.inf
+        elif request.tpot_s < math.inf:
+            done = self.num_done(request)
+            left = max(1.0, self.habits.left_after(done))
+            next_s = request.first_s + request.tpot_s * done - self.pace_s
+            by_end_s = next_s + (left - 1.0) * (request.tpot_s - self.pace_s)
+            due_s = next_s if next_s >= now_s else by_end_s
+            starts_s = min(starts_s, due_s - self._prefill_s(request))
+        return starts_s
+
+    def num_done(self, request: SharedRequest) -> int:
+        """Tokens that the request has been given."""
+        return request.num_done + (self.step - request.joined if request.is_decoding else 0)
+
+    def _prefill_s(self, request: SharedRequest) -> float:
         if request.is_decoding:
-            done += self.step - request.joined
-        tokens = max(1.0, self.habits.left_after(done))
-        prompt = request.num_prompt - request.num_computed if not request.is_decoding else 0
-        return prompt * self.habits.prefill_token_s + tokens * self.pace_s
+            return 0.0
+        return (request.num_prompt - request.num_computed) * self.habits.prefill_token_s

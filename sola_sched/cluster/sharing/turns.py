@@ -150,7 +150,7 @@ class SkipJoin(_Rule):
 
 
 class LeastSlack(_Rule):
-    """Who must start soonest to end in time, if that is soon; else by `DoublingBudget`.
+    """Who must start soonest to be in time, if that is soon; else by `DoublingBudget`.
 
     As `attain` does within an engine: what cannot be on time any more gets what time is left over.
     While nobody is in a hurry the doubling budget's order lowers the latency.
@@ -169,7 +169,7 @@ class LeastSlack(_Rule):
         """See `TurnRule.rank`."""
         latest_s = math.inf
         for request in (*queue.running.values(), *queue.waiting):
-            starts_s = request.deadline_s - queue.remaining_s(request)
+            starts_s = queue.latest_start_s(request, now_s)
             if now_s <= starts_s < latest_s:
                 latest_s = starts_s
         if latest_s - now_s < self._hurry * queue.habits.mean_s:
@@ -185,7 +185,7 @@ class LeastSlack(_Rule):
         """Give up what waits and cannot end in time."""
         kept: list[SharedRequest] = []
         for request in queue.waiting:
-            is_lost = now_s + queue.remaining_s(request) > request.deadline_s
+            is_lost = queue.latest_start_s(request, now_s) < now_s
             (queue.late if is_lost else kept).append(request)
         if len(kept) < len(queue.waiting):
             queue.waiting.clear()
