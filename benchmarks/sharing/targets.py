@@ -37,7 +37,7 @@ _MIXES = {
     ),
     "chat, long prompts": (
         ("chat", "llama-2-7b", 2.0, 800, 60, 300, 250),
-        ("summary", "llama-2-13b", 0.4, 4000, 100, 4000, 60),
+        ("summary", "opt-6.7b", 0.4, 4000, 100, 4000, 60),
     ),
     "tight, loose": (
         ("tight", "llama-2-7b", 1.5, 500, 40, 300, 250),
