@@ -80,7 +80,7 @@ def check_kv(state: StepState, plan: StepPlan) -> None:
     assert need <= state.num_free_blocks + (freed // size).sum(), "one that is held is in the way"
 
 
-@pytest.mark.parametrize("policy", ["attain", "paper", "alise"])
+@pytest.mark.parametrize("policy", ["attain", "paper", "alise", "doubling"])
 @pytest.mark.parametrize("seed", range(150))
 def test_no_class_loses_kv_slot_or_step_to_a_lower_one(policy: str, seed: int) -> None:
     rng = np.random.default_rng(seed)

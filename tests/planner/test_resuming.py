@@ -13,7 +13,7 @@ from sola_sched.planner import make_planner
 from sola_sched.planner.passes import with_room_to_resume
 
 
-@pytest.mark.parametrize("policy", ["attain", "paper", "alise"])
+@pytest.mark.parametrize("policy", ["attain", "paper", "alise", "doubling"])
 @given(
     num_decodes=st.integers(0, 40),
     begun=st.lists(st.integers(1, 3000), max_size=4),

@@ -14,7 +14,7 @@ from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.state import DECODE, StepPlan, StepState
 from sola_sched.planner import make_planner, pass_through
 
-POLICIES = ["attain", "paper", "alise"]
+POLICIES = ["attain", "paper", "alise", "doubling"]
 
 
 def check_whole(state: StepState, plan: StepPlan) -> None:

@@ -125,7 +125,7 @@ def options() -> st.SearchStrategy[dict[str, Any]]:
     target_s = st.none() | st.sampled_from(TARGETS_MS).map(lambda ms: ms / 1e3)
     sola = st.fixed_dictionaries(
         {
-            "policy": st.sampled_from(["attain", "paper", "alise"]),
+            "policy": st.sampled_from(["attain", "paper", "alise", "doubling"]),
             "aging_s": st.sampled_from([0.05, 1.0, None]),
             "levels": st.integers(1, 6),
             "overload": st.sampled_from(["defer", "reject"]),

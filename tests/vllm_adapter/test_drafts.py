@@ -33,7 +33,7 @@ class Drafting(sola_sched.Scheduler):
         return super().schedule(*args, **kwargs)
 
 
-@pytest.mark.parametrize("policy", ["attain", "paper", "alise"])
+@pytest.mark.parametrize("policy", ["attain", "paper", "alise", "doubling"])
 def test_a_request_that_is_cached_whole_starts_beside_a_decode_with_drafts(policy: str) -> None:
     """Its one token is padded by vLLM to the length of the others, or it does not start."""
     engine = VirtualEngine(

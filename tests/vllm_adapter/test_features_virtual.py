@@ -157,7 +157,7 @@ def test_steps_that_put_prefills_off_are_stock_vllms(is_async: bool) -> None:
 
 
 @MODES
-@pytest.mark.parametrize("policy", ["attain", "paper", "alise"])
+@pytest.mark.parametrize("policy", ["attain", "paper", "alise", "doubling"])
 def test_all_are_served_while_prefills_are_put_off(policy: str, is_async: bool) -> None:
     sola = {"sola_sched": {"policy": policy, **SOLA["sola_sched"]}}
     engine = make_engine(sola_sched.Scheduler, sola=sola, async_scheduling=is_async)
@@ -237,7 +237,7 @@ STATE_BLOCK = 128
 
 
 @MODES
-@pytest.mark.parametrize("policy", ["attain", "paper", "alise"])
+@pytest.mark.parametrize("policy", ["attain", "paper", "alise", "doubling"])
 def test_chunks_of_hybrid_models_end_where_state_is_kept(policy: str, is_async: bool) -> None:
     def change(arguments: dict[str, Any]) -> None:
         cache = arguments["vllm_config"].cache_config
@@ -291,7 +291,7 @@ def with_remote_kv(scheduler_cls: type[Any], **options: Any) -> VirtualEngine:
 
 
 @MODES
-@pytest.mark.parametrize("policy", ["attain", "paper", "alise"])
+@pytest.mark.parametrize("policy", ["attain", "paper", "alise", "doubling"])
 def test_kv_that_another_engine_computed_is_awaited(policy: str, is_async: bool) -> None:
     """Decode side: half of the prompts come from elsewhere; none of their tokens is computed."""
     sola = {"sola_sched": {"policy": policy, **SOLA["sola_sched"]}}
@@ -316,7 +316,7 @@ def test_kv_that_another_engine_computed_is_awaited(policy: str, is_async: bool)
 
 
 @MODES
-@pytest.mark.parametrize("policy", ["attain", "paper", "alise"])
+@pytest.mark.parametrize("policy", ["attain", "paper", "alise", "doubling"])
 def test_blocks_are_held_until_another_engine_has_them(policy: str, is_async: bool) -> None:
     """Prefill side: one token each, and the blocks stay for a while after the end."""
     sola = {"sola_sched": {"policy": policy, **SOLA["sola_sched"]}}

@@ -31,7 +31,7 @@ def make_workload(num_loads: int, num_long: int) -> list[VirtualRequest]:
     return [*decodes, *loads, *long]
 
 
-@pytest.mark.parametrize("policy", ["attain", "paper", "alise"])
+@pytest.mark.parametrize("policy", ["attain", "paper", "alise", "doubling"])
 @pytest.mark.parametrize("num_long", [0, 8], ids=["decodes", "prefills"])
 @pytest.mark.parametrize("options", [
     {}, {"async_scheduling": True}, {"scheduling_policy": "priority"},

@@ -125,7 +125,10 @@ def test_without_slos_the_schedule_is_stock_vllms_by_priority_step_by_step(
     "policy",
     [
         "attain",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("paper", "alise", "none")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("paper", "alise", "doubling", "none")
+        ),
     ],
 )
 def test_no_class_loses_its_kv_to_a_lower_one(policy: str, async_scheduling: bool) -> None:

@@ -17,7 +17,7 @@ from sola_sched.simulator import VirtualEngine, VirtualRequest
 
 pytestmark = pytest.mark.vllm
 
-POLICIES = ["attain", "paper", "alise"]
+POLICIES = ["attain", "paper", "alise", "doubling"]
 
 
 def make_engine(scheduler_cls: type[Any], sola: dict[str, Any], **options: Any) -> VirtualEngine:
