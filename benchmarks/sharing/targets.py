@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -57,6 +58,7 @@ def targets(setup: Setup) -> Outcome:
             for rule in _RULES.values():
                 met: list[bool] = []
                 for seed in setup.seeds:
+                    given: list[dict[str, Any]]
                     given = [dict(zip(_KEYS, one, strict=True)) for one in made]
                     services = [
                         make_service(one | {"rate": factor * one["rate"]}, seed) for one in given
