@@ -32,8 +32,7 @@ _NIGHT, _NOON, _SPIKE = 4.0, 26.0, 12.0
 _SPIKE_AT, _SPIKE_LONG = 0.7, 0.04
 _STARTUP_S, _PERIOD_S = 30.0, 5.0
 _DOWN_DELAY_S = 60.0
-#: Requests per second that one instance serves with nearly all in time, and the first instance's
-#: part that is idle: Eq. 7 by runs with one to eight instances.
+#: Requests per second that so many instances are taken to serve with nearly all in time: Eq. 7.
 _RATES_OF = {1: 7.0, 4: 34.0}
 
 
