@@ -19,16 +19,43 @@ import math
 
 import numpy as np
 
+from sola_sched.core.monitor import StateMonitor
 from sola_sched.core.state import DECODE, FREE, PARKED, IntArray, LengthModel, RequestTable
 from sola_sched.cost.execution import ExecutionTime
 from sola_sched.cost.model import CostModel
 
+#: Policies that go by targets; others serve the shortest first.
+_DEADLINES = ("attain", "paper")
 
-def latest_start_s(table: RequestTable, cost: CostModel, now_s: float) -> float:
+
+def goes_by_deadlines(policy: str) -> bool:
+    """Whether engines with this policy compare deadlines."""
+    return policy in _DEADLINES
+
+
+def urgency(policy: str, monitor: StateMonitor, now_s: float) -> float:
+    """How much an engine wants its next turn, by the rule of its policy."""
+    if goes_by_deadlines(policy):
+        return latest_start_s(monitor.table, monitor.lengths, monitor.cost, now_s)
+    return least_product_s2(monitor.table, monitor.lengths, monitor.cost)
+
+
+def urgency_of_a_waiter(
+    policy: str, monitor: StateMonitor, now_s: float, shortest_ttft_s: float
+) -> float:
+    """As `urgency`; who waits sees no arrivals, so there may be one from now on."""
+    unseen_s = now_s + shortest_ttft_s if goes_by_deadlines(policy) else math.inf
+    return min(urgency(policy, monitor, now_s), unseen_s)
+
+
+def latest_start_s(
+    table: RequestTable, lengths: LengthModel, cost: CostModel, now_s: float
+) -> float:
     """When the next step must start for those alive to be in time, seconds on the table's clock.
 
     Args:
         table: The engine's requests.
+        lengths: Output lengths to expect.
         cost: Its step times; while they are being learned, any request is urgent now.
         now_s: The present, seconds.
 
@@ -45,7 +72,7 @@ def latest_start_s(table: RequestTable, cost: CostModel, now_s: float) -> float:
     context = float((table.num_prompt[decodes] + table.num_output[decodes]).sum())
     decode_s = float(cost.decode_s(len(decodes), context)) if len(decodes) else 0.0
     return now_s + min(
-        _slack_of_decodes_s(table, decodes, decode_s, now_s),
+        _slack_of_decodes_s(table, decodes, lengths, decode_s, now_s),
         _slack_of_prefills_s(table, prefills, cost, decode_s, now_s),
     )
 
@@ -86,18 +113,22 @@ def _alive(table: RequestTable) -> IntArray:
 
 
 def _slack_of_decodes_s(
-    table: RequestTable, rows: IntArray, decode_s: float, now_s: float
+    table: RequestTable, rows: IntArray, lengths: LengthModel, decode_s: float, now_s: float
 ) -> float:
-    """Until the first token is due, less the step that computes it.
+    """Until the next token is due, or the last one that is expected, less what is left to compute.
 
-    Token j after the first is due at ``first + j * TPOT``, as in `planner/attain`.
+    Token j after the first is due at ``first + j * TPOT``, as in `planner/attain`. The target is a
+    mean, so a request that is behind may catch up by its end; it is lost if it would not even
+    with every step from now on.
     """
+    output = table.num_output[rows]
     first_s, tpot_s = table.first_token_s[rows], table.tpot_s[rows]
-    bank_s = first_s + tpot_s * table.num_output[rows] - now_s
-    left = np.maximum(table.max_tokens[rows] - table.num_output[rows], 1)
-    # Too slow: even bare steps to the last token that it may have would be late.
-    lost = (first_s > table.due_s[rows]) | (bank_s + (left - 1.0) * tpot_s < left * decode_s)
-    return float(bank_s[~lost].min(initial=math.inf)) - decode_s
+    next_s = first_s + tpot_s * output - now_s - decode_s
+    left = lengths.remaining(table.length_class[rows], output, table.max_tokens[rows])
+    gain_s = (left - 1.0) * np.where(np.isfinite(tpot_s), tpot_s - decode_s, 0.0)
+    slack_s = np.where(next_s >= 0.0, next_s, next_s + gain_s)
+    lost = (first_s > table.due_s[rows]) | (slack_s < 0.0)
+    return float(slack_s[~lost].min(initial=math.inf))
 
 
 def _slack_of_prefills_s(

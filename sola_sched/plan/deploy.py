@@ -9,8 +9,6 @@ from typing import Any
 from sola_sched.cluster.sharing.placement import Cluster, Placement, gpus_of
 from sola_sched.cluster.sharing.services import Service
 
-#: Share of a GPU's memory that the engines on it get together.
-_MEMORY = 0.9
 _FIRST_PORT = 8000
 
 
@@ -70,35 +68,6 @@ def serve_config(
             }
         )
     return {"proxy_location": "Disabled", "applications": applications}
-
-
-def memory_shares(
-    placement: Placement,
-    services: Mapping[str, Service],
-    weights: Mapping[tuple[int, str], float],
-    gpu_bytes: float,
-) -> dict[tuple[int, str], float]:
-    """Share of a GPU's memory of each service of each group.
-
-    Each gets its weights, and of the rest of `_MEMORY` a part by its rate there: vLLM fixes the KV
-    memory of an engine when it starts. With kvcached the rest is shared as it is needed.
-
-    Args:
-        placement: Where each service goes.
-        services: By name.
-        weights: Bytes of weights on each GPU of (group, service).
-        gpu_bytes: Memory of a GPU.
-    """
-    shares = {}
-    for position, group in enumerate(placement.groups):
-        own = {name: weights[(position, name)] / gpu_bytes for name in group.services}
-        rest = _MEMORY - sum(own.values())
-        rates = {name: services[name].rate / len(placement.groups_of(name)) for name in own}
-        for name, weight in own.items():
-            # Half of the rest evenly: a rare service needs room for a request too.
-            part = 0.5 / len(own) + 0.5 * rates[name] / sum(rates.values())
-            shares[(position, name)] = weight + rest * part
-    return shares
 
 
 def targets(service: Service) -> dict[str, Any]:

@@ -5,16 +5,19 @@
         --service name=code,model=llama-2-13b,rate=1,ttft=1500,tpot=80,prompt=2000,output=150
 
 The search is SeaLLM's (`sola_sched.cluster.sharing`) on the fast model, for each kind of GPU and
-number of them. Turns between services go to who must start soonest, as engines that share a GPU
-take them. Step times are computed, not measured.
+number of them; what it finds is checked with the real schedulers. Turns between services go to who
+must start soonest, as engines that share a GPU take them. Step times are computed, not measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +26,14 @@ import numpy as np
 from sola_sched.bench.args import Parser
 from sola_sched.bench.values import natural_int, positive_int, positive_number
 from sola_sched.cluster.sharing.placement import Cluster, Placement
-from sola_sched.cluster.sharing.search import Found, Problem, search
+from sola_sched.cluster.sharing.search import Problem, search
 from sola_sched.cluster.sharing.services import Service, by_name
 from sola_sched.cluster.sharing.turns import LeastSlack
+from sola_sched.cluster.sharing.unserved import ServiceOutcome, score
 from sola_sched.config.output_file import require_writable
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError, InfeasibleError
-from sola_sched.plan.deploy import memory_shares, serve_config
+from sola_sched.plan.deploy import serve_config
 from sola_sched.simulator.sharing.cluster import Arrival, Evaluator, Setting, SharedCluster
 from sola_sched.simulator.sharing.hardware import GPUS, Hardware, model_of
 
@@ -39,7 +43,6 @@ _DEFAULTS = {"prompt": 500.0, "output": 250.0}
 _LENGTH_STD = 0.7
 _NUM_LENGTHS = 400
 _SPAN_S = 60.0
-_GIB = 2**30
 
 
 def wants_services(argv: Sequence[str]) -> bool:
@@ -64,12 +67,12 @@ def plan_services(argv: Sequence[str]) -> int:
     prices = _prices(args.gpu)
     arrivals = make_arrivals(services, args.seed)
     tried: list[dict[str, Any]] = []
-    best: tuple[float, str, Cluster, Setting, Found] | None = None
+    best: _Plan | None = None
     problems = []
     for gpu, price in sorted(prices.items(), key=lambda item: item[1]):
         for num_gpus in _numbers(args.max_gpus, args.gpus_per_node):
             cost = price * num_gpus
-            if best is not None and cost >= best[0]:
+            if best is not None and cost >= best.cost:
                 break
             cluster = Cluster.of(num_gpus, args.gpus_per_node)
             try:
@@ -81,60 +84,93 @@ def plan_services(argv: Sequence[str]) -> int:
                 problems.append(f"{num_gpus} {gpu}: {error}")
                 continue
             attained = found.score.attainment
-            tried.append({"gpu": gpu, "num_gpus": num_gpus, "cost": cost, "attainment": attained})
-            print(f"{cost:8.2f} per hour  {num_gpus:3d} {gpu}  {attained:7.1%} expected")
+            line = {"gpu": gpu, "num_gpus": num_gpus, "cost": cost, "attainment": attained}
+            said = f"{cost:8.2f} per hour  {num_gpus:3d} {gpu}  {attained:7.1%} expected"
+            served = _Served.fast(setting, found.placement, arrivals)
+            if attained >= args.attainment and args.check:
+                served = _Served.real(setting, served.placement, arrivals)
+                attained = line["real_attainment"] = served.attainment
+                said += f"  {attained:7.1%} with the real schedulers"
+            tried.append(line)
+            print(said, flush=True)
             if attained >= args.attainment:
-                best = (cost, gpu, cluster, setting, found)
+                best = _Plan(cost, gpu, cluster, setting, served)
                 break
     if best is None:
         raise InfeasibleError(_none(args, tried, problems))
-    _report(args, best, services, arrivals, tried)
+    _report(args, best, tried)
     return 0
 
 
-def _report(
-    args: argparse.Namespace,
-    best: tuple[float, str, Cluster, Setting, Found],
-    services: Sequence[Service],
-    arrivals: Sequence[Arrival],
-    tried: Sequence[dict[str, Any]],
-) -> None:
-    cost, gpu, cluster, setting, found = best
-    placement = Placement(tuple(g for g in found.placement.groups if g.services))
-    requests = setting.requests(arrivals)
-    outcomes = setting.outcomes(SharedCluster(setting, placement).run(requests))
-    print(f"Best: {cluster.num_gpus} {gpu}, {cost:.2f} per hour.")
+@dataclass(frozen=True)
+class _Served:
+    """A placement, without empty groups, and what became of each service's requests there."""
+
+    placement: Placement
+    outcomes: Mapping[str, ServiceOutcome]
+    by: str
+
+    @classmethod
+    def fast(cls, setting: Setting, found: Placement, arrivals: Sequence[Arrival]) -> _Served:
+        placement = Placement(tuple(group for group in found.groups if group.services))
+        requests = SharedCluster(setting, placement).run(setting.requests(arrivals))
+        return cls(placement, setting.outcomes(requests), "fast")
+
+    @classmethod
+    def real(cls, setting: Setting, placement: Placement, arrivals: Sequence[Arrival]) -> _Served:
+        from sola_sched.simulator.sharing.real import real_engine
+
+        logging.getLogger("vllm").setLevel(logging.WARNING)
+        make = functools.partial(real_engine, setting, placement)
+        requests = SharedCluster(setting, placement, make=make).run(setting.requests(arrivals))
+        return cls(placement, setting.outcomes(requests), "real")
+
+    @property
+    def attainment(self) -> float:
+        return score(self.outcomes).attainment
+
+
+@dataclass(frozen=True)
+class _Plan:
+    cost: float
+    gpu: str
+    cluster: Cluster
+    setting: Setting
+    served: _Served
+
+
+def _report(args: argparse.Namespace, best: _Plan, tried: Sequence[dict[str, Any]]) -> None:
+    cluster, placement, outcomes = best.cluster, best.served.placement, best.served.outcomes
+    print(f"Best: {cluster.num_gpus} {best.gpu}, {best.cost:.2f} per hour.")
     for number, group in enumerate(placement.groups):
         print(f"  group {number}: {group.degree} GPU(s): {', '.join(group.services)}")
     attained = {n: 1 - o.num_missed / max(1, o.num_requests) for n, o in outcomes.items()}
     for name, share in attained.items():
         print(f"  {name}: {share:.1%} of {outcomes[name].num_requests} requests within targets")
     document = {
-        "gpu": gpu,
+        "gpu": best.gpu,
         "num_gpus": cluster.num_gpus,
-        "cost_per_hour": cost,
+        "cost_per_hour": best.cost,
         "groups": [{"degree": g.degree, "services": list(g.services)} for g in placement.groups],
         "attained": attained,
+        "schedulers": best.served.by,
         "tried": list(tried),
     }
     args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(f"Wrote {args.output}.")
     if args.serve_config is not None:
-        config = serve_config_of(placement, setting)
+        config = serve_config_of(placement, best.setting)
         args.serve_config.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         print(f"Wrote {args.serve_config}; `serve deploy` reads it.")
 
 
 def serve_config_of(placement: Placement, setting: Setting) -> dict[str, Any]:
     """The placement for `serve deploy`, with models by their names on the hub."""
-    hardware = setting.hardware
-    weights = {
-        (position, name): hardware.weights_bytes(setting.services[name].model, group.degree)
+    memory = {
+        (position, name): share
         for position, group in enumerate(placement.groups)
-        for name in group.services
+        for name, share in setting.memory_shares(placement, group).items()
     }
-    gpu_bytes = GPUS[hardware.gpu].memory_gib * _GIB
-    memory = memory_shares(placement, setting.services, weights, gpu_bytes)
     config = serve_config(placement, setting.services, setting.cluster, memory)
     for application in config["applications"]:
         application["args"]["model"] = model_of(application["args"]["model"]).name
@@ -245,10 +281,11 @@ def _none(
     args: argparse.Namespace, tried: Sequence[dict[str, Any]], problems: Sequence[str]
 ) -> str:
     if tried:
-        most = max(tried, key=lambda one: float(one["attainment"]))
+        shares = [float(one.get("real_attainment", one["attainment"])) for one in tried]
+        most = tried[shares.index(max(shares))]
         return (
             f"up to {args.max_gpus} GPUs must attain {args.attainment:.1%} (the best, "
-            f"{most['num_gpus']} {most['gpu']}, attain {most['attainment']:.1%}); raise "
+            f"{most['num_gpus']} {most['gpu']}, attain {max(shares):.1%}); raise "
             "--max-gpus or the targets, or lower the rates."
         )
     return f"no placement was found. {problems[-1]}"
@@ -271,6 +308,8 @@ def _parser() -> Parser:
     add("--max-gpus", type=positive_int, default=64, help="in all (default: 64)")
     add("--most-sharing", type=positive_int, default=2, help="services of a group (default: 2)")
     add("--attainment", type=float, default=0.95, help="share within all targets (default: 0.95)")
+    add("--no-check", dest="check", action="store_false",
+        help="answer by the fast model, without vLLM's schedulers")  # fmt: skip
     add("--seed", type=natural_int, default=0)
     add("--output", type=Path, default=Path("plan.json"), help="JSON")
     add("--serve-config", type=Path, metavar="FILE", help="also a configuration for Ray Serve")

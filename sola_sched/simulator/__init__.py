@@ -1,7 +1,7 @@
 """Virtual-time simulation of a real vLLM scheduler; vLLM loads on first use of the engine.
 
 May import: errors, config, cost, prediction, core, planner, reports, cluster, kv_swap,
-length_predictor, vllm_adapter.
+length_predictor, vllm_adapter, colocation.
 Third party: numpy, scipy, vllm.
 """
 

@@ -272,7 +272,7 @@ class VirtualEngine:
             When the output of the oldest step in flight is due, for `finish_step`; None if none
             is to be delivered in this iteration.
         """
-        self._admit()
+        self.admit()
         if self._scheduler.has_requests():
             trace = self._launch()
             executed = bool(trace.output.total_num_scheduled_tokens)
@@ -302,7 +302,8 @@ class VirtualEngine:
         self._check_progress(delivered=any(batch.outputs for batch in outputs.values()))
         return trace
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
+        """Hand the scheduler what has arrived; `start_step` does that first."""
         while self._arrivals and self._arrivals[0][0] <= self.clock.now:
             _, _, virtual = heapq.heappop(self._arrivals)
             if self._records[virtual.req_id].finish_reason is None:

@@ -12,15 +12,15 @@ flight, and the turn is passed on with its output. The pipeline is full again af
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState
 
 from sola_sched.colocation.lease import Lease
-from sola_sched.colocation.urgency import latest_start_s, least_product_s2
+from sola_sched.colocation.urgency import goes_by_deadlines, urgency, urgency_of_a_waiter
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.monitor import StateMonitor
 from sola_sched.errors import ConfigError
@@ -34,9 +34,6 @@ else:
     _Host = object
 
 logger = init_logger("vllm.sola_sched")
-
-#: Policies that go by targets; others serve the shortest first.
-_DEADLINES = ("attain", "paper")
 
 
 class TurnsMixin(_Host):
@@ -59,7 +56,7 @@ class TurnsMixin(_Host):
             return
         refuse_ranks(self.vllm_config.parallel_config)
         name = str(self.vllm_config.model_config.served_model_name)
-        self._has_deadlines = self.sola_config.policy in _DEADLINES
+        self._has_deadlines = goes_by_deadlines(self.sola_config.policy)
         rule = "deadline" if self._has_deadlines else "shortest"
         self.sola_lease = Lease(
             config.group, name=name, share=config.share, limit_s=config.limit_s, rule=rule
@@ -117,19 +114,18 @@ class TurnsMixin(_Host):
             self._pause_state = before
 
     def _urgency(self) -> float:
-        monitor = self.sola_monitor
-        try:
-            if not self._has_deadlines:
-                return least_product_s2(monitor.table, monitor.lengths, monitor.cost)
-            return latest_start_s(monitor.table, monitor.cost, self.sola_clock())
-        except Exception as error:  # the planner's state is lost: see `Guard`
-            self.sola_guard.failed_to_report("telling how urgent the next step is", error)
-            return self.sola_clock() if self._has_deadlines else 0.0
+        return self._asked(urgency)
 
     def _urgency_of_a_waiter(self) -> float:
-        """As `_urgency`; who waits sees no arrivals, so there may be one from now on."""
-        unseen_s = self.sola_clock() + self._shortest_ttft_s if self._has_deadlines else math.inf
-        return min(self._urgency(), unseen_s)
+        return self._asked(partial(urgency_of_a_waiter, shortest_ttft_s=self._shortest_ttft_s))
+
+    def _asked(self, rule: Callable[[str, StateMonitor, float], float]) -> float:
+        now_s = self.sola_clock()
+        try:
+            return rule(self.sola_config.policy, self.sola_monitor, now_s)
+        except Exception as error:  # the planner's state is lost: see `Guard`
+            self.sola_guard.failed_to_report("telling how urgent the next step is", error)
+            return now_s if self._has_deadlines else 0.0
 
     def _tell(self) -> None:
         lease = self.sola_lease

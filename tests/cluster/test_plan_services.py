@@ -14,18 +14,24 @@ CHAT = "name=chat,model=llama-3-8b,rate=2,ttft=1500,tpot=80,prompt=200,output=60
 CODE = "name=code,model=llama-2-7b,rate=0.2,ttft=3000,tpot=100,prompt=400,output=40"
 
 
-def plan(tmp_path: Path, *args: str) -> tuple[int, dict[str, Any], dict[str, Any]]:
+def plan(
+    tmp_path: Path, *args: str, is_checked: bool = False
+) -> tuple[int, dict[str, Any], dict[str, Any]]:
     output, config = tmp_path / "plan.json", tmp_path / "serve.json"
-    code = main([*args, "--output", str(output), "--serve-config", str(config)])
+    check = [] if is_checked else ["--no-check"]
+    code = main([*args, *check, "--output", str(output), "--serve-config", str(config)])
     read = [json.loads(path.read_text()) if path.exists() else {} for path in (output, config)]
     return code, read[0], read[1]
 
 
 def test_two_light_services_share_one_gpu(tmp_path: Path) -> None:
     code, found, config = plan(
-        tmp_path, "--gpu", "a100=1.5", "h100=3", "--service", CHAT, "--service", CODE
-    )
+        tmp_path, "--gpu", "a100=1.5", "h100=3", "--service", CHAT, "--service", CODE,
+        is_checked=True,
+    )  # fmt: skip
 
+    assert found["schedulers"] == "real"
+    assert found["tried"][0]["real_attainment"] >= 0.95
     assert (code, found["num_gpus"], found["cost_per_hour"]) == (0, 1, 1.5)
     assert found["groups"] == [{"degree": 1, "services": ["chat", "code"]}]
     assert min(found["attained"].values()) >= 0.95

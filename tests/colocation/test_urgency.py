@@ -13,7 +13,8 @@ from sola_sched.cost.model import CostModel
 
 
 def slack_s(builder: StateBuilder, cost: CostModel | None = None) -> float:
-    return latest_start_s(builder.table, make_cost() if cost is None else cost, NOW) - NOW
+    cost = make_cost() if cost is None else cost
+    return latest_start_s(builder.table, builder.lengths, cost, NOW) - NOW
 
 
 def test_without_requests_or_targets_nothing_is_urgent() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -72,6 +73,18 @@ class Setting:
             now_s=now_s,
         )
 
+    def rates(self, placement: Placement, group: Group) -> dict[str, float]:
+        """Requests per second of each service of a group, those of a service spread evenly."""
+        return {
+            name: self.services[name].rate / len(placement.groups_of(name))
+            for name in group.services
+        }
+
+    def memory_shares(self, placement: Placement, group: Group) -> dict[str, float]:
+        """Share of the GPUs' memory for the engine of each service of a group."""
+        services = [self.services[name] for name in group.services]
+        return self.hardware.memory_shares(group.degree, services, self.rates(placement, group))
+
     def _served(self, name: str, degree: int) -> Served:
         service = self.services[name]
         steps = self.hardware.steps(service.model, degree)
@@ -110,17 +123,50 @@ class Setting:
         return found
 
 
+class GroupEngine(Protocol):
+    """What serves a group, by the fast model or with real schedulers; see `SharedEngine`."""
+
+    next_s: float
+    num_open: int
+    busy_s: float
+
+    def add(self, request: SharedRequest, now_s: float) -> None:
+        """A request has come."""
+
+    def run_until(self, now_s: float) -> list[SharedRequest]:
+        """Advance to `now_s`; the requests that have ended."""
+
+    def advance(self) -> list[SharedRequest]:
+        """Do what is due at `next_s`; the requests that have ended."""
+
+    def withdraw(self, now_s: float) -> list[SharedRequest]:
+        """Take every request out, to be added elsewhere."""
+
+
 class SharedCluster:
     """Serves requests by a placement; each goes to the group of its service with the fewest.
+
+    Args:
+        setting: What the groups have in common.
+        placement: Where the services are.
+        now_s: Seconds on the clock.
+        make: Makes a group's engine; the fast model if left out.
 
     Raises:
         InfeasibleError: The placement does not fit, or a service has no place.
     """
 
-    def __init__(self, setting: Setting, placement: Placement, now_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        placement: Placement,
+        now_s: float = 0.0,
+        make: Callable[[Group], GroupEngine] | None = None,
+    ) -> None:
         check(placement, setting.services, setting.cluster, setting.hardware.fits)
         self.setting, self.placement = setting, placement
-        self.engines = [setting.engine(group, now_s) for group in placement.groups]
+        make = make or (lambda group: setting.engine(group, now_s))
+        self.engines: list[GroupEngine] = [make(group) for group in placement.groups]
         self._ready_s = [now_s] * len(self.engines)
         self._groups = {name: placement.groups_of(name) for name in setting.services}
 

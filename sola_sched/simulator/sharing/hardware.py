@@ -6,7 +6,7 @@ fitted to kernels of an A100 (`simulator.steps.roofline.corrected`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -78,21 +78,60 @@ class Hardware:
         return model_of(model).num_parameters * _BYTES / degree
 
     def room_bytes(self, degree: int, models: Sequence[str]) -> float:
-        """Memory of each GPU that is left for KV beside the weights of all models; may be < 0."""
-        usable = self._assumed.memory_utilization * self._gpu.memory_gib * _GIB
+        """Memory of each GPU that is left for KV beside the weights of all models; may be < 0.
+
+        Each model has an engine, and with it activations and CUDA graphs of its own.
+        """
         weights = sum(self.weights_bytes(model, degree) for model in models)
-        return usable - weights - self._assumed.reserved_bytes
+        return self._usable_bytes - weights - len(models) * self._assumed.reserved_bytes
 
     def fits(self, degree: int, services: Sequence[Service]) -> bool:
         """Whether the weights fit, and beside them a longest request of each service at once."""
         if any(model_of(service.model).num_heads % degree for service in services):
             return False
         room = self.room_bytes(degree, [service.model for service in services])
-        longest = sum(
-            self.kv_bytes(service.model, degree) * (service.longest + 2 * _HALF_BLOCK)
-            for service in services
-        )
-        return longest <= room
+        return sum(self._longest_bytes(degree, service) for service in services) <= room
+
+    def kv_split(
+        self, degree: int, services: Sequence[Service], rates: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Bytes of KV on each GPU for each service, where engines hold their own.
+
+        Each gets room for its longest request; of the rest half goes to all alike, since a rare
+        service needs room too, and half by rate.
+
+        Args:
+            degree: GPUs of the group.
+            services: Those on them; they must fit.
+            rates: Requests per second of each there.
+        """
+        needs = {service.name: self._longest_bytes(degree, service) for service in services}
+        rest = self.room_bytes(degree, [service.model for service in services])
+        rest -= sum(needs.values())
+        total = sum(rates[name] for name in needs)
+        parts = {name: 0.5 / len(needs) + 0.5 * rates[name] / total for name in needs}
+        return {name: need + rest * parts[name] for name, need in needs.items()}
+
+    def memory_shares(
+        self, degree: int, services: Sequence[Service], rates: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Share of each GPU's memory for each service's engine: vLLM's `gpu_memory_utilization`."""
+        return {
+            service.name: (
+                self.weights_bytes(service.model, degree) + self._assumed.reserved_bytes + kv
+            )
+            / (self._gpu.memory_gib * _GIB)
+            for service, kv in zip(
+                services, self.kv_split(degree, services, rates).values(), strict=True
+            )
+        }
+
+    @property
+    def _usable_bytes(self) -> float:
+        return self._assumed.memory_utilization * self._gpu.memory_gib * _GIB
+
+    def _longest_bytes(self, degree: int, service: Service) -> float:
+        return self.kv_bytes(service.model, degree) * (service.longest + 2 * _HALF_BLOCK)
 
     def load_s(self, model: str, degree: int, bytes_per_s: float) -> float:
         """Seconds to load a model's weights onto its GPUs, each over its own link."""
