@@ -137,11 +137,11 @@ def _traffic(data: Path | None, rate: float, seed: int, scale: float) -> Traffic
 
 def _rows(setup: Setup, cases: Sequence[Case], title: str) -> list[Row]:
     """The rows of the cases; they change with the source and the data."""
-    source = _source()
+    digest_now = source()
 
     def key_of(case: Case) -> str:
         name = "made-up" if case.data is None else "data"
-        parts = (case.part, case.value, case.rate, case.seed, name, *case.systems, source)
+        parts = (case.part, case.value, case.rate, case.seed, name, *case.systems, digest_now)
         return " ".join(map(str, parts))
 
     if not setup.is_stored:
@@ -151,7 +151,8 @@ def _rows(setup: Setup, cases: Sequence[Case], title: str) -> list[Row]:
     return [row for key, row in found.items() if key in wanted]
 
 
-def _source() -> str:
+def source() -> str:
+    """Digest of what rows depend on."""
     folder = Path(__file__).resolve().parent
     closure = import_closure(
         ["sola_sched.simulator.sharing.cluster", folder / "systems.py", folder / "workload.py"]

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from sharing.workload import Traffic
-from sola_sched.cluster.sharing.placement import Cluster, Group, Placement
+from sharing.workload import Traffic, gpu_seconds
+from sola_sched.cluster.sharing.allocation import least_degree, partition
+from sola_sched.cluster.sharing.placement import Cluster, Group, Placement, check
 from sola_sched.cluster.sharing.queue import SharedRequest
 from sola_sched.cluster.sharing.search import Problem, search
 from sola_sched.cluster.sharing.turns import (
@@ -57,8 +58,16 @@ SYSTEMS = (
 """Baselines first. All but the first are placed by Algorithm 1 with their own rule inside."""
 
 
-def place(system: System, traffic: Traffic, num_gpus: int) -> tuple[Setting, Placement]:
+def place(
+    system: System, traffic: Traffic, num_gpus: int, *, is_searched: bool = True
+) -> tuple[Setting, Placement]:
     """Where the system puts the services, by what it saw of them before.
+
+    Args:
+        system: Which.
+        traffic: Of the services.
+        num_gpus: GPUs.
+        is_searched: By Algorithm 1; else by mean loads alone.
 
     Raises:
         InfeasibleError: It finds no place for one of them.
@@ -68,6 +77,8 @@ def place(system: System, traffic: Traffic, num_gpus: int) -> tuple[Setting, Pla
     evaluate = Evaluator(setting, traffic.past)
     if not system.most_sharing:
         return setting, even(setting, evaluate)
+    if not is_searched:
+        return setting, by_load(setting, system.most_sharing)
     fits = setting.hardware.fits
     problem = Problem(traffic.services, cluster, fits, evaluate, system.most_sharing)
     return setting, search(problem).placement
@@ -92,6 +103,57 @@ def even(setting: Setting, evaluate: Evaluator) -> Placement:
         scores = [score({name: evaluate(Placement(own))[name]}) for own in choices]
         groups += choices[scores.index(min(scores))]
     return Placement(tuple(groups))
+
+
+def by_load(setting: Setting, most_sharing: int) -> Placement:
+    """The heaviest service to the group with the least load, and again with replicas: no simulator.
+
+    So does MuxServe's greedy placement (Duan et al. 2024, Algorithm 1) where a group's throughput
+    is what its GPUs have time for.
+
+    Raises:
+        InfeasibleError: One does not fit.
+    """
+    services, fits, cluster = setting.services, setting.hardware.fits, setting.cluster
+    groups = list(partition(list(services.values()), cluster, 1, most_sharing, fits))
+    work = {
+        name: service.rate * gpu_seconds(service.model, service.lengths)
+        for name, service in services.items()
+    }
+    homes = dict.fromkeys(services, 0)
+    while True:
+        loads = [sum(work[name] / homes[name] for name in g.services) / g.degree for g in groups]
+        # Those without a place first, and of them the largest; then the heaviest for each replica.
+        order = sorted(
+            services,
+            key=lambda name: (
+                homes[name] > 0,
+                0 if homes[name] else -least_degree(services[name], cluster, fits),
+                -work[name] / (homes[name] + 1),
+            ),
+        )
+        found = next(
+            (
+                (position, name)
+                for name in order
+                for position in sorted(range(len(groups)), key=loads.__getitem__)
+                if len(groups[position].services) < most_sharing
+                and name not in groups[position].services
+                and fits(
+                    groups[position].degree,
+                    [services[x] for x in (*groups[position].services, name)],
+                )
+            ),
+            None,
+        )
+        if found is None:
+            break
+        position, name = found
+        groups[position] = groups[position].plus(name)
+        homes[name] += 1
+    placement = Placement(tuple(groups))
+    check(placement, services, cluster, fits)
+    return placement
 
 
 def measure(setting: Setting, requests: Sequence[SharedRequest]) -> dict[str, float]:

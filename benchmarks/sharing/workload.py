@@ -34,12 +34,13 @@ _LARGEST_PER_HOUR = 1e8 / 24
 _FUNCTIONS_PER_SERVICE = 250
 #: Mixes of which 32 GPUs have more to do at 50 requests a second are drawn again: the paper's
 #: SeaLLM attains 90 % at all rates, so its mix was not one of them.
-_HIGHEST_RATE, _NUM_GPUS, _LOADS, _MOST_DRAWS, _BATCH = 50.0, 32, (0.6, 0.72), 1000, 32
+LOADS = (0.6, 0.72)
+_HIGHEST_RATE, _NUM_GPUS, _MOST_DRAWS, _BATCH = 50.0, 32, 1000, 32
 #: What placements are made of.
-_PAST_S = 40.0
+PAST_S = 40.0
 #: Windows of the trace, whose counts are per minute there; a run is shorter than a day.
 _WINDOW_S = 20.0
-_WINDOW_STD = 0.5
+WINDOW_STD = 0.5
 #: Coefficient of variation of gaps within a window; AlpaServe fits gammas and tries 1 to 8.
 BURST_CV = 3.0
 
@@ -82,7 +83,12 @@ def lengths(data: Path | None, seed: int = 0) -> np.ndarray:
 
 
 def services(
-    data: Path | None, num_services: int, rate: float, seed: int, slo_scale: float = SLO_SCALE
+    data: Path | None,
+    num_services: int,
+    rate: float,
+    seed: int,
+    slo_scale: float = SLO_SCALE,
+    loads: tuple[float, float] = LOADS,
 ) -> list[Service]:
     """K-means groups of requests, each with a model; rates by the popularity of functions."""
     rng = np.random.default_rng([seed, 11])
@@ -102,7 +108,7 @@ def services(
             for share, model, own in zip(shares, models, shapes, strict=True)
         ]
         load = sum(work_s) * _HIGHEST_RATE / _NUM_GPUS
-        if _LOADS[0] <= load <= _LOADS[1]:
+        if loads[0] <= load <= loads[1]:
             break
     return [
         Service(f"s{i:02d}", models[i], float(rate * shares[i]), shapes[i], slo_scale=slo_scale)
@@ -129,14 +135,18 @@ def popularity(num_services: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def arrivals(
-    services: Sequence[Service], duration_s: float, seed: int, burst_cv: float = BURST_CV
+    services: Sequence[Service],
+    duration_s: float,
+    seed: int,
+    burst_cv: float = BURST_CV,
+    window_std: float = WINDOW_STD,
 ) -> list[Arrival]:
     """Requests of all services: rates change from window to window, gaps are gamma within one."""
     rng = np.random.default_rng([seed, 13])
     made: list[Arrival] = []
     for service in services:
         num_windows = math.ceil(duration_s / _WINDOW_S)
-        factors = np.exp(rng.normal(0.0, _WINDOW_STD, num_windows))
+        factors = np.exp(rng.normal(0.0, window_std, num_windows))
         factors /= factors.mean()
         times = _gamma_times(rng, service.rate * factors, duration_s, burst_cv)
         picks = rng.integers(len(service.lengths), size=len(times))
@@ -153,11 +163,9 @@ def traffic(
     seed: int,
     slo_scale: float = SLO_SCALE,
 ) -> Traffic:
-    """Services, a run, and what came in `_PAST_S` before it at the same mean rates."""
+    """Services, a run, and what came in `PAST_S` before it at the same mean rates."""
     made = services(data, num_services, rate, seed, slo_scale)
-    return Traffic(
-        made, arrivals(made, duration_s, 2 * seed + 1), arrivals(made, _PAST_S, 2 * seed)
-    )
+    return Traffic(made, arrivals(made, duration_s, 2 * seed + 1), arrivals(made, PAST_S, 2 * seed))
 
 
 def skewed(run: Sequence[Arrival], consecutive: int) -> list[Arrival]:
