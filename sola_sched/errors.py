@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class ConfigError(ValueError):
     """A configuration value breaks its rule; the message names key, value and rule."""
@@ -41,3 +43,15 @@ class ReportError(ValueError):
 
 class InfeasibleError(ValueError):
     """No placement or deployment meets a constraint; the message says which and by how much."""
+
+
+class DeploymentError(RuntimeError):
+    """Ray Serve does not do what it was asked for; the message says what it says.
+
+    Attributes:
+        applications: Names of those that have failed.
+    """
+
+    def __init__(self, message: str, applications: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.applications = frozenset(applications)

@@ -35,7 +35,8 @@ class Condition:
         burst_cv: Coefficient of variation of the gaps.
         window_std: Of the logarithm of the rates of windows.
         loads: What the 32 GPUs have to do at 50 requests a second, from and to.
-        is_searched: Whether baselines that share are placed by Algorithm 1, or by loads alone.
+        num_functions: Functions of the trace in each service: fewer make popularity more uneven.
+        how: Baselines that share are placed so, see `systems.place`.
     """
 
     name: str
@@ -45,15 +46,20 @@ class Condition:
     burst_cv: float = workload.BURST_CV
     window_std: float = workload.WINDOW_STD
     loads: tuple[float, float] = workload.LOADS
-    is_searched: bool = True
+    num_functions: int = workload.FUNCTIONS_PER_SERVICE
+    how: str = "searched"
 
 
 CONDITIONS = (
     Condition("as in sharing"),
     Condition("placed with hindsight", past_s=0.0),
-    Condition("baselines placed by load", is_searched=False),
+    Condition("baselines placed by load", how="load"),
+    Condition("baselines placed by load, once", how="once"),
+    Condition("ten functions a service", num_functions=10),
     Condition("five minutes", duration_s=300.0),
-    Condition("five minutes, by load", duration_s=300.0, is_searched=False),
+    Condition("five minutes, by load", duration_s=300.0, how="load"),
+    Condition("five minutes, by load, once", duration_s=300.0, how="once"),
+    Condition("the same, ten functions", duration_s=300.0, how="once", num_functions=10),
     Condition("bursts, variation 8", duration_s=300.0, burst_cv=8.0),
     Condition("windows vary twice as much", duration_s=300.0, window_std=1.0),
     Condition("GPUs loaded 85 to 95 %", duration_s=300.0, loads=(0.85, 0.95)),
@@ -80,7 +86,7 @@ def conditions(setup: Setup) -> Outcome:
     rows = setup.rows_of(cases, _key, make, "conditions")
     parts = [
         f"16 services on 32 GPUs (A800), {_RATE:g} requests a second unless named, mean of the "
-        "seeds; `vLLM, even` and SeaLLM are placed as ever."
+        "seeds. `vLLM, even`, `vLLM, placed`, SeaLLM and `slack` are placed as ever."
     ]
     for key, shown, is_up in (("norm", "{:.2f}", False), ("p99", "{:.0f}", False),
                               ("attained", "{:.1%}", True)):  # fmt: skip
@@ -92,7 +98,10 @@ def conditions(setup: Setup) -> Outcome:
 def make(case: Case) -> Row:
     """All systems under one condition."""
     condition, seed = case.condition, case.seed
-    made = workload.services(case.data, 16, condition.rate, seed, loads=condition.loads)
+    made = workload.services(
+        case.data, 16, condition.rate, seed, loads=condition.loads,
+        num_functions=condition.num_functions,
+    )  # fmt: skip
     bursts = {"burst_cv": condition.burst_cv, "window_std": condition.window_std}
     run = workload.arrivals(made, condition.duration_s, 2 * seed + 1, **bursts)
     past = run
@@ -101,9 +110,9 @@ def make(case: Case) -> Row:
     traffic = Traffic(made, run, past)
     found: dict[str, Any] = {}
     for system in SYSTEMS:
-        is_searched = condition.is_searched or system.name in (_OURS, "slack")
+        how = "searched" if system.name in (_OURS, "slack", "vLLM, placed") else condition.how
         try:
-            setting, placement = systems.place(system, traffic, 32, is_searched=is_searched)
+            setting, placement = systems.place(system, traffic, 32, how=how)
         except InfeasibleError:
             found[system.name] = None
             continue

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +60,7 @@ SYSTEMS = (
 
 
 def place(
-    system: System, traffic: Traffic, num_gpus: int, *, is_searched: bool = True
+    system: System, traffic: Traffic, num_gpus: int, *, how: str = "searched"
 ) -> tuple[Setting, Placement]:
     """Where the system puts the services, by what it saw of them before.
 
@@ -67,7 +68,8 @@ def place(
         system: Which.
         traffic: Of the services.
         num_gpus: GPUs.
-        is_searched: By Algorithm 1; else by mean loads alone.
+        how: ``searched`` by Algorithm 1; by mean loads alone, with replicas (``load``) or without
+            (``once``).
 
     Raises:
         InfeasibleError: It finds no place for one of them.
@@ -77,8 +79,8 @@ def place(
     evaluate = Evaluator(setting, traffic.past)
     if not system.most_sharing:
         return setting, even(setting, evaluate)
-    if not is_searched:
-        return setting, by_load(setting, system.most_sharing)
+    if how != "searched":
+        return setting, by_load(setting, system.most_sharing, has_replicas=how == "load")
     fits = setting.hardware.fits
     problem = Problem(traffic.services, cluster, fits, evaluate, system.most_sharing)
     return setting, search(problem).placement
@@ -105,55 +107,70 @@ def even(setting: Setting, evaluate: Evaluator) -> Placement:
     return Placement(tuple(groups))
 
 
-def by_load(setting: Setting, most_sharing: int) -> Placement:
-    """The heaviest service to the group with the least load, and again with replicas: no simulator.
+def by_load(setting: Setting, most_sharing: int, *, has_replicas: bool) -> Placement:
+    """The heaviest service to the group with the least load: no simulator.
 
-    So does MuxServe's greedy placement (Duan et al. 2024, Algorithm 1) where a group's throughput
-    is what its GPUs have time for.
+    So does MuxServe's greedy placement (Duan et al. 2024) where a group's throughput is what its
+    GPUs have time for; there each service has one group.
+
+    Args:
+        setting: The cluster.
+        most_sharing: Services of a group.
+        has_replicas: Whether room that is left is filled with further groups of the heaviest; else
+            groups are as large as they can be.
 
     Raises:
         InfeasibleError: One does not fit.
     """
     services, fits, cluster = setting.services, setting.hardware.fits, setting.cluster
-    groups = list(partition(list(services.values()), cluster, 1, most_sharing, fits))
+    wanted = math.ceil(len(services) / most_sharing)
+    degree = 1
+    while not has_replicas and 2 * degree * wanted <= cluster.num_gpus:
+        degree *= 2
+    groups = list(partition(list(services.values()), cluster, degree, most_sharing, fits))
     work = {
         name: service.rate * gpu_seconds(service.model, service.lengths)
         for name, service in services.items()
     }
     homes = dict.fromkeys(services, 0)
-    while True:
-        loads = [sum(work[name] / homes[name] for name in g.services) / g.degree for g in groups]
-        # Those without a place first, and of them the largest; then the heaviest for each replica.
-        order = sorted(
-            services,
-            key=lambda name: (
-                homes[name] > 0,
-                0 if homes[name] else -least_degree(services[name], cluster, fits),
-                -work[name] / (homes[name] + 1),
-            ),
-        )
-        found = next(
-            (
-                (position, name)
-                for name in order
-                for position in sorted(range(len(groups)), key=loads.__getitem__)
-                if len(groups[position].services) < most_sharing
-                and name not in groups[position].services
-                and fits(
-                    groups[position].degree,
-                    [services[x] for x in (*groups[position].services, name)],
-                )
-            ),
-            None,
-        )
-        if found is None:
-            break
+    while (found := _next(setting, groups, work, homes, most_sharing)) is not None:
         position, name = found
+        if homes[name] and not has_replicas:
+            break
         groups[position] = groups[position].plus(name)
         homes[name] += 1
     placement = Placement(tuple(groups))
     check(placement, services, cluster, fits)
     return placement
+
+
+def _next(
+    setting: Setting,
+    groups: Sequence[Group],
+    work: Mapping[str, float],
+    homes: Mapping[str, int],
+    most_sharing: int,
+) -> tuple[int, str] | None:
+    """A group and the service it takes: without a place, then large, then heavy ones first."""
+    services, fits = setting.services, setting.hardware.fits
+
+    def order(name: str) -> tuple[bool, int, float]:
+        is_placed = homes[name] > 0
+        least = 0 if is_placed else least_degree(services[name], setting.cluster, fits)
+        return is_placed, -least, -work[name] / (homes[name] + 1)
+
+    def load(position: int) -> float:
+        group = groups[position]
+        return sum(work[name] / homes[name] for name in group.services) / group.degree
+
+    for name in sorted(services, key=order):
+        for position in sorted(range(len(groups)), key=load):
+            group = groups[position]
+            held = [services[other] for other in (*group.services, name)]
+            is_new = name not in group.services and len(held) <= most_sharing
+            if is_new and fits(group.degree, held):
+                return position, name
+    return None
 
 
 def measure(setting: Setting, requests: Sequence[SharedRequest]) -> dict[str, float]:

@@ -31,7 +31,7 @@ _NUM_CHAT, _NUM_LONG = 6_000, 1_500
 _LOG_MEAN, _LOG_STD = 0.513, 4.08
 #: 10^8 invocations a day, about the largest that the paper plots, per hour.
 _LARGEST_PER_HOUR = 1e8 / 24
-_FUNCTIONS_PER_SERVICE = 250
+FUNCTIONS_PER_SERVICE = 250
 #: Mixes of which 32 GPUs have more to do at 50 requests a second are drawn again: the paper's
 #: SeaLLM attains 90 % at all rates, so its mix was not one of them.
 LOADS = (0.6, 0.72)
@@ -89,6 +89,7 @@ def services(
     seed: int,
     slo_scale: float = SLO_SCALE,
     loads: tuple[float, float] = LOADS,
+    num_functions: int = FUNCTIONS_PER_SERVICE,
 ) -> list[Service]:
     """K-means groups of requests, each with a model; rates by the popularity of functions."""
     rng = np.random.default_rng([seed, 11])
@@ -102,7 +103,7 @@ def services(
     for _ in range(_MOST_DRAWS):
         models = [MODELS[i % len(MODELS)] for i in range(num_services)]
         rng.shuffle(models)
-        shares = popularity(num_services, rng)
+        shares = popularity(num_services, rng, num_functions)
         work_s = [
             share * gpu_seconds(model, own)
             for share, model, own in zip(shares, models, shapes, strict=True)
@@ -126,9 +127,11 @@ def gpu_seconds(model: str, own: Sequence[tuple[int, int]]) -> float:
     return float(degree * (prefill_s + output * (constant_s / _BATCH + per_ctx_s * prompt)))
 
 
-def popularity(num_services: int, rng: np.random.Generator) -> np.ndarray:
+def popularity(
+    num_services: int, rng: np.random.Generator, num_functions: int = FUNCTIONS_PER_SERVICE
+) -> np.ndarray:
     """Share of the requests of each service: functions are dealt out to services in turn."""
-    logs = rng.normal(_LOG_MEAN, _LOG_STD, (_FUNCTIONS_PER_SERVICE, num_services))
+    logs = rng.normal(_LOG_MEAN, _LOG_STD, (num_functions, num_services))
     totals = np.minimum(np.exp(logs), _LARGEST_PER_HOUR).sum(axis=0)
     shares: np.ndarray = totals / totals.sum()
     return shares

@@ -1,76 +1,181 @@
-"""A placement as a configuration of Ray Serve: `serve deploy FILE`, again for each new one."""
+"""Services on their GPUs as applications of Ray Serve, and back.
+
+Each engine is an application of its own, and so is each service's gateway, which follows its
+engines as they come and go. Serve starts everything in an application anew when its arguments
+change, so an engine that stays where it is has to be in one whose arguments stay.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sola_sched.cluster.sharing.placement import Cluster, Placement, gpus_of
+from sola_sched.cluster.sharing.placement import Group
+from sola_sched.cluster.sharing.seats import Seat
 from sola_sched.cluster.sharing.services import Service
+from sola_sched.errors import ConfigError
+
+Application = dict[str, Any]
 
 _FIRST_PORT = 8000
+_IMPORT_PATH = "sola_sched.serving.ray_app:build"
+#: A request waits so long for an engine while its service is moved.
+_PATIENCE_S = 900.0
+_NODE = re.compile(r"sola_node_(\d+)")
 
 
-def serve_config(
-    placement: Placement,
-    services: Mapping[str, Service],
-    cluster: Cluster,
-    memory: Mapping[tuple[int, str], float],
-) -> dict[str, Any]:
-    """An application for each service, an engine of it for each of its groups.
+def serve_config(applications: Iterable[Application]) -> dict[str, Any]:
+    """What `serve deploy` reads.
 
-    Engines of a group are pinned to its GPUs and take turns on them. Nodes need the resource
-    ``sola_node_I`` for I = 0, 1, ..., e.g. ``ray start ... --resources '{"sola_node_0": 1}'``.
-    Serve starts a changed deployment and drains the old one, so that a service whose groups stay
-    is not touched, and requests in flight end or are resumed by the gateway.
+    Nodes need the resource ``sola_node_I`` for I = 0, 1, ..., e.g. ``ray start ... --resources
+    '{"sola_node_0": 1}'``.
+    """
+    return {"proxy_location": "Disabled", "applications": list(applications)}
+
+
+def names_of(services: Iterable[str]) -> dict[str, str]:
+    """Names of the services' applications, which Serve allows few characters in.
+
+    Raises:
+        ConfigError: Two services would have the same.
+    """
+    names: dict[str, str] = {}
+    for service in services:
+        name = re.sub(r"[^A-Za-z0-9_]+", "-", service)
+        if name in names.values():
+            other = next(key for key, value in names.items() if value == name)
+            raise ConfigError(
+                f"names of services must differ in letters or digits (got {service!r} and "
+                f"{other!r}); rename one."
+            )
+        names[service] = name
+    return names
+
+
+def gateway_application(service: str, port: int) -> Application:
+    """The service's public port."""
+    name = names_of([service])[service]
+    return {
+        "name": name,
+        "route_prefix": None,
+        "import_path": _IMPORT_PATH,
+        "args": {
+            "model": service,
+            "port": port,
+            "host": None,
+            "engines": [],
+            "follows": name,
+            "gateway": {"patience_s": _PATIENCE_S},
+        },
+    }
+
+
+def place_of(seat: Seat) -> str:
+    """The seat in the names of its applications, and its group of turns."""
+    return f"node{seat.node}-gpu{'-'.join(str(gpu) for _, gpu in seat.gpus)}"
+
+
+def service_of(application: Application) -> str:
+    """Whose engine it is."""
+    return str(application["args"]["options"]["served_model_name"])
+
+
+def engine_application(service: Service, model: str, seat: Seat, memory: float) -> Application:
+    """The service's engine in one group; it takes turns with others of the group.
 
     Args:
-        placement: Where each service goes.
-        services: By name.
-        cluster: Its GPUs.
-        memory: Share of each GPU's memory of (group, service), beside others of the group.
+        service: Whose.
+        model: Its name on the hub, or a folder.
+        seat: The group and its GPUs.
+        memory: Share of each GPU's memory.
     """
-    gpus = gpus_of(placement, cluster)
-    applications = []
-    for number, (name, service) in enumerate(sorted(services.items())):
-        engines = []
-        for position in placement.groups_of(name):
-            group, places = placement.groups[position], gpus[position]
-            node = places[0][0]
-            devices = ",".join(str(gpu) for _, gpu in places)
-            sola = {"turns": {"group": f"group{position}"}} if len(group.services) > 1 else {}
-            engines.append(
+    devices = ",".join(str(gpu) for _, gpu in seat.gpus)
+    place = place_of(seat)
+    sola: dict[str, Any] = dict(targets(service))
+    if len(seat.group.services) > 1:
+        sola["turns"] = {"group": place}
+    return {
+        "name": f"{names_of([service.name])[service.name]}--{place}",
+        "route_prefix": None,
+        "import_path": _IMPORT_PATH,
+        "args": {
+            "model": model,
+            "host": None,
+            "front": "none",
+            "options": {"served_model_name": service.name},
+            "engines": [
                 {
                     "num_replicas": 1,
                     "num_gpus": 0,
-                    "resources": {f"sola_node_{node}": 0.001},
+                    "resources": {f"sola_node_{seat.node}": 0.001},
                     "env": {"CUDA_VISIBLE_DEVICES": devices},
                     "options": {
-                        "tensor_parallel_size": group.degree,
-                        "gpu_memory_utilization": round(memory[(position, name)], 3),
-                        "additional_config": {"sola_sched": targets(service) | sola},
+                        "tensor_parallel_size": seat.group.degree,
+                        # Rounded down: the shares of a GPU must not exceed it.
+                        "gpu_memory_utilization": math.floor(1000 * memory) / 1000,
+                        # The model's, or what the engine's share of the memory holds.
+                        "max_model_len": "auto",
+                        "additional_config": {"sola_sched": sola},
                     },
                 }
-            )
-        applications.append(
-            {
-                "name": re.sub(r"[^A-Za-z0-9_-]", "-", name),
-                "route_prefix": None,
-                "import_path": "sola_sched.serving.ray_app:build",
-                "args": {
-                    "model": service.model,
-                    "port": _FIRST_PORT + number,
-                    "host": None,
-                    "options": {"served_model_name": name},
-                    "engines": engines,
-                },
-            }
-        )
-    return {"proxy_location": "Disabled", "applications": applications}
+            ],
+        },
+    }
 
 
-def targets(service: Service) -> dict[str, Any]:
-    """The service's targets as the scheduler's options."""
+def ports(services: Sequence[str], taken: Mapping[str, int]) -> dict[str, int]:
+    """A port for each service's gateway; those that are `taken` stay."""
+    found = {name: taken[name] for name in services if name in taken}
+    for name in services:
+        if name not in found:
+            used = {*taken.values(), *found.values()}
+            found[name] = next(p for p in range(_FIRST_PORT, 2**16) if p not in used)
+    return found
+
+
+def targets(service: Service) -> dict[str, float | None]:
+    """The service's targets as the scheduler's options; None for none."""
     found = {"ttft_s": service.slo.ttft_s, "tpot_s": service.slo.tpot_s}
-    return {key: value for key, value in found.items() if value != float("inf")}
+    return {name: value if math.isfinite(value) else None for name, value in found.items()}
+
+
+def description(application: Application) -> tuple[str, dict[str, Any]]:
+    """Model and targets of an engine that is deployed."""
+    engine = application["args"]["engines"][0]
+    sola = dict(engine["options"]["additional_config"]["sola_sched"])
+    sola.pop("turns", None)
+    return str(application["args"]["model"]), sola
+
+
+def engines_of(applications: Iterable[Application]) -> dict[tuple[str, Seat], Application]:
+    """The engines among deployed applications, by service and seat; others are left out."""
+    found: dict[tuple[int, str], list[tuple[str, Application]]] = {}
+    for application in applications:
+        args = application.get("args") or {}
+        if application.get("import_path") != _IMPORT_PATH or args.get("front") != "none":
+            continue
+        engine = args["engines"][0]
+        match = next(filter(None, map(_NODE.fullmatch, engine["resources"])), None)
+        if match is None:
+            continue
+        place = (int(match[1]), str(engine["env"]["CUDA_VISIBLE_DEVICES"]))
+        found.setdefault(place, []).append((service_of(application), application))
+    engines: dict[tuple[str, Seat], Application] = {}
+    for (node, devices), held in found.items():
+        gpus = tuple((node, int(gpu)) for gpu in devices.split(","))
+        names = tuple(sorted(service for service, _ in held))
+        one = Seat(Group(len(gpus), names), gpus)
+        engines |= {(service, one): application for service, application in held}
+    return engines
+
+
+def gateways_of(applications: Iterable[Application]) -> dict[str, Application]:
+    """The gateways among deployed applications, by service."""
+    return {
+        str(application["args"]["model"]): application
+        for application in applications
+        if application.get("import_path") == _IMPORT_PATH
+        and (application.get("args") or {}).get("follows") is not None
+    }

@@ -27,20 +27,27 @@ from sola_sched.bench.args import Parser
 from sola_sched.bench.values import natural_int, positive_int, positive_number
 from sola_sched.cluster.sharing.placement import Cluster, Placement
 from sola_sched.cluster.sharing.search import Problem, search
+from sola_sched.cluster.sharing.seats import Seat, seat
 from sola_sched.cluster.sharing.services import Service, by_name
 from sola_sched.cluster.sharing.turns import LeastSlack
 from sola_sched.cluster.sharing.unserved import ServiceOutcome, score
 from sola_sched.config.output_file import require_writable
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError, InfeasibleError
-from sola_sched.plan.deploy import serve_config
+from sola_sched.plan.deploy import (
+    engine_application,
+    gateway_application,
+    names_of,
+    ports,
+    serve_config,
+)
 from sola_sched.simulator.sharing.cluster import Arrival, Evaluator, Setting, SharedCluster
 from sola_sched.simulator.sharing.hardware import GPUS, Hardware, model_of
 
 _KEYS = ("name", "model", "rate", "ttft", "tpot", "prompt", "output")
 _DEFAULTS = {"prompt": 500.0, "output": 250.0}
 #: Lengths are lognormal around their medians.
-_LENGTH_STD = 0.7
+LENGTH_STD = 0.7
 _NUM_LENGTHS = 400
 _SPAN_S = 60.0
 
@@ -166,15 +173,25 @@ def _report(args: argparse.Namespace, best: _Plan, tried: Sequence[dict[str, Any
 
 def serve_config_of(placement: Placement, setting: Setting) -> dict[str, Any]:
     """The placement for `serve deploy`, with models by their names on the hub."""
-    memory = {
-        (position, name): share
-        for position, group in enumerate(placement.groups)
-        for name, share in setting.memory_shares(placement, group).items()
-    }
-    config = serve_config(placement, setting.services, setting.cluster, memory)
-    for application in config["applications"]:
-        application["args"]["model"] = model_of(application["args"]["model"]).name
-    return config
+    names_of(setting.services)
+    given = ports(sorted(setting.services), {})
+    gateways = [gateway_application(name, port) for name, port in given.items()]
+    return serve_config(
+        [*gateways, *engine_applications(seat(placement, setting.cluster), setting)]
+    )
+
+
+def engine_applications(seats: Sequence[Seat], setting: Setting) -> list[dict[str, Any]]:
+    """The engines of all groups, in order of the services' names."""
+    placement = Placement(tuple(one.group for one in seats))
+    found = []
+    for one in seats:
+        shares = setting.memory_shares(placement, one.group)
+        for name in one.group.services:
+            service = setting.services[name]
+            model = model_of(service.model).name
+            found.append(engine_application(service, model, one, shares[name]))
+    return sorted(found, key=lambda application: str(application["name"]))
 
 
 def parse_service(text: str) -> dict[str, Any]:
@@ -217,7 +234,7 @@ def make_service(given: Mapping[str, Any], seed: int) -> Service:
         raise ConfigError(f"service {name!r} must have a target: ttft or tpot, in ms (got none).")
     rng = np.random.default_rng([seed, sum(name.encode())])
     columns = [
-        np.exp(rng.normal(math.log(numbers.get(key, value)), _LENGTH_STD, _NUM_LENGTHS))
+        np.exp(rng.normal(math.log(numbers.get(key, value)), LENGTH_STD, _NUM_LENGTHS))
         for key, value in _DEFAULTS.items()
     ]
     lengths = [

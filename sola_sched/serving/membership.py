@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-#: Called with the name of a deployment and its replicas, names to URLs, from any thread, whenever
+#: Called with the `key` of a deployment and its replicas, names to URLs, from any thread, whenever
 #: they change. Where there is one, this process' routers leave following the replicas to it.
 listeners: list[Callable[[str, Mapping[str, str]], None]] = []
+
+
+def key(application: str, deployment: str) -> str:
+    """What tells a deployment from those of other applications."""
+    return f"{application}#{deployment}"

@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import ray
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 #: Serve must not queue: the queue belongs to the scheduler.
 _MAX_ONGOING = 100_000
 _HEALTH_PERIOD_S = 2.0
+_FOLLOW_S = 1.0
 ROUTER_CLASS = "sola_sched.serving.ray_router.SolaRequestRouter"
 
 
@@ -64,7 +65,10 @@ class ClusterArgs(BaseModel):
         options: Arguments of `vllm serve` for all engines, by name.
         engines: Groups of replicas; unequal ones differ in options or resources.
         router: One of `policies.NAMES`.
-        front: `gateway`, or `serve` for Serve's own proxy, which retries and resumes nothing.
+        front: `gateway`; `serve` for Serve's own proxy, which retries and resumes nothing; `none`
+            for engines that the gateway of another application follows.
+        follows: Name of a service: the gateway also serves by the engines of all applications that
+            are called so and ``--`` and whatever, as they come and go.
         host: Address that the gateway and the engines listen on; None is the node's own.
         port: Of the gateway.
         gateway_resources: Ray resources that the gateway needs, e.g. to tie it to one node.
@@ -75,13 +79,27 @@ class ClusterArgs(BaseModel):
 
     model: str
     options: dict[str, Any] = Field(default_factory=dict)
-    engines: list[EngineGroup] = Field(default_factory=lambda: [EngineGroup()], min_length=1)
+    engines: list[EngineGroup] = Field(default_factory=lambda: [EngineGroup()])
     router: str = Field(default=DEFAULT, pattern=f"^({'|'.join(NAMES)})$")
-    front: str = Field(default="gateway", pattern="^(gateway|serve)$")
+    front: str = Field(default="gateway", pattern="^(gateway|serve|none)$")
+    follows: str | None = None
     host: str | None = None
     port: int = Field(default=8000, ge=0, le=65535)
     gateway_resources: dict[str, float] = Field(default_factory=dict)
     gateway: dict[str, float] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _has_engines(self) -> Self:
+        if not self.engines and (self.follows is None or self.front != "gateway"):
+            raise ValueError(
+                "'engines' must not be empty (got none) but for a gateway that 'follows' others."
+            )
+        if len(self.engines) > 1 and self.front != "gateway":
+            raise ValueError(
+                "'front' must be 'gateway' where there are several groups of engines (got "
+                f"{len(self.engines)} and {self.front!r})."
+            )
+        return self
 
 
 class Engine:
@@ -161,9 +179,27 @@ class GatewayServer:
         site = web.TCPSite(self._runner, host, self._args.port)
         await site.start()
         self._asking = [asyncio.create_task(_wake_router(engine)) for engine in self._engines]
+        if self._args.follows is not None:
+            self._asking.append(asyncio.create_task(self._follow(self._args.follows)))
         port = self._runner.addresses[0][1]
         logger.info("the gateway listens on %s:%d", host, port)
         return {URL: f"http://{host}:{port}"}
+
+    async def _follow(self, service: str) -> None:
+        """Take in the engines of the service's other applications, as they come and go."""
+        known: set[str] = set()
+        while True:
+            try:
+                there = set(await asyncio.to_thread(_engines_of, service))
+                for name in there - known:
+                    handle = serve.get_deployment_handle(_engine_name(0), name)
+                    self._asking.append(asyncio.create_task(_wake_router(handle)))
+                for name in known - there:
+                    self._sync(membership.key(name, _engine_name(0)), {})
+                known = there
+            except Exception:  # Serve's controller starts anew: those that are known go on
+                logger.exception("which engines %s has cannot be told; asking again", service)
+            await asyncio.sleep(_FOLLOW_S)
 
     def _sync(self, name: str, urls: Mapping[str, str]) -> None:
         self._urls[name] = urls
@@ -186,6 +222,15 @@ def _tell(loop: asyncio.AbstractEventLoop, action: Any, name: str, urls: Mapping
         loop.call_soon_threadsafe(action, name, urls)
 
 
+def _engines_of(service: str) -> list[str]:
+    """Names of the applications that hold engines of a service."""
+    return [name for name in serve.status().applications if name.startswith(f"{service}--")]
+
+
+def _engine_name(place: int) -> str:
+    return f"engine-{place}"
+
+
 async def _wake_router(engine: DeploymentHandle) -> None:
     """Have Serve make the deployment's router in this process; it hears of the replicas then."""
     with contextlib.suppress(Exception):  # what it chooses is of no interest
@@ -200,16 +245,11 @@ def build(args: dict[str, Any]) -> serve.Application:
         args: Of `ClusterArgs`.
     """
     cluster = ClusterArgs(**args)
-    is_behind_proxy = cluster.front == "serve"
+    is_behind_proxy, is_bare = cluster.front == "serve", cluster.front == "none"
     engines = [
         _engine(cluster, group, i, is_behind_proxy) for i, group in enumerate(cluster.engines)
     ]
-    if is_behind_proxy:
-        if len(engines) > 1:
-            raise ValueError(
-                f"'front' must be 'gateway' where there are several groups of engines "
-                f"(got {len(engines)}): Serve's proxy knows one deployment."
-            )
+    if is_behind_proxy or is_bare:
         return engines[0]
     gateway = serve.deployment(GatewayServer).options(
         name="gateway",
@@ -229,7 +269,7 @@ def _engine(
     if group.autoscaling is not None:
         scale = {"autoscaling_config": group.autoscaling}
     deployment = serve.deployment(IngressEngine if is_behind_proxy else Engine).options(
-        name=f"engine-{place}",
+        name=_engine_name(place),
         max_ongoing_requests=_MAX_ONGOING,
         health_check_period_s=_HEALTH_PERIOD_S,
         request_router_config=RequestRouterConfig(

@@ -54,7 +54,8 @@ class SolaRequestRouter(RequestRouter):
         }
         if membership.listeners:
             for listener in membership.listeners:
-                listener(self._deployment_id.name, urls)
+                name = membership.key(self._deployment_id.app_name, self._deployment_id.name)
+                listener(name, urls)
             return
         new, left = self._mine.sync(urls)
         for replica in left:

@@ -24,6 +24,14 @@ def plan(
     return code, read[0], read[1]
 
 
+def names_of(config: dict[str, Any]) -> list[str]:
+    return [app["name"] for app in config["applications"]]
+
+
+def engines_of(config: dict[str, Any]) -> list[dict[str, Any]]:
+    return [engine for app in config["applications"] for engine in app["args"]["engines"]]
+
+
 def test_two_light_services_share_one_gpu(tmp_path: Path) -> None:
     code, found, config = plan(
         tmp_path, "--gpu", "a100=1.5", "h100=3", "--service", CHAT, "--service", CODE,
@@ -35,11 +43,11 @@ def test_two_light_services_share_one_gpu(tmp_path: Path) -> None:
     assert (code, found["num_gpus"], found["cost_per_hour"]) == (0, 1, 1.5)
     assert found["groups"] == [{"degree": 1, "services": ["chat", "code"]}]
     assert min(found["attained"].values()) >= 0.95
-    engines = [app["args"]["engines"][0] for app in config["applications"]]
+    engines = engines_of(config)
     assert {engine["env"]["CUDA_VISIBLE_DEVICES"] for engine in engines} == {"0"}
     assert sum(engine["options"]["gpu_memory_utilization"] for engine in engines) <= 0.9
     groups = [e["options"]["additional_config"]["sola_sched"]["turns"] for e in engines]
-    assert groups == [{"group": "group0"}] * 2
+    assert groups == [{"group": "node0-gpu0"}] * 2
 
 
 def test_services_of_a_file_are_planned_like_those_of_flags(tmp_path: Path) -> None:
@@ -60,9 +68,7 @@ def test_busy_service_is_served_by_several_groups(tmp_path: Path) -> None:
 
     assert code == 0
     assert sum(group["degree"] for group in found["groups"]) > 1
-    devices = [
-        e["env"]["CUDA_VISIBLE_DEVICES"] for e in config["applications"][0]["args"]["engines"]
-    ]
+    devices = [engine["env"]["CUDA_VISIBLE_DEVICES"] for engine in engines_of(config)]
     assert len(set(devices)) == len(devices) == len(found["groups"])
 
 
@@ -73,8 +79,9 @@ def test_added_and_removed_service_changes_the_plan_and_no_other_application(
     _, found, alone = plan(tmp_path, "--gpu", "a100=1.5", "--service", CHAT)
 
     assert found["groups"] == [{"degree": 1, "services": ["chat"]}]
-    assert [app["name"] for app in both["applications"]] == ["chat", "code"]
-    assert [app["name"] for app in alone["applications"]] == ["chat"]
+    assert names_of(both) == ["chat", "code", "chat--node0-gpu0", "code--node0-gpu0"]
+    assert names_of(alone) == ["chat", "chat--node0-gpu0"]
+    assert both["applications"][0] == alone["applications"][0]
 
 
 @pytest.mark.parametrize(
@@ -117,6 +124,6 @@ def test_ray_serve_and_the_application_accept_the_configuration(tmp_path: Path) 
     *_, config = plan(tmp_path, "--gpu", "a100=1.5", "--service", CHAT, "--service", CODE)
 
     deployed = schema.ServeDeploySchema.model_validate(config)
-    assert [app.name for app in deployed.applications] == ["chat", "code"]
+    assert [app.name for app in deployed.applications] == names_of(config)
     for application in config["applications"]:
         ClusterArgs.model_validate(application["args"])

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from shared_services import Queueing, fits, make_problem, make_service
 
 from sola_sched.cluster.sharing.allocation import allocate, least_degree, partition
@@ -18,9 +16,7 @@ from sola_sched.cluster.sharing.placement import Cluster, Group, Placement, chec
 from sola_sched.cluster.sharing.replacement import (
     Replacement,
     changes,
-    migration,
     next_interval_s,
-    served_through,
 )
 from sola_sched.cluster.sharing.search import Problem, search
 from sola_sched.cluster.sharing.services import Service, by_name
@@ -219,37 +215,6 @@ def test_interval_follows_equation_eight() -> None:
 def test_interval_refuses_what_is_no_measure(arguments: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="must be"):
         next_interval_s(*arguments)
-
-
-groups = st.builds(
-    Group, st.sampled_from([1, 2, 4]), st.sets(st.sampled_from("abc"), min_size=1).map(
-        lambda names: tuple(sorted(names))
-    ),
-)  # fmt: skip
-
-
-@given(st.lists(groups, max_size=4), st.lists(groups, max_size=4))
-def test_migration_ends_in_the_new_placement_within_the_gpus(
-    before: list[Group], after: list[Group]
-) -> None:
-    old, new = Placement(tuple(before)), Placement(tuple(after))
-
-    steps = migration(old, new, 16)
-
-    served_through(steps, old, 16)
-    running = list(before)
-    for step in steps:
-        (running.append if step.action == "start" else running.remove)(step.group)
-    assert sorted(running, key=repr) == sorted(after, key=repr)
-
-
-def test_migration_with_free_gpus_leaves_no_service_without_a_group() -> None:
-    old = Placement((Group(1, ("a",)), Group(1, ("b",))))
-    new = Placement((Group(1, ("a", "b")), Group(1, ("a",))))
-
-    least = served_through(migration(old, new, 4), old, 4)
-
-    assert least == {"a": 1, "b": 1}
 
 
 def test_a_placement_that_gains_less_than_it_costs_is_not_taken() -> None:

@@ -85,6 +85,13 @@ class Setting:
         services = [self.services[name] for name in group.services]
         return self.hardware.memory_shares(group.degree, services, self.rates(placement, group))
 
+    def load_s(self, group: Group, bytes_per_s: float) -> float:
+        """Seconds to load the weights of all services of a group, each GPU over its own link."""
+        return sum(
+            self.hardware.load_s(self.services[name].model, group.degree, bytes_per_s)
+            for name in group.services
+        )
+
     def _served(self, name: str, degree: int) -> Served:
         service = self.services[name]
         steps = self.hardware.steps(service.model, degree)

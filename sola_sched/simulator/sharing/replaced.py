@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from sola_sched.cluster.sharing.controller import Controller
 from sola_sched.cluster.sharing.placement import Group, Placement
 from sola_sched.cluster.sharing.queue import SharedRequest
-from sola_sched.cluster.sharing.replacement import Replacement, next_interval_s
 from sola_sched.cluster.sharing.unserved import Score, score
 from sola_sched.simulator.sharing.cluster import Arrival, Evaluator, Setting, SharedCluster
 
@@ -62,11 +62,13 @@ class ReplacingCluster:
         load_bytes_per_s: float = 25e9,
         is_adaptive: bool = True,
     ) -> None:
-        self._setting, self._place = setting, place
-        self._placement, self._estimated = placement, estimated
-        self._interval_s, self._is_adaptive = interval_s, is_adaptive
+        self._setting, self._search = setting, place
+        self._placement = placement
+        self._controller: Controller[Sequence[Arrival]] = Controller(
+            estimated, interval_s=interval_s, num_gpus=setting.cluster.num_gpus,
+            is_adaptive=is_adaptive,
+        )  # fmt: skip
         self._bytes_per_s = load_bytes_per_s
-        self._cost = Replacement(self._load_s)
         self._cluster = SharedCluster(setting, placement)
         self.intervals: list[Interval] = []
 
@@ -74,7 +76,7 @@ class ReplacingCluster:
         """Serve the requests, sorted by arrival, until each has ended; they are returned."""
         begin_s, position = 0.0, 0
         while position < len(requests):
-            end_s = begin_s + self._interval_s
+            end_s = begin_s + self._controller.interval_s
             first = position
             while position < len(requests) and requests[position].arrival_s < end_s:
                 request = requests[position]
@@ -96,37 +98,33 @@ class ReplacingCluster:
     ) -> None:
         ended = [request for request in requests if begin_s < request.last_s <= end_s]
         real = sum(request.is_met for request in ended) / max(1, len(ended))
-        estimated, num_changed = self._estimated.attainment, 0
-        if ended and self._is_adaptive:
-            self._interval_s = next_interval_s(self._interval_s, real, estimated)
+        estimated, num_changed = self._controller.estimated.attainment, 0
         if came:
-            num_changed = self._replace(came, begin_s, end_s)
+            past = [(r.arrival_s - begin_s, r.service, r.prompt, r.output) for r in came]
+            decision = self._controller.end_interval(
+                self._placement, real if ended else None, past, self
+            )
+            if decision.is_new:
+                num_changed = self._replace(decision.placement, end_s)
         self.intervals.append(Interval(begin_s, end_s, estimated, real, num_changed))
 
-    def _replace(self, came: Sequence[SharedRequest], begin_s: float, now_s: float) -> int:
-        past = [(r.arrival_s - begin_s, r.service, r.prompt, r.output) for r in came]
-        new = self._place(past)
-        evaluate = Evaluator(self._setting, past)
-        here, there = score(evaluate(self._placement)), score(evaluate(new))
-        self._estimated = here
-        old = (self._placement, here)
-        if not self._cost.is_worth(
-            old, (new, there), self._interval_s, self._setting.cluster.num_gpus
-        ):
-            return 0
-        self._estimated = there
+    def _replace(self, new: Placement, now_s: float) -> int:
         kept = Counter(self._placement.groups) & Counter(new.groups)
-        self._cluster = self._cluster.replaced(new, now_s, self._load_s)
+        self._cluster = self._cluster.replaced(new, now_s, self.load_s)
         self._placement = new
         return len(new.groups) - sum(kept.values())
 
-    def _load_s(self, group: Group) -> float:
-        return sum(
-            self._setting.hardware.load_s(
-                self._setting.services[name].model, group.degree, self._bytes_per_s
-            )
-            for name in group.services
-        )
+    def place(self, past: Sequence[Arrival]) -> Placement:
+        """See `Placer`."""
+        return self._search(past)
+
+    def score(self, placement: Placement, past: Sequence[Arrival]) -> Score:
+        """See `Placer`."""
+        return score(Evaluator(self._setting, past)(placement))
+
+    def load_s(self, group: Group) -> float:
+        """See `Placer`; the weights of all its services, one after the other."""
+        return self._setting.load_s(group, self._bytes_per_s)
 
 
 def expected(setting: Setting, placement: Placement, past: Sequence[Arrival]) -> Score:

@@ -1,0 +1,351 @@
+"""The loop: what is deployed, what has come, what is decided, and the steps to it.
+
+What is deployed is read from Serve each time, so that a controller that starts anew goes on where
+another has stopped. Of a description that cannot be used nothing is changed: the service stays as
+it is, or is not added, and the log says why.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from sola_sched.cluster.sharing.controller import Controller
+from sola_sched.cluster.sharing.placement import Placement
+from sola_sched.cluster.sharing.seats import Move, Seat, moves, seat
+from sola_sched.cluster.sharing.unserved import Score
+from sola_sched.errors import ConfigError, DeploymentError, InfeasibleError
+from sola_sched.plan.deploy import (
+    Application,
+    description,
+    engines_of,
+    gateway_application,
+    gateways_of,
+    names_of,
+    place_of,
+    ports,
+    service_of,
+    targets,
+)
+from sola_sched.plan.services import engine_applications, make_service
+from sola_sched.replacing.observe import Observed, Observer
+from sola_sched.replacing.search import Options, Search
+from sola_sched.replacing.serve_api import ServeApi
+from sola_sched.simulator.sharing.cluster import Arrival, Setting
+from sola_sched.simulator.sharing.hardware import model_of
+
+logger = logging.getLogger(__name__)
+
+Description = Mapping[str, Any]
+#: Seconds that an engine takes to start, until one has been seen.
+_START_S = 60.0
+_POLL_S = 2.0
+
+
+class Follower:
+    """Keeps Serve's applications those of the best placement.
+
+    Args:
+        api: Serve's.
+        read: The services' descriptions, keys as for `plan`, as JSON text; read again and again.
+        options: What is placed on.
+        interval_s: The first interval.
+        observer: Of what has come.
+        limit_s: Most that an engine may take to start or stop.
+        clock, sleep: For tests.
+    """
+
+    def __init__(
+        self,
+        api: ServeApi,
+        read: Callable[[], str],
+        options: Options,
+        *,
+        interval_s: float = 600.0,
+        observer: Observer | None = None,
+        limit_s: float = 1800.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._api, self._read, self._options = api, read, options
+        self._observer = observer or Observer()
+        self._limit_s, self._clock, self._sleep = limit_s, clock, sleep
+        self._controller: Controller[Sequence[Arrival]] = Controller(
+            Score(0.0, 1.0), interval_s=interval_s, num_gpus=options.cluster.num_gpus
+        )
+        self._text = ""
+        self._wanted: dict[str, Description] = {}
+        self._good: dict[str, Description] = {}
+        self._observed: dict[str, Observed] = {}
+        self._span_s = interval_s
+        self._start_s = _START_S
+        self._begin_s = clock()
+        self._is_due = self._is_halted = False
+
+    @property
+    def interval_s(self) -> float:
+        """The interval that runs."""
+        return self._controller.interval_s
+
+    def run(self) -> None:
+        """Follow for ever; trouble with Serve is logged and tried again."""
+        while True:
+            try:
+                self.tick()
+            except (DeploymentError, InfeasibleError) as error:
+                logger.error("nothing is changed: %s", error)
+            self._sleep(_POLL_S)
+
+    def tick(self) -> None:
+        """Act if descriptions have changed, or the interval is over.
+
+        Raises:
+            DeploymentError: Serve does not do what it was asked for.
+            InfeasibleError: There is no placement; everything is as before.
+        """
+        is_changed = self._take_in()
+        if is_changed:
+            self._is_halted = False
+        elif self._is_halted:
+            return
+        is_changed, self._is_due = is_changed or self._is_due, False
+        now_s = self._clock()
+        is_over = now_s >= self._begin_s + self.interval_s
+        if not (is_changed or is_over):
+            return
+        real = None
+        if is_over:
+            self._span_s, self._begin_s = max(1.0, now_s - self._begin_s), now_s
+            real = self._observe()
+        self._place(real if is_over else None, is_over and not is_changed)
+
+    # Descriptions.
+
+    def _take_in(self) -> bool:
+        """Read the descriptions; whether some that can be used have changed."""
+        try:
+            text = self._read()
+        except OSError as error:
+            logger.error("descriptions of services must be read (%s); nothing is changed", error)
+            return False
+        if text == self._text:
+            return False
+        self._text = text
+        try:
+            listed = json.loads(text)
+            if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+                raise ConfigError("descriptions must be a list of objects")
+            names = [str(one.get("name")) for one in listed]
+            if len(set(names)) < len(names):
+                raise ConfigError(f"'name' of a service must be unique (got {sorted(names)})")
+            names_of(names)
+        except ValueError as error:
+            logger.error("descriptions of services cannot be used (%s); nothing is changed", error)
+            return False
+        wanted: dict[str, Description] = {}
+        for one in listed:
+            name = str(one.get("name"))
+            try:
+                make_service(one, self._options.seed)
+            except ConfigError as error:
+                before = self._wanted.get(name)
+                done = "stays as it is" if before is not None else "is not added"
+                logger.error("service %r %s: %s", name, done, error)
+                if before is not None:
+                    wanted[name] = before
+                continue
+            wanted[name] = one
+        is_changed = wanted != self._wanted
+        self._wanted = wanted
+        return is_changed
+
+    # Placing.
+
+    def _observe(self) -> float | None:
+        """Take in what has come; the share that met its targets, None without any."""
+        gateways = {}
+        details = self._api.details()
+        for service, application in gateways_of(self._api.deployed()).items():
+            replicas = [
+                replica
+                for each in details[application["name"]].get("deployments", {}).values()
+                for replica in each.get("replicas", [])
+            ]
+            if replicas:
+                host = replicas[0].get("node_ip") or "127.0.0.1"
+                gateways[service] = f"http://{host}:{application['args']['port']}"
+        self._observed = self._observer.since_last(gateways)
+        met = sum(one.num_met for one in self._observed.values())
+        judged = sum(one.num_judged for one in self._observed.values())
+        return met / judged if judged else None
+
+    def _place(self, real: float | None, may_stay: bool) -> None:
+        if not self._wanted:
+            logger.warning("no service is described that can be used: nothing is changed")
+            return
+        state = _State(self._api.deployed())
+        placer = Search(self._wanted, self._observed, self._span_s, self._options, self._start_s)
+        changed = state.changed(placer.setting)
+        for name in state.services - changed:
+            if name in self._wanted:
+                self._good.setdefault(name, self._wanted[name])
+        now = Placement(tuple(one.group for one in state.seats))
+        if may_stay and not changed and state.services == set(self._wanted):
+            decision = self._controller.end_interval(now, real, placer.past, placer)
+        else:
+            decision = self._controller.services_changed(placer.past, placer, self._is_whole, now)
+        logger.info("%s; next interval %.0f s", decision.reason, self.interval_s)
+        self._move(state, decision.placement, placer.setting, changed)
+
+    def _is_whole(self, placement: Placement) -> bool:
+        served = {name for group in placement.groups for name in group.services}
+        return served == set(self._wanted)
+
+    # Moving.
+
+    def _move(
+        self, state: _State, placement: Placement, setting: Setting, changed: set[str]
+    ) -> None:
+        seats = seat(placement, self._options.cluster, state.seats, changed)
+        fresh = engine_applications(seats, setting)
+        leaving = [one for name, one in state.gateways.items() if name not in self._wanted]
+        if leaving:  # what is in flight there may end while its engines run
+            self._change(state, leaving, [])
+        taken = {name: int(one["args"]["port"]) for name, one in state.gateways.items()}
+        for name, port in ports(sorted(self._wanted), taken).items():
+            if name not in taken:
+                state.add(gateway_application(name, port))
+        for stops, starts in _phases(moves(state.seats, seats, changed)):
+            places = {place_of(one) for one in starts}
+            stopped = [one for place in stops for one in state.at(place)]
+            begun = [one for one in fresh if one["name"].partition("--")[2] in places]
+            try:
+                self._change(state, stopped, begun)
+            except DeploymentError as error:
+                self._put_back(state, stopped, begun, error)
+                raise
+        self._good = dict(self._wanted)
+
+    def _change(
+        self, state: _State, stopped: Sequence[Application], begun: Sequence[Application]
+    ) -> None:
+        """Stop some applications; when they are gone, start others."""
+        if stopped:
+            logger.info("stopping %s", _names(stopped))
+            for one in stopped:
+                state.remove(one)
+            self._api.deploy(state.applications)
+            self._api.wait((), {one["name"] for one in stopped}, self._limit_s)
+        if begun:
+            logger.info("starting %s", _names(begun))
+            for one in begun:
+                state.add(one)
+            began_s = self._clock()
+            self._api.deploy(state.applications)
+            self._api.wait({one["name"] for one in begun}, (), self._limit_s)
+            self._start_s = max(1.0, self._clock() - began_s)
+
+    def _put_back(
+        self,
+        state: _State,
+        stopped: Sequence[Application],
+        begun: Sequence[Application],
+        error: DeploymentError,
+    ) -> None:
+        """Undo a change, and give up new descriptions of services that could not start."""
+        for one in begun:
+            if one["name"] in error.applications:
+                self._give_up(service_of(one), state)
+        for one in (*begun, *stopped):
+            state.remove(one)
+        self._api.deploy(state.applications)
+        self._api.wait((), {one["name"] for one in begun}, self._limit_s)
+        for one in stopped:
+            state.add(one)
+        self._api.deploy(state.applications)
+
+    def _give_up(self, name: str, state: _State) -> None:
+        before, now = self._good.get(name), self._wanted.get(name)
+        if now is None or now == before:
+            return  # it has run like this before: it is tried again at the end of the interval
+        self._is_due = True
+        if before is not None:
+            logger.error("service %r cannot start as it is described: it goes on as before", name)
+            self._wanted[name] = before
+        elif name in state.services_before:
+            # It was deployed by somebody else, in another way than it is described.
+            logger.error("service %r cannot start as it is described; correct that", name)
+            self._is_halted = True
+        else:
+            logger.error("service %r cannot start as it is described and is not added", name)
+            del self._wanted[name]
+            state.remove(state.gateways[name])
+
+
+class _State:
+    """Applications that are deployed, by name; others' are kept as they are."""
+
+    def __init__(self, deployed: Sequence[Application]) -> None:
+        self._by_name = {str(one["name"]): one for one in deployed}
+        self.services_before = self.services
+
+    @property
+    def applications(self) -> list[Application]:
+        return list(self._by_name.values())
+
+    @property
+    def gateways(self) -> dict[str, Application]:
+        return gateways_of(self.applications)
+
+    @property
+    def engines(self) -> dict[tuple[str, Seat], Application]:
+        return engines_of(self.applications)
+
+    @property
+    def seats(self) -> list[Seat]:
+        return sorted({place for _, place in self.engines}, key=lambda one: one.gpus)
+
+    @property
+    def services(self) -> set[str]:
+        return {service for service, _ in self.engines}
+
+    def changed(self, setting: Setting) -> set[str]:
+        """Services whose engines are of another description."""
+        wanted = {
+            name: (model_of(service.model).name, targets(service))
+            for name, service in setting.services.items()
+        }
+        return {
+            service
+            for (service, _), one in self.engines.items()
+            if service in wanted and description(one) != wanted[service]
+        }
+
+    def at(self, place: Seat) -> list[Application]:
+        return [one for (_, there), one in self.engines.items() if there == place]
+
+    def add(self, application: Application) -> None:
+        self._by_name[str(application["name"])] = application
+
+    def remove(self, application: Application) -> None:
+        self._by_name.pop(str(application["name"]), None)
+
+
+def _phases(steps: Sequence[Move]) -> list[tuple[list[Seat], list[Seat]]]:
+    """Runs of stops, each with the starts that come after it."""
+    phases: list[tuple[list[Seat], list[Seat]]] = []
+    for action, some in groupby(steps, key=lambda step: step.action):
+        seats = [step.seat for step in some]
+        if action == "stop" or not phases:
+            phases.append((seats, []) if action == "stop" else ([], seats))
+        else:
+            phases[-1][1].extend(seats)
+    return phases
+
+
+def _names(applications: Sequence[Application]) -> str:
+    return ", ".join(str(one["name"]) for one in applications)

@@ -1,0 +1,119 @@
+"""What has come of each service's requests: counts of its engines, by their `/metrics`."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+#: Counters of an engine, by what they are called here.
+_SAMPLES = {
+    "vllm:request_prompt_tokens_count": "requests",
+    "vllm:request_prompt_tokens_sum": "prompt_tokens",
+    "vllm:request_generation_tokens_sum": "output_tokens",
+}
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One service in an interval.
+
+    Attributes:
+        num_requests: That ended.
+        num_met, num_judged: That met their targets, of those that were not aborted.
+        mean_prompt, mean_output: Tokens; 0 without requests.
+    """
+
+    num_requests: float = 0.0
+    num_met: float = 0.0
+    num_judged: float = 0.0
+    mean_prompt: float = 0.0
+    mean_output: float = 0.0
+
+
+def fetch(url: str) -> str:
+    """The text at a URL.
+
+    Raises:
+        OSError: It is not to be had.
+    """
+    with urllib.request.urlopen(url, timeout=5.0) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+class Observer:
+    """Reads the counters of all engines; an interval is the difference of two readings.
+
+    An engine that is new is counted from its start. What one that has gone counted after the last
+    reading is lost.
+
+    Args:
+        fetch: Gets a text.
+    """
+
+    def __init__(self, fetch: Callable[[str], str] = fetch) -> None:
+        self._fetch = fetch
+        self._last: dict[str, dict[str, float]] = {}
+
+    def since_last(self, gateways: Mapping[str, str]) -> dict[str, Observed]:
+        """Each service since the reading before.
+
+        Args:
+            gateways: URLs of the services' gateways.
+
+        Returns:
+            By service; one whose gateway does not answer is left out.
+        """
+        found, seen = {}, {}
+        for service, gateway in gateways.items():
+            try:
+                urls = [str(one["url"]) for one in json.loads(self._fetch(f"{gateway}/replicas"))]
+            except (OSError, ValueError):
+                continue
+            total: dict[str, float] = {}
+            for url in urls:
+                try:
+                    now = counts(self._fetch(f"{url}/metrics"))
+                except (OSError, ValueError):
+                    seen[url] = self._last.get(url, {})
+                    continue
+                before = self._last.get(url, {})
+                for name, value in now.items():
+                    total[name] = total.get(name, 0.0) + max(0.0, value - before.get(name, 0.0))
+                seen[url] = now
+            found[service] = _observed(total)
+        self._last = seen
+        return found
+
+
+def counts(text: str) -> dict[str, float]:
+    """Counters of one engine from the text of its `/metrics`.
+
+    Raises:
+        ValueError: It is no such text.
+    """
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if (name := _SAMPLES.get(sample.name)) is not None:
+                found[name] = found.get(name, 0.0) + sample.value
+            elif sample.name == "sola_requests_total":
+                outcome = sample.labels["outcome"]
+                found[outcome] = found.get(outcome, 0.0) + sample.value
+    return found
+
+
+def _observed(total: Mapping[str, float]) -> Observed:
+    num = total.get("requests", 0.0)
+    met = total.get("attained", 0.0)
+    return Observed(
+        num_requests=num,
+        num_met=met,
+        num_judged=met + total.get("missed", 0.0) + total.get("rejected", 0.0),
+        mean_prompt=total.get("prompt_tokens", 0.0) / num if num else 0.0,
+        mean_output=total.get("output_tokens", 0.0) / num if num else 0.0,
+    )

@@ -1,0 +1,116 @@
+"""Ray Serve's REST interface, as far as it is needed: what is deployed, and deploying."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from sola_sched.errors import DeploymentError
+from sola_sched.plan.deploy import Application, serve_config
+
+_PATH = "/api/serve/applications/"
+_POLL_S = 0.5
+_FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
+
+
+class ServeApi:
+    """Serve's own state is the only one: a controller that starts anew goes on from it.
+
+    Args:
+        address: Of Ray's dashboard, e.g. ``http://127.0.0.1:8265``.
+        clock, sleep: For tests.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._address = address.rstrip("/")
+        self._clock, self._sleep = clock, sleep
+
+    def details(self) -> dict[str, dict[str, Any]]:
+        """Serve's details of each application, by name.
+
+        Raises:
+            DeploymentError: Serve is not to be reached.
+        """
+        found: dict[str, dict[str, Any]] = self._ask("GET").get("applications") or {}
+        return found
+
+    def deployed(self) -> list[Application]:
+        """Configurations of all applications that were deployed by one, others' included."""
+        return [
+            config
+            for each in self.details().values()
+            if (config := each.get("deployed_app_config")) is not None
+            and each.get("status") != "DELETING"
+        ]
+
+    def deploy(self, applications: Sequence[Application]) -> None:
+        """Make these the applications that there are; unchanged ones are left alone.
+
+        Raises:
+            DeploymentError: Serve refuses them, or is not to be reached.
+        """
+        self._ask("PUT", serve_config(applications))
+
+    def wait(self, running: Collection[str], gone: Collection[str], limit_s: float) -> None:
+        """Until applications run, and others are gone.
+
+        Raises:
+            DeploymentError: One has failed, or it has taken too long.
+        """
+        end_s = self._clock() + limit_s
+        while True:
+            details = self.details()
+            states = {name: details.get(name, {}) for name in running}
+            failed = {n: each for n, each in states.items() if each.get("status") in _FAILED}
+            if failed:
+                name, each = next(iter(failed.items()))
+                raise DeploymentError(
+                    f"application {name!r} must start (Serve says {each['status']}: "
+                    f"{_short(each.get('message', ''))}).",
+                    failed,
+                )
+            late = [name for name, each in states.items() if each.get("status") != "RUNNING"]
+            late += [name for name in gone if name in details]
+            if not late:
+                return
+            if self._clock() >= end_s:
+                raise DeploymentError(
+                    f"applications must be started or stopped within {limit_s:g} s (got "
+                    f"{', '.join(sorted(late))} that are not).",
+                    set(late) & set(running),
+                )
+            self._sleep(_POLL_S)
+
+    def _ask(self, method: str, body: Any = None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self._address + _PATH, data, {"Content-Type": "application/json"}, method=method
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=30.0) as answer:
+                text = answer.read()
+        except urllib.error.HTTPError as error:
+            said = _short(error.read().decode(errors="replace"))
+            raise DeploymentError(
+                f"Serve must accept the configuration (HTTP {error.code}: {said})."
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise DeploymentError(
+                f"Serve must be reached at {self._address} (got {error}); is Ray's dashboard there?"
+            ) from error
+        return dict(json.loads(text)) if text.strip() else {}
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[-400:]
