@@ -60,7 +60,7 @@ SYSTEMS = (
 
 
 def place(
-    system: System, traffic: Traffic, num_gpus: int, *, how: str = "searched"
+    system: System, traffic: Traffic, num_gpus: int, *, how: str = "searched", enough: float = 1.0
 ) -> tuple[Setting, Placement]:
     """Where the system puts the services, by what it saw of them before.
 
@@ -70,6 +70,7 @@ def place(
         num_gpus: GPUs.
         how: ``searched`` by Algorithm 1; by mean loads alone, with replicas (``load``) or without
             (``once``).
+        enough: See `score`.
 
     Raises:
         InfeasibleError: It finds no place for one of them.
@@ -82,7 +83,7 @@ def place(
     if how != "searched":
         return setting, by_load(setting, system.most_sharing, has_replicas=how == "load")
     fits = setting.hardware.fits
-    problem = Problem(traffic.services, cluster, fits, evaluate, system.most_sharing)
+    problem = Problem(traffic.services, cluster, fits, evaluate, system.most_sharing, enough)
     return setting, search(problem).placement
 
 

@@ -228,6 +228,7 @@ class Follower:
             except DeploymentError as error:
                 self._put_back(state, stopped, begun, error)
                 raise
+        self._api.wait({one["name"] for one in state.gateways.values()}, (), self._limit_s)
         self._good = dict(self._wanted)
 
     def _change(

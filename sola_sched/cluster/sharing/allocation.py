@@ -73,6 +73,7 @@ def allocate(
     fits: Fits,
     evaluate: Evaluate,
     cluster: Cluster,
+    enough: float = 1.0,
 ) -> tuple[Score, Placement]:
     """The second stage, lines 8 to 18 of Algorithm 1.
 
@@ -83,6 +84,7 @@ def allocate(
         fits: Memory.
         evaluate: What a placement does to the services.
         cluster: For the degrees.
+        enough: See `score`.
 
     Returns:
         The best placement of all steps with the fewest services left out, by `Score`. Some are
@@ -92,14 +94,14 @@ def allocate(
     least = {s.name: least_degree(s, cluster, fits) for s in services.values()}
     smallest = min(group.degree for group in groups)
     outcomes = evaluate(placement)
-    best, least_left = (score(outcomes), placement), len(services)
+    best, least_left = (score(outcomes, enough), placement), len(services)
     while True:
         found = _next(placement, services, outcomes, most_sharing, fits, least, smallest)
         if found is None:
             return best
         placement = placement.with_service(*found)
         outcomes = evaluate(placement)
-        here, left = score(outcomes), len(placement.unplaced(list(services)))
+        here, left = score(outcomes, enough), len(placement.unplaced(list(services)))
         if (left, here) < (least_left, best[0]):
             best, least_left = (here, placement), left
 

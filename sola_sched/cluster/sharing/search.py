@@ -41,6 +41,7 @@ class Problem:
         fits: Memory.
         evaluate: What a placement does to the services.
         most_sharing: Services of a group at most; the paper has 2, for lack of memory.
+        enough: Attainment above which placements differ by latency alone; 1 is Algorithm 1.
     """
 
     services: Sequence[Service]
@@ -48,6 +49,7 @@ class Problem:
     fits: Fits
     evaluate: Evaluate
     most_sharing: int = 2
+    enough: float = 1.0
 
     def __post_init__(self) -> None:
         if self.most_sharing < 1:
@@ -89,8 +91,9 @@ def try_pattern(problem: Problem, pattern: tuple[int, int]) -> Found | None:
     try:
         groups = partition(list(services.values()), problem.cluster, degree, sharing, problem.fits)
         value, placement = allocate(
-            services, groups, sharing, problem.fits, problem.evaluate, problem.cluster
-        )
+            services, groups, sharing, problem.fits, problem.evaluate, problem.cluster,
+            problem.enough,
+        )  # fmt: skip
     except InfeasibleError:
         return None
     return Found(placement, value, degree, sharing)

@@ -61,13 +61,18 @@ class Score:
         return 1.0 - self.missed
 
 
-def score(outcomes: Mapping[str, ServiceOutcome]) -> Score:
+def score(outcomes: Mapping[str, ServiceOutcome], enough: float = 1.0) -> Score:
     """Over all services.
 
     Where the paper asks for a share Delta of each service (Eq. 5) and leaves Delta open, its
     Algorithm 1 compares the share of all requests, as here.
+
+    Args:
+        outcomes: By service.
+        enough: Attainment above which placements differ by latency alone; 1 is Algorithm 1.
     """
     total = sum(outcome.num_requests for outcome in outcomes.values())
     missed = sum(outcome.num_missed for outcome in outcomes.values())
     latency = sum(outcome.latency for outcome in outcomes.values())
-    return Score(missed / max(1, total), latency / total if total and latency else math.inf)
+    share = max(0.0, missed / max(1, total) - (1.0 - enough))
+    return Score(share, latency / total if total and latency else math.inf)
