@@ -187,6 +187,8 @@ EXPERIMENTS = (
                ("data", "seeds", "workers", "quick"), defaults={"seeds": _THREE, "workers": 2}),
     Experiment("sharing-targets", "turn rules where services have TTFT and TPOT targets", "1 min",
                "sharing.targets:targets", ("seeds", "quick"), defaults={"seeds": _THREE}),
+    Experiment("sharing-real", "the fast model of shared GPUs beside the real schedulers", "8 min",
+               "sharing.real:real", ("data", "seeds", "quick")),
     Experiment("sharing-replacement", "SeaLLM-A: placements that follow the load", "10 min",
                "sharing.experiments:replacement", ("data", "seeds", "quick"),
                defaults={"seeds": _THREE}),

@@ -87,7 +87,7 @@ def conditions(setup: Setup) -> Outcome:
     if setup.is_quick:
         chosen = chosen[:2]
     cases = [Case(c, seed, setup.data) for c in chosen for seed in setup.seeds]
-    rows = setup.rows_of(cases, _key, make, "conditions")
+    rows = setup.rows_of(cases, _key, make, "conditions") if not setup.is_stored else _stored(setup)
     parts = [
         f"16 services on 32 GPUs (A800), {_RATE:g} requests a second unless named, mean of the "
         "seeds. `vLLM, even`, `vLLM, placed`, SeaLLM and `slack` are placed as ever."
@@ -132,6 +132,12 @@ def _key(case: Case) -> str:
     from sharing.experiments import source
 
     return f"{case.condition} {case.seed} {case.data is None} {source()}"
+
+
+def _stored(setup: Setup) -> list[Row]:
+    """The last row of each condition and seed."""
+    found = {(row["condition"], row["seed"]): row for row in setup.all_rows()}
+    return [row for (_, seed), row in found.items() if seed in setup.seeds]
 
 
 def _table(

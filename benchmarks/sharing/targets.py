@@ -31,7 +31,7 @@ _RULES = {
 }
 _KEYS = ("name", "model", "rate", "ttft", "tpot", "prompt", "output")
 #: Targets in ms, lengths in tokens (medians).
-_MIXES = {
+MIXES = {
     "two chats": (
         ("chat", "llama-2-7b", 2.0, 800, 60, 300, 250),
         ("talk", "opt-6.7b", 2.0, 1000, 80, 200, 150),
@@ -51,19 +51,14 @@ _FACTORS = (0.5, 1.0, 1.5, 2.0, 3.0)
 def targets(setup: Setup) -> Outcome:
     """Share of the requests within both targets, by mix, rate and rule."""
     lines = []
-    for mix, made in _MIXES.items():
+    for mix, made in MIXES.items():
         for factor in _FACTORS[1:2] if setup.is_quick else _FACTORS:
             rate = factor * sum(float(one[2]) for one in made)
             cells = []
             for rule in _RULES.values():
                 met: list[bool] = []
                 for seed in setup.seeds:
-                    given: list[dict[str, Any]]
-                    given = [dict(zip(_KEYS, one, strict=True)) for one in made]
-                    services = [
-                        make_service(one | {"rate": factor * one["rate"]}, seed) for one in given
-                    ]
-                    met += _met(services, rule, seed)
+                    met += _met(services_of(mix, factor, seed), rule, seed)
                 cells.append(f"{np.mean(met):.1%}")
             lines.append([mix, f"{rate:.1f}", *cells])
     return Outcome(
@@ -72,6 +67,12 @@ def targets(setup: Setup) -> Outcome:
         f"{len(setup.seeds)} seeds; share within TTFT and TPOT.\n\n"
         + markdown(["services", "req/s", *_RULES], lines),
     )
+
+
+def services_of(mix: str, factor: float, seed: int) -> list[Service]:
+    """Those of a mix at so many times their rates."""
+    given: list[dict[str, Any]] = [dict(zip(_KEYS, one, strict=True)) for one in MIXES[mix]]
+    return [make_service(one | {"rate": factor * one["rate"]}, seed) for one in given]
 
 
 def _met(services: Sequence[Service], rule: type, seed: int) -> list[bool]:

@@ -27,7 +27,12 @@ from sola_sched.replacing.follow import Follower
 from sola_sched.replacing.search import Options
 from sola_sched.replacing.serve_api import ServeApi
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.timeout(600),
+]
 
 ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 HELPERS = Path(__file__).resolve().parents[1] / "helpers"
