@@ -209,9 +209,9 @@ def _fewest(setup: Setup, case: Case, rows: list[Row]) -> int | None:
 
     low, high = 0, 2
     while not meets(high):
-        low, high = high, 2 * high
-        if high > _MOST_WORKERS:
+        if high == _MOST_WORKERS:
             return None
+        low, high = high, min(2 * high, _MOST_WORKERS)
     while high - low > max(1, high // 16):
         middle = (low + high) // 2
         low, high = (low, middle) if meets(middle) else (middle, high)

@@ -175,7 +175,7 @@ def table(rows: Sequence[Row]) -> str:
         own = [row for row in rows if row["way"] == way]
 
         def mean(name: str, own: Sequence[Row] = own) -> float:
-            return sum(row[name] for row in own) / len(own)
+            return float(sum(row[name] for row in own)) / len(own)
 
         num_requests = sum(row["num_requests"] for row in own)
         attained = sum(row["attained"] for row in own) / num_requests

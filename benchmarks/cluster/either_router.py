@@ -12,7 +12,7 @@ from sola_sched.serving.ray_router import SolaRequestRouter
 HEADER = b"x-bench-router"
 
 
-class EitherRouter(SolaRequestRouter, PowerOfTwoChoicesRequestRouter):
+class EitherRouter(SolaRequestRouter, PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     """Ray Serve's power of two choices where the header says `ray`, else `SolaRequestRouter`."""
 
     async def choose_replicas(

@@ -125,7 +125,7 @@ def cluster(model_dir: Path, traffic: Traffic) -> Iterator[Cluster]:
 
 def _processes(title: str) -> tuple[int, ...]:
     """Of those that this one has started, the ones of this title."""
-    import psutil
+    import psutil  # type: ignore[import-untyped]
 
     children = psutil.Process().children(recursive=True)
     found = [child.pid for child in children if "".join(child.cmdline()[:1]).startswith(title)]

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import sola_sched
+from sola_sched.vllm_adapter.scheduler import Scheduler
 
 
-class SlowScheduler(sola_sched.Scheduler):
+class SlowScheduler(Scheduler):
     """Waits before a step's outcome is looked at.
 
     Of the engines that share the folder `SLOW_STEPS_TAKEN`, the first to start waits the first of
