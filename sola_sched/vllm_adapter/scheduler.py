@@ -398,3 +398,23 @@ class Scheduler(TurnsMixin, SolaSchedulerMixin, AsyncScheduler):
     Works with asynchronous scheduling on and off. Options come from
     ``--additional-config '{"sola_sched": {...}}'``; see `SolaConfig`.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not self.scheduler_config.async_scheduling:
+            self.__dict__.update(_synchronous_methods(self))
+
+
+def _synchronous_methods(scheduler: AsyncScheduler) -> dict[str, Callable[..., Any]]:
+    """Methods of vLLM's synchronous scheduler, by name, in place of those of its asynchronous one.
+
+    Without asynchronous scheduling vLLM itself takes the synchronous class, which does less for
+    each token. What a class in between overrides stays.
+    """
+    methods = {}
+    for name, method in vars(AsyncScheduler).items():
+        simple = getattr(super(AsyncScheduler, scheduler), name, None)
+        is_in_force = getattr(type(scheduler), name) is method
+        if callable(method) and callable(simple) and is_in_force and not name.startswith("__"):
+            methods[name] = simple
+    return methods

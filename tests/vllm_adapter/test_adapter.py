@@ -18,6 +18,7 @@ from virtual_model import TINY_MODEL
 from virtual_runs import STEP_TIME, attained, make_workload
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
 
 import sola_sched
 from sola_sched.simulator import (
@@ -45,6 +46,27 @@ def make_engine(
     if scheduler_cls is not AsyncScheduler:
         defaults["additional_config"] = {"sola_sched": sola or {}}
     return VirtualEngine(scheduler_cls, **(defaults | options))
+
+
+def test_without_asynchronous_scheduling_tokens_are_booked_as_by_vllms_synchronous_class() -> None:
+    names = ("_update_after_schedule", "_update_request_with_output")
+
+    def booked_by(**options: Any) -> list[Any]:
+        scheduler = make_engine(**options).scheduler
+        return [getattr(scheduler, name).__func__ for name in names]
+
+    assert booked_by(async_scheduling=False) == [getattr(Scheduler, name) for name in names]
+    assert booked_by(async_scheduling=True) == [getattr(AsyncScheduler, name) for name in names]
+
+
+def test_what_a_class_of_another_author_overrides_stays_without_asynchronous_scheduling() -> None:
+    class Theirs(sola_sched.Scheduler):
+        def _update_after_schedule(self, output: Any) -> None:
+            super()._update_after_schedule(output)
+
+    scheduler = make_engine(Theirs, async_scheduling=False).scheduler
+
+    assert scheduler._update_after_schedule.__func__ is Theirs._update_after_schedule
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
