@@ -96,8 +96,8 @@ def conditions(setup: Setup) -> Outcome:
     rows = setup.rows_of(cases, _key, make, "conditions") if not setup.is_stored else _stored(setup)
     parts = [
         f"16 services on 32 GPUs (A800), {_RATE:g} requests a second unless named, mean of the "
-        "seeds. Where systems are placed by load, `vLLM, placed`, SeaLLM and `slack` are placed by the "
-        "search nevertheless, unless it says all."
+        "seeds. Where systems are placed by load, `vLLM, placed`, SeaLLM and `slack` are placed by "
+        "the search nevertheless, unless it says all."
     ]
     for key, shown, is_up in (("norm", "{:.2f}", False), ("p99", "{:.0f}", False),
                               ("attained", "{:.1%}", True)):  # fmt: skip
