@@ -12,7 +12,7 @@ Departures from the paper:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from sola_sched.cluster.sharing.placement import Cluster, Fits, Group, Placement
 from sola_sched.cluster.sharing.services import Service
@@ -120,7 +120,7 @@ def _next(
     large = {name for name in unplaced if least[name] > smallest}
     index = {name: unserved_index(outcomes[name]) for name in services}  # type: ignore[arg-type]
     order = sorted(services, key=lambda name: (-index[name], name))
-    room = sum(most_sharing - len(group.services) for group in placement.groups)
+    room = sum(_free(group, unplaced, services, most_sharing, fits) for group in placement.groups)
     if room <= len(unplaced):
         order = [name for name in order if name in unplaced]
     rates = [_rate(placement, services, i) for i in range(len(placement.groups))]
@@ -135,6 +135,19 @@ def _next(
             if fits(group.degree, [*held, services[name]]):
                 return position, name
     return None
+
+
+def _free(
+    group: Group,
+    unplaced: Collection[str],
+    services: Mapping[str, Service],
+    most_sharing: int,
+    fits: Fits,
+) -> int:
+    """Places of a group that one of the services without a place can take."""
+    held = [services[name] for name in group.services]
+    can = any(fits(group.degree, [*held, services[name]]) for name in unplaced)
+    return most_sharing - len(held) if can else 0
 
 
 def _rate(placement: Placement, services: Mapping[str, Service], position: int) -> float:
