@@ -29,8 +29,8 @@ LORA = {"enable_lora": True, "max_lora_rank": 8}
 def requests(tmp_path_factory: pytest.TempPathFactory) -> list[EngineRequest]:
     """Of the three adapters in turn.
 
-    None is of the base model: where adapters run beside it on a CPU, its tokens depend on the
-    batch. It may be given the weights of the last slot, whose index is -1.
+    None is of the base model: beside adapters vLLM's CPU kernels give it the weights of the last
+    slot, so that its tokens depend on the batch (`docs/support.md`).
     """
     folder = tmp_path_factory.mktemp("adapters")
     folders = [str(write_adapter(folder / f"{number}", number)) for number in (1, 2, 3)]

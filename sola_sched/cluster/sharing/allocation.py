@@ -5,7 +5,8 @@ Departures from the paper:
 - A group that was merged because a service needs its size is kept for such services until all of
   them have a place. As printed, the algorithm gives it to whoever is least served.
 - While services have no place, a second group for one that has is taken only if enough room is
-  left for the others. As printed, replicas of the busiest may leave no room for the last.
+  left for the others. As printed, replicas of the busiest may leave no room for the last. If that
+  leaves some without a place all the same, only room that one of them can take is counted.
 - The best placement of all steps is kept. As printed, services are added until nothing fits, and
   a replica too many costs those that are there already.
 """
@@ -90,13 +91,32 @@ def allocate(
         The best placement of all steps with the fewest services left out, by `Score`. Some are
         left out only if they did not fit beside the others.
     """
+
+    def tried(is_strict: bool) -> tuple[Score, Placement]:
+        return _allocate(services, groups, most_sharing, fits, evaluate, cluster, enough, is_strict)
+
+    found = tried(False)
+    return tried(True) if found[1].unplaced(list(services)) else found
+
+
+def _allocate(
+    services: Mapping[str, Service],
+    groups: Sequence[Group],
+    most_sharing: int,
+    fits: Fits,
+    evaluate: Evaluate,
+    cluster: Cluster,
+    enough: float,
+    is_strict: bool,
+) -> tuple[Score, Placement]:
+    """See `allocate`; `is_strict` counts as room only what a service without a place can take."""
     placement = Placement(tuple(groups))
     least = {s.name: least_degree(s, cluster, fits) for s in services.values()}
     smallest = min(group.degree for group in groups)
     outcomes = evaluate(placement)
     best, least_left = (score(outcomes, enough), placement), len(services)
     while True:
-        found = _next(placement, services, outcomes, most_sharing, fits, least, smallest)
+        found = _next(placement, services, outcomes, most_sharing, fits, least, smallest, is_strict)
         if found is None:
             return best
         placement = placement.with_service(*found)
@@ -114,13 +134,18 @@ def _next(
     fits: Fits,
     least: Mapping[str, int],
     smallest: int,
+    is_strict: bool,
 ) -> tuple[int, str] | None:
     """The group with the lowest rate that takes a service, and the least served one it takes."""
     unplaced = set(placement.unplaced(list(services)))
     large = {name for name in unplaced if least[name] > smallest}
     index = {name: unserved_index(outcomes[name]) for name in services}  # type: ignore[arg-type]
     order = sorted(services, key=lambda name: (-index[name], name))
-    room = sum(_free(group, unplaced, services, most_sharing, fits) for group in placement.groups)
+    room = sum(
+        most_sharing - len(group.services)
+        for group in placement.groups
+        if not is_strict or _takes_any(group, unplaced, services, most_sharing, fits)
+    )
     if room <= len(unplaced):
         order = [name for name in order if name in unplaced]
     rates = [_rate(placement, services, i) for i in range(len(placement.groups))]
@@ -137,17 +162,17 @@ def _next(
     return None
 
 
-def _free(
+def _takes_any(
     group: Group,
-    unplaced: Collection[str],
+    names: Collection[str],
     services: Mapping[str, Service],
     most_sharing: int,
     fits: Fits,
-) -> int:
-    """Places of a group that one of the services without a place can take."""
+) -> bool:
     held = [services[name] for name in group.services]
-    can = any(fits(group.degree, [*held, services[name]]) for name in unplaced)
-    return most_sharing - len(held) if can else 0
+    return len(held) < most_sharing and any(
+        fits(group.degree, [*held, services[name]]) for name in names
+    )
 
 
 def _rate(placement: Placement, services: Mapping[str, Service], position: int) -> float:
