@@ -16,6 +16,7 @@ import numpy as np
 
 from harness import sweep
 from harness.markdown import markdown
+from harness.points import BOUND
 from harness.resumable import Row
 from harness.setup import Outcome, Setup
 from mixed.mixes import MIXES, Mix, due_s, mixed_workload
@@ -25,7 +26,7 @@ from sola_sched.bench.data.workload import Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.core import metrics
 
-_CHUNKS = (512, 2048, 8192)
+_CHUNKS = (256, 512, 2048, 8192)
 _FCFS, _EDF = (tuple(f"{rule}:{chunk}" for chunk in _CHUNKS) for rule in ("stock", "edf"))
 _OURS = ("sola",)
 #: Ranks of strict classes are so far apart that no deadline passes from one to the next.
@@ -39,7 +40,7 @@ class Case:
 
     Attributes:
         mix: Key of `MIXES`.
-        scheduler: ``stock:CHUNK``, ``edf:CHUNK`` or one of ours.
+        scheduler: ``stock:CHUNK``, ``edf:CHUNK``, one of ours, or `BOUND`.
     """
 
     mix: str
@@ -56,13 +57,16 @@ def mixed(setup: Setup) -> Outcome:
     for name in setup.only or MIXES:
         cases = [
             Case(name, scheduler, MIXES[name].stretch * setup.num_requests, seed)
-            for scheduler in (*_FCFS, *_EDF, *_OURS)
+            for scheduler in (*_FCFS, *_EDF, *_OURS, BOUND)
             for seed in setup.seeds
         ]
         found = setup.rows_of(cases, _key, partial(_run, data=setup.data), name)
         rows += found
         for group in (_FCFS, _EDF, _OURS):
             lines.append([name, *_line(MIXES[name], found, group)])
+        bounds = [row["attainment"] for row in found if row["scheduler"] == BOUND]
+        all_of, each = _shares(bounds)
+        lines.append([name, BOUND, all_of, "", each, "", ""])
     head = ["mix", "rule", "all %", "by weight %", "each seed", "worst class", "by class %"]
     shown = setup.only or MIXES
     about = [f"- *{name}*: {MIXES[name].about}; {_terms(MIXES[name])}." for name in shown]
@@ -75,6 +79,11 @@ def _run(case: Case, data: Path | None) -> Row:
     mix = MIXES[case.mix]
     backend = sweep.make_backend(mix.profile)
     workload = mixed_workload(mix, backend.limits, data, case.num_requests, case.seed)
+    if case.scheduler == BOUND:
+        from sola_sched.bench.backends.bound import workload_bound
+
+        bound = workload_bound(backend, workload, SloTarget())
+        return asdict(case) | {"attainment": bound.attainable_ratio}
     spec, workload = _as_run(mix, case.scheduler, workload)
     outcome = backend.run(workload, spec, SloTarget())
     records = outcome.records
@@ -122,14 +131,20 @@ def _line(mix: Mix, rows: Sequence[Row], group: Sequence[str]) -> list[str]:
     runs = of[best]
     shares = {name: _mean(row["classes"][name]["attainment"] for row in runs) for name in mix.kinds}
     worst = min(shares, key=lambda name: shares[name])
+    all_of, each = _shares([row["attainment"] for row in runs])
     return [
         best,
-        f"{100 * _mean(row['attainment'] for row in runs):.1f}",
+        all_of,
         f"{100 * _mean(row['weighted'] for row in runs):.1f}",
-        ", ".join(f"{100 * row['attainment']:.1f}" for row in runs),
+        each,
         f"{worst} {100 * shares[worst]:.1f}",
         ", ".join(f"{name} {100 * share:.1f}" for name, share in shares.items()),
     ]
+
+
+def _shares(values: Sequence[float]) -> tuple[str, str]:
+    """The mean, and each, in percent."""
+    return f"{100 * _mean(values):.1f}", ", ".join(f"{100 * value:.1f}" for value in values)
 
 
 def _mean(values: object) -> float:

@@ -6,15 +6,19 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sola_sched.bench import plan
 from sola_sched.bench.args import build_parser
 from sola_sched.bench.backends.base import Backend
-from sola_sched.bench.backends.environment import has_accelerator
-from sola_sched.bench.data.datasets import DatasetOptions, build
+from sola_sched.bench.backends.environment import has_accelerator, prepare
+from sola_sched.bench.data.datasets import DatasetOptions, ModelLimits, build
 from sola_sched.bench.data.workload import Workload
 from sola_sched.bench.first_run import virtual as first_run_virtual
 from sola_sched.bench.first_run.engine import FirstRun, Interrupted
+
+if TYPE_CHECKING:
+    from sola_sched.bench.backends.engine import EngineBackend
 
 EXIT_INTERRUPTED = 130
 _POOL_SIZE = 400
@@ -42,8 +46,22 @@ def run(directory: Path = Path("bench-results"), say: Say | None = None) -> int:
     return 0
 
 
+def random_engine(clock: str) -> tuple[EngineBackend, ModelLimits]:
+    """vLLM in this process with the random model; times an equal batch beside each run.
+
+    Args:
+        clock: ``wall`` or ``cpu``, see `EngineOptions`.
+    """
+    from sola_sched.bench.backends.engine import EngineBackend
+
+    prepare(None, is_random=True)
+    made, limits = plan._backend(build_parser().parse_args(["--clock", clock]), lambda line: None)
+    assert isinstance(made, EngineBackend)
+    return EngineBackend(dataclasses.replace(made.options, times_reference=True)), limits
+
+
 def _engine(say: Say) -> tuple[Backend, Workload]:
-    """vLLM in this process with the random model, and requests that fit it."""
+    """The engine and requests that fit it."""
     clock = "wall" if has_accelerator() else "cpu"
     say(
         "2. vLLM's engine in this process: a random 62 M parameter Llama"
@@ -54,12 +72,7 @@ def _engine(say: Say) -> tuple[Backend, Workload]:
             "on the machine counts as little as possible (--clock cpu)."
         )
     )
-    args = build_parser().parse_args(["--clock", clock])
-    made, limits = plan._backend(args, lambda line: None)
-    from sola_sched.bench.backends.engine import EngineBackend
-
-    assert isinstance(made, EngineBackend)
-    backend = EngineBackend(dataclasses.replace(made.options, times_reference=True))
+    backend, limits = random_engine(clock)
     return backend, build(DatasetOptions(num_prompts=_POOL_SIZE), limits)
 
 
