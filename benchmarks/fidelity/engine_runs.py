@@ -255,20 +255,16 @@ def _make_backend(setup: Setup) -> RecordingBackend:
     from fidelity.recording import RecordingBackend
     from sola_sched.bench.backends.engine import EngineOptions
     from sola_sched.bench.backends.model import BENCH_SHAPE, TINY_SHAPE, cached_model
-    from sola_sched.bench.plan import RANDOM_MODEL_KV_BYTES
+    from sola_sched.bench.plan import random_engine_args
 
     shape = TINY_SHAPE if setup.is_quick else BENCH_SHAPE
-    engine_args: dict[str, Any] = {
-        "kv_cache_memory_bytes": RANDOM_MODEL_KV_BYTES,
-        "max_num_seqs": 128,
-        "enforce_eager": True,
-    }
+    engine_args = random_engine_args(shape.dtype if setup.is_quick else None)
     return RecordingBackend(
         EngineOptions(
             model=str(cached_model(shape)),
             model_id=shape.name,
             is_random_model=True,
-            engine_args=engine_args,
+            engine_args=engine_args | {"enforce_eager": True},
             seed=setup.seeds[0],
             clock=setup.options["clock"],
         )
