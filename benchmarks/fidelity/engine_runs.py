@@ -254,8 +254,12 @@ def _test(
 def _make_backend(setup: Setup) -> RecordingBackend:
     from fidelity.recording import RecordingBackend
     from sola_sched.bench.backends.engine import EngineOptions
-    from sola_sched.bench.backends.model import BENCH_SHAPE, TINY_SHAPE, cached_model
-    from sola_sched.bench.plan import random_engine_args
+    from sola_sched.bench.backends.model import (
+        BENCH_SHAPE,
+        TINY_SHAPE,
+        cached_model,
+        random_engine_args,
+    )
 
     shape = TINY_SHAPE if setup.is_quick else BENCH_SHAPE
     engine_args = random_engine_args(shape.dtype if setup.is_quick else None)

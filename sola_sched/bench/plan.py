@@ -13,7 +13,7 @@ from sola_sched.bench import args as cli_args
 from sola_sched.bench import calibrate, values
 from sola_sched.bench.backends.base import BASELINES, Backend, SchedulerSpec, parse_scheduler
 from sola_sched.bench.backends.environment import has_accelerator
-from sola_sched.bench.backends.model import BENCH_SHAPE, cached_model
+from sola_sched.bench.backends.model import BENCH_SHAPE, cached_model, random_engine_args
 from sola_sched.bench.data.datasets import DatasetOptions, ModelLimits, build
 from sola_sched.bench.data.workload import Workload, assign_classes
 from sola_sched.bench.report import results
@@ -21,9 +21,6 @@ from sola_sched.bench.report.progress import Progress
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.errors import ConfigError
 
-#: KV cache of the random model in bfloat16: 32k tokens, at its scale of 1/4 what an 8B model has on
-#: 40 GB.
-_RANDOM_MODEL_KV_BYTES = 64 << 20
 #: Requests drawn when their number follows from the measured rate.
 _POOL_SIZE = 1000
 _DEFAULT_MODEL_LEN = 8192
@@ -217,24 +214,6 @@ def _backend(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[Back
         )
     )
     return backend, backend.limits
-
-
-def random_engine_args(dtype: str | None = None) -> dict[str, Any]:
-    """Engine arguments with which the random model is run.
-
-    Args:
-        dtype: Of the model; by default the faster one here: a CPU without AVX-512 computes prompts
-            in bfloat16 several times as slowly as in float32.
-    """
-    if dtype is None:
-        dtype = "bfloat16"
-        if not has_accelerator():
-            import torch
-
-            if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2"):
-                dtype = "float32"
-    kv_bytes = _RANDOM_MODEL_KV_BYTES * (2 if dtype in ("float", "float32") else 1)
-    return {"dtype": dtype, "kv_cache_memory_bytes": kv_bytes, "max_num_seqs": 128}
 
 
 def _server(args: argparse.Namespace) -> tuple[Backend, ModelLimits]:
