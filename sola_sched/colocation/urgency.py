@@ -24,7 +24,6 @@ from sola_sched.core.state import (
     DECODE,
     FREE,
     PARKED,
-    FloatArray,
     IntArray,
     LengthModel,
     RequestTable,
@@ -36,12 +35,6 @@ from sola_sched.cost.model import CostModel
 _DEADLINES = ("attain", "paper")
 
 
-#: An engine is in a hurry if its next step must start within so many of its mean execution times.
-_HURRY = 1.0
-#: What is behind every deadline: who is in no hurry, and twice it for who is too late anyway.
-_LATER = 1e12
-
-
 def goes_by_deadlines(policy: str) -> bool:
     """Whether engines with this policy compare deadlines."""
     return policy in _DEADLINES
@@ -50,13 +43,9 @@ def goes_by_deadlines(policy: str) -> bool:
 def urgency(policy: str, monitor: StateMonitor, now_s: float) -> float:
     """How much an engine wants its next turn, by the rule of its policy."""
     table, lengths, cost = monitor.table, monitor.lengths, monitor.cost
-    if not goes_by_deadlines(policy):
-        return least_product_s2(table, lengths, cost)
-    start_s = latest_start_s(table, lengths, cost, now_s)
-    if start_s - now_s < _HURRY * mean_execution_s(table, lengths, cost):
-        return start_s
-    product = least_product_s2(table, lengths, cost)
-    return (1 if start_s < math.inf else 2) * _LATER + product if product < math.inf else math.inf
+    if goes_by_deadlines(policy):
+        return latest_start_s(table, lengths, cost, now_s)
+    return least_product_s2(table, lengths, cost)
 
 
 def urgency_of_a_waiter(
@@ -112,22 +101,6 @@ def least_product_s2(table: RequestTable, lengths: LengthModel, cost: CostModel)
         return math.inf
     if not cost.is_ready:
         return 0.0
-    remaining_s, whole_s = _execution_s(table, rows, lengths, cost)
-    return float((remaining_s * whole_s).min())
-
-
-def mean_execution_s(table: RequestTable, lengths: LengthModel, cost: CostModel) -> float:
-    """Mean of the whole execution times of the engine's requests; inf while that is not known."""
-    rows = _alive(table)
-    if not len(rows) or not cost.is_ready:
-        return math.inf
-    return float(_execution_s(table, rows, lengths, cost)[1].mean())
-
-
-def _execution_s(
-    table: RequestTable, rows: IntArray, lengths: LengthModel, cost: CostModel
-) -> tuple[FloatArray, FloatArray]:
-    """What is left and the whole of each request, seconds [len(rows)]."""
     output, prompt = table.num_output[rows], table.num_prompt[rows]
     left = lengths.remaining(table.length_class[rows], output, table.max_tokens[rows])
     time = ExecutionTime.of(cost, float(len(rows)))
@@ -138,7 +111,7 @@ def _execution_s(
     whole_s = time.prefill_s(prompt.astype(np.float64), np.zeros(len(rows))) + time.decode_s(
         prompt, output + left
     )
-    return remaining_s, whole_s
+    return float((remaining_s * whole_s).min())
 
 
 def _alive(table: RequestTable) -> IntArray:
