@@ -12,10 +12,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sola_sched.cluster.sharing.placement import Group
-from sola_sched.cluster.sharing.seats import Seat
+from sola_sched.cluster.sharing.placement import Group, Placement
+from sola_sched.cluster.sharing.seats import Seat, seat
 from sola_sched.cluster.sharing.services import Service
 from sola_sched.errors import ConfigError
+from sola_sched.simulator.sharing.cluster import Setting
+from sola_sched.simulator.sharing.hardware import model_of
 
 Application = dict[str, Any]
 
@@ -33,6 +35,29 @@ def serve_config(applications: Iterable[Application]) -> dict[str, Any]:
     '{"sola_node_0": 1}'``.
     """
     return {"proxy_location": "Disabled", "applications": list(applications)}
+
+
+def serve_config_of(placement: Placement, setting: Setting) -> dict[str, Any]:
+    """The placement for `serve deploy`, with models by their names on the hub."""
+    names_of(setting.services)
+    given = ports(sorted(setting.services), {})
+    gateways = [gateway_application(name, port) for name, port in given.items()]
+    return serve_config(
+        [*gateways, *engine_applications(seat(placement, setting.cluster), setting)]
+    )
+
+
+def engine_applications(seats: Sequence[Seat], setting: Setting) -> list[dict[str, Any]]:
+    """The engines of all groups, in order of the services' names."""
+    placement = Placement(tuple(one.group for one in seats))
+    found = []
+    for one in seats:
+        shares = setting.memory_shares(placement, one.group)
+        for name in one.group.services:
+            service = setting.services[name]
+            model = model_of(service.model).name
+            found.append(engine_application(service, model, one, shares[name]))
+    return sorted(found, key=lambda application: str(application["name"]))
 
 
 def names_of(services: Iterable[str]) -> dict[str, str]:

@@ -15,41 +15,24 @@ import argparse
 import functools
 import json
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sola_sched.bench.args import Parser
 from sola_sched.bench.values import natural_int, positive_int, positive_number
 from sola_sched.cluster.sharing.placement import Cluster, Placement
 from sola_sched.cluster.sharing.search import Problem, search
-from sola_sched.cluster.sharing.seats import Seat, seat
 from sola_sched.cluster.sharing.services import Service, by_name
 from sola_sched.cluster.sharing.turns import LeastSlack
 from sola_sched.cluster.sharing.unserved import ServiceOutcome, score
 from sola_sched.config.output_file import require_writable
-from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError, InfeasibleError
-from sola_sched.plan.deploy import (
-    engine_application,
-    gateway_application,
-    names_of,
-    ports,
-    serve_config,
-)
+from sola_sched.plan.deploy import serve_config_of
+from sola_sched.plan.descriptions import KEYS, make_arrivals, make_service, parse_service
 from sola_sched.simulator.sharing.cluster import Arrival, Evaluator, Setting, SharedCluster
-from sola_sched.simulator.sharing.hardware import GPUS, Hardware, model_of
-
-_KEYS = ("name", "model", "rate", "ttft", "tpot", "prompt", "output")
-_DEFAULTS = {"prompt": 500.0, "output": 250.0}
-#: Lengths are lognormal around their medians.
-LENGTH_STD = 0.7
-_NUM_LENGTHS = 400
-_SPAN_S = 60.0
+from sola_sched.simulator.sharing.hardware import GPUS, Hardware
 
 
 def wants_services(argv: Sequence[str]) -> bool:
@@ -171,82 +154,6 @@ def _report(args: argparse.Namespace, best: _Plan, tried: Sequence[dict[str, Any
         print(f"Wrote {args.serve_config}; `serve deploy` reads it.")
 
 
-def serve_config_of(placement: Placement, setting: Setting) -> dict[str, Any]:
-    """The placement for `serve deploy`, with models by their names on the hub."""
-    names_of(setting.services)
-    given = ports(sorted(setting.services), {})
-    gateways = [gateway_application(name, port) for name, port in given.items()]
-    return serve_config(
-        [*gateways, *engine_applications(seat(placement, setting.cluster), setting)]
-    )
-
-
-def engine_applications(seats: Sequence[Seat], setting: Setting) -> list[dict[str, Any]]:
-    """The engines of all groups, in order of the services' names."""
-    placement = Placement(tuple(one.group for one in seats))
-    found = []
-    for one in seats:
-        shares = setting.memory_shares(placement, one.group)
-        for name in one.group.services:
-            service = setting.services[name]
-            model = model_of(service.model).name
-            found.append(engine_application(service, model, one, shares[name]))
-    return sorted(found, key=lambda application: str(application["name"]))
-
-
-def parse_service(text: str) -> dict[str, Any]:
-    """Parse ``name=chat,model=llama-3-8b,rate=5,ttft=800,tpot=60``.
-
-    Raises:
-        ConfigError: A part is no KEY=VALUE.
-    """
-    found: dict[str, Any] = {}
-    for part in text.split(","):
-        key, sign, value = part.partition("=")
-        if not sign or key in found:
-            raise ConfigError(
-                f"'--service' takes KEY=VALUE,... with each key once (got {part!r} in {text!r})."
-            )
-        found[key] = value
-    return found
-
-
-def make_service(given: Mapping[str, Any], seed: int) -> Service:
-    """A service of its keys; times in milliseconds, lengths in tokens.
-
-    Raises:
-        ConfigError: A key is unknown or missing, or a value breaks its rule.
-    """
-    unknown = sorted(set(given) - set(_KEYS))
-    if unknown:
-        raise ConfigError(f"a service takes the keys {', '.join(_KEYS)} (got {unknown[0]!r}).")
-    missing = [key for key in ("name", "model", "rate") if key not in given]
-    if missing:
-        raise ConfigError(f"a service must have {missing[0]!r} (got {dict(given)!r}).")
-    name = str(given["name"])
-    model_of(str(given["model"]))
-    numbers = {
-        key: positive_number(str(given[key]), f"{key} of service {name}")
-        for key in _KEYS[2:]
-        if key in given
-    }
-    if "ttft" not in numbers and "tpot" not in numbers:
-        raise ConfigError(f"service {name!r} must have a target: ttft or tpot, in ms (got none).")
-    rng = np.random.default_rng([seed, sum(name.encode())])
-    columns = [
-        np.exp(rng.normal(math.log(numbers.get(key, value)), LENGTH_STD, _NUM_LENGTHS))
-        for key, value in _DEFAULTS.items()
-    ]
-    lengths = [
-        (max(1, round(prompt)), max(1, round(output)))
-        for prompt, output in zip(*columns, strict=True)
-    ]
-    slo = SloTarget(
-        ttft_s=numbers.get("ttft", math.inf) / 1e3, tpot_s=numbers.get("tpot", math.inf) / 1e3
-    )
-    return Service(name, str(given["model"]), numbers["rate"], lengths, slo)
-
-
 def _services(args: argparse.Namespace) -> list[Service]:
     given = [parse_service(text) for text in args.service]
     if args.services is not None:
@@ -260,19 +167,6 @@ def _services(args: argparse.Namespace) -> list[Service]:
     made = [make_service(one, args.seed) for one in given]
     by_name(made)
     return made
-
-
-def make_arrivals(services: Sequence[Service], seed: int) -> list[Arrival]:
-    """Poisson arrivals of a minute, at least one of each service."""
-    rng = np.random.default_rng([seed, 23])
-    made: list[Arrival] = []
-    for service in services:
-        num = max(1, int(rng.poisson(service.rate * _SPAN_S)))
-        for at_s in np.sort(rng.uniform(0.0, _SPAN_S, num)):
-            made.append(
-                (float(at_s), service.name, *service.lengths[int(rng.integers(_NUM_LENGTHS))])
-            )
-    return sorted(made)
 
 
 def _numbers(most: int, node: int) -> list[int]:
@@ -317,7 +211,7 @@ def _parser() -> Parser:
     )
     add = parser.add_argument
     add("--service", action="append", default=[], metavar="KEY=VALUE,...",
-        help=f"a service; keys {', '.join(_KEYS)}; targets in ms, lengths in tokens")  # fmt: skip
+        help=f"a service; keys {', '.join(KEYS)}; targets in ms, lengths in tokens")  # fmt: skip
     add("--services", type=Path, metavar="FILE", help="JSON: a list of objects with these keys")
     add("--gpu", required=True, nargs="+", metavar="TYPE=PRICE",
         help=f"GPU types ({', '.join(GPUS)}) with prices per GPU and hour")  # fmt: skip

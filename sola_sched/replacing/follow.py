@@ -22,6 +22,7 @@ from sola_sched.errors import ConfigError, DeploymentError, InfeasibleError
 from sola_sched.plan.deploy import (
     Application,
     description,
+    engine_applications,
     engines_of,
     gateway_application,
     gateways_of,
@@ -31,7 +32,7 @@ from sola_sched.plan.deploy import (
     service_of,
     targets,
 )
-from sola_sched.plan.services import engine_applications, make_service
+from sola_sched.plan.descriptions import make_service
 from sola_sched.replacing.observe import Observed, Observer
 from sola_sched.replacing.search import Options, Search
 from sola_sched.replacing.serve_api import ServeApi
@@ -43,7 +44,7 @@ logger = logging.getLogger(__name__)
 Description = Mapping[str, Any]
 #: Seconds that an engine takes to start, until one has been seen.
 _START_S = 60.0
-_POLL_S = 2.0
+_POLL_S, _AGAIN_S = 2.0, 10.0
 
 
 class Follower:
@@ -94,11 +95,17 @@ class Follower:
     def run(self) -> None:
         """Follow for ever; trouble with Serve is logged and tried again."""
         while True:
+            pause_s = _POLL_S
             try:
                 self.tick()
-            except (DeploymentError, InfeasibleError) as error:
+            except InfeasibleError as error:
                 logger.error("nothing is changed: %s", error)
-            self._sleep(_POLL_S)
+            except DeploymentError as error:
+                logger.error("%s", error)
+                # An engine that has failed is tried again at the end of the interval, Serve soon.
+                self._is_due = self._is_due or not error.applications
+                pause_s = _AGAIN_S
+            self._sleep(pause_s)
 
     def tick(self) -> None:
         """Act if descriptions have changed, or the interval is over.

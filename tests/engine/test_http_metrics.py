@@ -16,6 +16,8 @@ pytest.importorskip("vllm")
 
 from http_server import Answer, Server, serving
 
+from sola_sched.replacing import observe
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 OPTIONS = {
@@ -187,3 +189,18 @@ def test_a_refusal_among_several_prompts_refuses_the_request(server: Server) -> 
 
     assert [answer.status for answer in answers] == [503, 503, 503]
     assert ask(server).status == 200
+
+
+def test_what_the_controller_of_services_reads_is_what_came(server: Server) -> None:
+    before, counted = observe.counts(metrics(server)), ends(server)
+
+    for number in range(4):
+        assert ask(server, max_tokens=3 + number).status == 200
+
+    new_ends(server, counted, 4)
+    after = observe.counts(metrics(server))
+    assert {name: after[name] - before.get(name, 0.0) for name in after} == {
+        "requests": 4.0, "attained": 4.0, "output_tokens": 3.0 + 4.0 + 5.0 + 6.0,
+        "prompt_tokens": pytest.approx(4 * after["prompt_tokens"] / after["requests"], rel=0.5),
+        **{name: 0.0 for name in after if name in ("missed", "rejected", "aborted")},
+    }  # fmt: skip

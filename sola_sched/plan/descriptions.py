@@ -1,0 +1,89 @@
+"""Services as they are described: keys and values to `Service`s, and arrivals made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sola_sched.bench.values import positive_number
+from sola_sched.cluster.sharing.services import Service
+from sola_sched.config.slo import SloTarget
+from sola_sched.errors import ConfigError
+from sola_sched.simulator.sharing.cluster import Arrival
+from sola_sched.simulator.sharing.hardware import model_of
+
+KEYS = ("name", "model", "rate", "ttft", "tpot", "prompt", "output")
+_DEFAULTS = {"prompt": 500.0, "output": 250.0}
+#: Lengths are lognormal around their medians.
+LENGTH_STD = 0.7
+_NUM_LENGTHS = 400
+_SPAN_S = 60.0
+
+
+def parse_service(text: str) -> dict[str, Any]:
+    """Parse ``name=chat,model=llama-3-8b,rate=5,ttft=800,tpot=60``.
+
+    Raises:
+        ConfigError: A part is no KEY=VALUE.
+    """
+    found: dict[str, Any] = {}
+    for part in text.split(","):
+        key, sign, value = part.partition("=")
+        if not sign or key in found:
+            raise ConfigError(
+                f"'--service' takes KEY=VALUE,... with each key once (got {part!r} in {text!r})."
+            )
+        found[key] = value
+    return found
+
+
+def make_service(given: Mapping[str, Any], seed: int) -> Service:
+    """A service of its keys; times in milliseconds, lengths in tokens.
+
+    Raises:
+        ConfigError: A key is unknown or missing, or a value breaks its rule.
+    """
+    unknown = sorted(set(given) - set(KEYS))
+    if unknown:
+        raise ConfigError(f"a service takes the keys {', '.join(KEYS)} (got {unknown[0]!r}).")
+    missing = [key for key in ("name", "model", "rate") if key not in given]
+    if missing:
+        raise ConfigError(f"a service must have {missing[0]!r} (got {dict(given)!r}).")
+    name = str(given["name"])
+    model_of(str(given["model"]))
+    numbers = {
+        key: positive_number(str(given[key]), f"{key} of service {name}")
+        for key in KEYS[2:]
+        if key in given
+    }
+    if "ttft" not in numbers and "tpot" not in numbers:
+        raise ConfigError(f"service {name!r} must have a target: ttft or tpot, in ms (got none).")
+    rng = np.random.default_rng([seed, sum(name.encode())])
+    columns = [
+        np.exp(rng.normal(math.log(numbers.get(key, value)), LENGTH_STD, _NUM_LENGTHS))
+        for key, value in _DEFAULTS.items()
+    ]
+    lengths = [
+        (max(1, round(prompt)), max(1, round(output)))
+        for prompt, output in zip(*columns, strict=True)
+    ]
+    slo = SloTarget(
+        ttft_s=numbers.get("ttft", math.inf) / 1e3, tpot_s=numbers.get("tpot", math.inf) / 1e3
+    )
+    return Service(name, str(given["model"]), numbers["rate"], lengths, slo)
+
+
+def make_arrivals(services: Sequence[Service], seed: int) -> list[Arrival]:
+    """Poisson arrivals of a minute, at least one of each service."""
+    rng = np.random.default_rng([seed, 23])
+    made: list[Arrival] = []
+    for service in services:
+        num = max(1, int(rng.poisson(service.rate * _SPAN_S)))
+        for at_s in np.sort(rng.uniform(0.0, _SPAN_S, num)):
+            made.append(
+                (float(at_s), service.name, *service.lengths[int(rng.integers(_NUM_LENGTHS))])
+            )
+    return sorted(made)
