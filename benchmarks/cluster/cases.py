@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -99,21 +99,32 @@ def key_of(case: Case) -> str:
 
 def run_case(case: Case, data: Path | None) -> Row:
     """The row of a case."""
-    records, run, cpu_s = serve(case, data)
-    row = asdict(case) | measures(case, records, run)
-    row["cpu_s"] = round(cpu_s, 4)
+    served = serve(case, data)
+    row = asdict(case) | measures(case, served.records, served.run)
+    row["cpu_s"], row["engine_s"] = round(served.cpu_s, 4), round(served.engine_s, 4)
     # Sent all at once; JSON has no number for it.
     row["rate_per_s"] = str(case.rate_per_s) if math.isinf(case.rate_per_s) else case.rate_per_s
     return row
 
 
-def serve(case: Case, data: Path | None) -> tuple[list[ClusterRecord], ClusterRun, float]:
-    """Serve the requests of a case.
+class Served(NamedTuple):
+    """What came of a case.
 
-    Returns:
-        The records that count, all that happened, and the processor time of the run, seconds:
-        without that of building engines.
+    Attributes:
+        records: Those that count.
+        run: All that happened.
+        cpu_s: Processor time of the run, without that of building engines.
+        engine_s: What the engines took of it: their steps, without the reports for the router.
     """
+
+    records: list[ClusterRecord]
+    run: ClusterRun
+    cpu_s: float
+    engine_s: float
+
+
+def serve(case: Case, data: Path | None) -> Served:
+    """Serve the requests of a case."""
     cluster = testbeds.kinds(case.cluster)
     longest = min(testbeds.step_profile(kind).max_model_len or 0 for kind in cluster)
     requests = make_requests(case, longest, data)
@@ -132,11 +143,35 @@ def serve(case: Case, data: Path | None) -> tuple[list[ClusterRecord], ClusterRu
         engines, router, links=_LINKS[case.links], seed=case.seed, start_s=start_s
     )
     specs = cluster_requests(case, requests, start_s)
+    steps = Stopwatch(engines)
     began_s = time.process_time()
     run = virtual.run(specs)
     cpu_s = time.process_time() - began_s
     skipped = 0 if math.isinf(case.rate_per_s) else int(FILLING * len(run.records))
-    return list(run.records[skipped:]), run, cpu_s
+    return Served(list(run.records[skipped:]), run, cpu_s, steps.total_s)
+
+
+class Stopwatch:
+    """Adds up what engines take to take in requests and to run their steps.
+
+    Attributes:
+        total_s: Processor time of this thread, seconds.
+    """
+
+    def __init__(self, engines: Iterable[ClusterEngine]) -> None:
+        self.total_s = 0.0
+        for engine in engines:
+            engine.add = self._timed(engine.add)  # type: ignore[method-assign]
+            engine.advance = self._timed(engine.advance)  # type: ignore[method-assign]
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            began_s = time.thread_time()
+            answer = call(*args)
+            self.total_s += time.thread_time() - began_s
+            return answer
+
+        return timed
 
 
 def cluster_requests(case: Case, requests: Requests, start_s: float) -> list[ClusterRequest]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
 
 from sola_sched.cluster.view import InstanceView, RoutedRequest, Views
 from sola_sched.errors import ReportError
@@ -116,6 +115,6 @@ class Reports:
     def _rebuild(self, instance: int) -> None:
         view = self._reported[instance]
         if self._is_gone[instance] or self._is_silent[instance] or self._is_drained[instance]:
-            view = replace(view, is_alive=False)
+            view = view.but(is_alive=False)
         requests = [request for _, request in self._sent[instance].values()]
         self._views[instance] = view.with_requests(requests) if requests else view

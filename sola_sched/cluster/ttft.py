@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
 import numpy as np
 
 from sola_sched.cluster.view import FloatArray, InstanceView
+
+#: Views whose queue is kept: those of many instances, between two requests.
+_KEPT = 4096
 
 
 def predicted_ttft_s(view: InstanceView, prompt_tokens: int, now_s: float) -> float:
@@ -15,29 +22,54 @@ def predicted_ttft_s(view: InstanceView, prompt_tokens: int, now_s: float) -> fl
     KV is free, the request waits first until enough of those that run have ended, in order of what
     they have left. The work that was reported has gone on since; what was sent since has not begun.
     """
+    queue = _queue_of(view)
+    left_s = queue.reported_s - max(0.0, now_s - view.reported_s)
+    own_s = float(view.model.prefill_s(prompt_tokens)) - queue.constant_s
+    num_steps = math.ceil((queue.sent_tokens + prompt_tokens) / queue.budget)
+    return max(0.0, left_s) + queue.sent_chunks_s + own_s + num_steps * queue.step_s
+
+
+class _Queue(NamedTuple):
+    """What is before a new prompt, whatever its length.
+
+    Attributes:
+        reported_s: Time from the report until what was reported lets it begin.
+        sent_tokens, sent_chunks_s: Prompts sent since, and their time without that of whole steps.
+        budget: Prompt tokens of a step.
+        step_s: What each step with a chunk takes, however long the chunk.
+        constant_s: What `prefill_s` has of it.
+    """
+
+    reported_s: float
+    sent_tokens: float
+    sent_chunks_s: float
+    budget: float
+    step_s: float
+    constant_s: float
+
+
+@lru_cache(maxsize=_KEPT)
+def _queue_of(view: InstanceView) -> _Queue:
     num_reported = len(view.waiting_tokens) - view.num_unreported
     reported = np.concatenate((view.running_prefill, view.waiting_tokens[:num_reported]))
-    unreported = view.waiting_tokens[num_reported:]
-    age_s = max(0.0, now_s - view.reported_s)
-    left_s = max(_wait_s(view), _prompts_s(view, reported)) - age_s
-    return max(0.0, left_s) + _prompts_s(view, np.append(unreported, prompt_tokens))
-
-
-def _prompts_s(view: InstanceView, prompts: FloatArray) -> float:
-    """Time to compute these prompts one after the other beside the decodes."""
-    prompts = prompts[prompts > 0.0]
-    if not len(prompts):
-        return 0.0
+    sent = view.waiting_tokens[num_reported:]
     num_decodes = float(np.count_nonzero(view.running_prefill == 0.0))
     decode_s = (
         float(view.model.decode_s(num_decodes, view.running_ctx.sum())) if num_decodes else 0.0
     )
     budget = max(1.0, view.max_num_batched_tokens - num_decodes)
     constant_s = float(view.model.prefill_s(0.0))
-    num_steps = np.ceil(prompts.sum() / budget)
-    # A prompt of several chunks attends to what was before: as one chunk it costs the same.
-    chunks_s = float(np.sum(view.model.prefill_s(prompts) - constant_s))
-    return chunks_s + float(num_steps) * max(constant_s, decode_s)
+    step_s = max(constant_s, decode_s)
+
+    def chunks_s(prompts: FloatArray) -> float:
+        # A prompt of several chunks attends to what was before: as one chunk it costs the same.
+        prompts = prompts[prompts > 0.0]
+        return float(np.sum(view.model.prefill_s(prompts) - constant_s)) if len(prompts) else 0.0
+
+    prompts_s = chunks_s(reported) + math.ceil(float(reported.sum()) / budget) * step_s
+    return _Queue(
+        max(_wait_s(view), prompts_s), float(sent.sum()), chunks_s(sent), budget, step_s, constant_s
+    )
 
 
 def _wait_s(view: InstanceView) -> float:

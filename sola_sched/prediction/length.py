@@ -8,6 +8,7 @@ keep one row per request in a table and to ask for all rows at every step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -86,7 +87,7 @@ class LengthPrediction:
         places = np.searchsorted(mass, np.array(LEVELS) * mass[-1])
         return cls(values[order[np.minimum(places, len(order) - 1)]], source)
 
-    @property
+    @cached_property
     def mean(self) -> float:
         """Expected output tokens."""
         return float(self.quantiles.mean())

@@ -28,6 +28,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,33 +75,52 @@ class CombinedRouter(CandidateRouter):
 
 def expected_gain(view: InstanceView, request: RoutedRequest, now_s: float) -> float:
     """Requests that are expected to attain more if the instance gets this one; may be negative."""
-    slo, output = request.slo, request.length.mean
+    slo, output, model = request.slo, request.length.mean, view.model
     left_s = max(_LEAST_S, request.arrival_s + slo.ttft_s - now_s)
     first_s = predicted_ttft_s(view, request.prompt_tokens, now_s)
-    num, ctx = view.num_requests, view.held_tokens
-    with_new = ctx + request.prompt_tokens
-    own_s = float(view.model.decode_s(num + 1, with_new + 0.5 * output))
+    num, with_new = view.num_requests, view.held_tokens + request.prompt_tokens
+    own_s = float(model.decode_s(num + 1, with_new + 0.5 * output))
     gain = _chance(first_s / left_s, _TTFT_WIDTH)
     if math.isfinite(slo.tpot_s):
         gain *= _chance(own_s / slo.tpot_s, _TPOT_WIDTH)
+    decodes = _decodes_of(view, slo.tpot_s)
+    if decodes is None:
+        return gain
+    new_s = float(model.prefill_s(request.prompt_tokens))
+    step_s = float(model.decode_s(num + 1, with_new))
+    after_s = decodes.left * step_s + (decodes.prompts_s + new_s)
+    return gain + float(_chances(after_s / decodes.due_s).sum()) - decodes.num_attain
+
+
+class _Decodes(NamedTuple):
+    """The decodes of an instance that can attain, before a new request.
+
+    Attributes:
+        left: Tokens that each has left [d].
+        due_s: Bank and target: time until its last token is due [d].
+        prompts_s: Time that the prompts to come take from them.
+        num_attain: How many are expected to attain.
+    """
+
+    left: FloatArray
+    due_s: FloatArray
+    prompts_s: float
+    num_attain: float
+
+
+@lru_cache(maxsize=4096)
+def _decodes_of(view: InstanceView, tpot_s: float) -> _Decodes | None:
     alive = (view.running_lost == 0.0) & (view.running_prefill == 0.0)
     alive &= np.isfinite(view.running_bank_s)
     if not alive.any():
-        return gain
+        return None
     left = view.running_left[alive]
-    # Bank and target: time until its last token is due.
-    due_s = np.maximum(view.running_bank_s[alive] + left * request.slo.tpot_s, _LEAST_S)
-    prompts_s = _prompts_s(view)
-    new_s = float(view.model.prefill_s(request.prompt_tokens))
-    before_s = left * float(view.model.decode_s(max(1, num), ctx)) + prompts_s
-    after_s = left * float(view.model.decode_s(num + 1, with_new)) + prompts_s + new_s
-    change = _chances(after_s / due_s) - _chances(before_s / due_s)
-    return gain + float(change.sum())
-
-
-def _prompts_s(view: InstanceView) -> float:
+    due_s = np.maximum(view.running_bank_s[alive] + left * tpot_s, _LEAST_S)
     tokens = float(view.running_prefill.sum() + view.waiting_tokens.sum())
-    return float(view.model.prefill_s(tokens)) if tokens else 0.0
+    prompts_s = float(view.model.prefill_s(tokens)) if tokens else 0.0
+    step_s = float(view.model.decode_s(max(1, view.num_requests), view.held_tokens))
+    num_attain = float(_chances((left * step_s + prompts_s) / due_s).sum())
+    return _Decodes(left, due_s, prompts_s, num_attain)
 
 
 def _can(view: InstanceView, request: RoutedRequest) -> bool:

@@ -172,7 +172,8 @@ class VirtualCluster:
             self._num_arrivals += 1
             given = stream.spec.length or (self._predict and self._predict(stream.spec))
             stream.length = given or self._lengths.predict()
-        choice = self._router.choose(self._routed(stream), self._reports.views, self._now_s)
+        routed = self._routed(stream)
+        choice = self._router.choose(routed, self._reports.views, self._now_s)
         if isinstance(choice, Refusal):
             waited_s = self._now_s - stream.record.arrival_s
             if choice.is_temporary and waited_s < self._links.hold_s:
@@ -181,7 +182,7 @@ class VirtualCluster:
                 self._end(stream, choice.reason)
             return
         self._report_ages_s.append(self._now_s - self._reports.views[choice].reported_s)
-        self._reports.sent(choice, self._routed(stream), self._now_s)
+        self._reports.sent(choice, routed, self._now_s)
         stream.instance = choice
         stream.engine_id = f"{stream.record.req_id}~{stream.num_attempts}"
         if not stream.num_attempts:

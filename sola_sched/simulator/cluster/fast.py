@@ -174,8 +174,7 @@ class FastInstance:
         step = self._step + steps
         used = self._used() + steps * self._num_decodes
         running = [self._row(request, step) for request in self._running.values()]
-        return replace(
-            self._empty,
+        return self._empty.but(
             reported_s=now_s,
             kv_used_tokens=min(int(used), self._capacity),
             **waiting_columns([self._row(request, step) for request in self._waiting()], now_s),

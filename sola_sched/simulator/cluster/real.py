@@ -107,8 +107,7 @@ class RealInstance:
         # With those that came during the step: the front end of a replica knows them.
         waiting = [self._row(req_id) for req_id in self._known if req_id not in holders]
         used = self._num_blocks - self.engine.num_free_blocks
-        return replace(
-            self._empty,
+        return self._empty.but(
             reported_s=now_s,
             kv_used_tokens=used * self._block_size,
             **waiting_columns(waiting, now_s),
