@@ -24,6 +24,9 @@ from sola_sched.simulator.steps.roofline import MODELS, make_profile
 MODEL = "llama-3-8b"
 PROMPT, OUTPUT, TTFT_MS, TPOT_MS = 2048, 256, 1000, 60
 RATES = (20.0, 60.0)
+#: Arrivals of a plan's runs: long enough for a queue to outgrow the TTFT target where an engine is
+#: asked for more than it sustains.
+ARRIVALS_S = 90.0
 SYSTEMS = {"a100": "a100_sxm", "h100": "h100_sxm"}
 
 
@@ -56,13 +59,13 @@ def theirs(command: str, gpu: str, rate: float, folder: Path) -> dict[str, int]:
     return found
 
 
-def ours(gpu: str, rate: float, folder: Path, num_requests: int) -> dict[str, int]:
+def ours(gpu: str, rate: float, folder: Path) -> dict[str, int]:
     """GPUs that the plan wants, by mode; searched with the fast model."""
     path = folder / f"plan-{gpu}-{rate:g}.json"
     arguments = [
         "--model", MODEL, "--gpu", f"{gpu}=1", "--request-rate", f"{rate:g}", "--dataset-name",
         "random", "--random-input-len", str(PROMPT), "--random-output-len", str(OUTPUT),
-        "--num-prompts", str(num_requests), "--slo", f"ttft:{TTFT_MS}", f"tpot:{TPOT_MS}",
+        "--num-prompts", f"{ARRIVALS_S * rate:.0f}", "--slo", f"ttft:{TTFT_MS}", f"tpot:{TPOT_MS}",
         "--tensor-parallel-size", "1", "2", "--no-check", "--disable-tqdm", "--output", str(path),
     ]  # fmt: skip
     if plan(arguments):
@@ -79,7 +82,7 @@ def ours(gpu: str, rate: float, folder: Path, num_requests: int) -> dict[str, in
 
 
 def against(setup: Setup) -> Outcome:
-    """The table; `num_requests` are those of a plan.
+    """The table.
 
     Raises:
         SystemExit: aiconfigurator is not there, or one of the two finds nothing.
@@ -94,7 +97,7 @@ def against(setup: Setup) -> Outcome:
         for gpu in SYSTEMS:
             for rate in RATES:
                 their = theirs(command, gpu, rate, folder)
-                own = ours(gpu, rate, folder, setup.num_requests)
+                own = ours(gpu, rate, folder)
                 pairs = [str(each.get(mode, "more")) for mode in their for each in (their, own)]
                 lines.append([gpu, f"{rate:g}", *pairs])
     return Outcome([], markdown(head, lines))

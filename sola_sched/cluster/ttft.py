@@ -21,6 +21,7 @@ def predicted_ttft_s(view: InstanceView, prompt_tokens: int, now_s: float) -> fl
     beside the decodes, and every step with a chunk costs the decodes' time too. If no slot or no
     KV is free, the request waits first until enough of those that run have ended, in order of what
     they have left. The work that was reported has gone on since; what was sent since has not begun.
+    Lost requests that the engine serves last are in nobody's way.
     """
     queue = _queue_of(view)
     left_s = queue.reported_s - max(0.0, now_s - view.reported_s)
@@ -51,8 +52,9 @@ class _Queue(NamedTuple):
 @lru_cache(maxsize=_KEPT)
 def _queue_of(view: InstanceView) -> _Queue:
     num_reported = len(view.waiting_tokens) - view.num_unreported
-    reported = np.concatenate((view.running_prefill, view.waiting_tokens[:num_reported]))
-    sent = view.waiting_tokens[num_reported:]
+    ahead = view.waiting_ahead
+    reported = np.concatenate((view.running_prefill, ahead[:num_reported]))
+    sent = ahead[num_reported:]
     num_decodes = float(np.count_nonzero(view.running_prefill == 0.0))
     decode_s = (
         float(view.model.decode_s(num_decodes, view.running_ctx.sum())) if num_decodes else 0.0
@@ -76,7 +78,7 @@ def _wait_s(view: InstanceView) -> float:
     """Time until a slot and memory are free for one more request, in the order of arrival."""
     num_running, num_ahead = view.num_running, view.num_waiting
     short = num_ahead + 1 - view.num_free_slots
-    needed = view.waiting_tokens.sum() - (view.kv_capacity_tokens - view.kv_used_tokens)
+    needed = view.waiting_ahead.sum() - (view.kv_capacity_tokens - view.kv_used_tokens)
     if num_running == 0 or (short <= 0 and needed <= 0):
         return 0.0
     order = np.argsort(view.running_left)

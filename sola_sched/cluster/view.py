@@ -68,7 +68,10 @@ class InstanceView:
         running_bank_s: Seconds by which it is ahead of its TPOT target [r], negative when behind,
             inf without a target: target x outputs less the time since the first token.
         running_lost: 1.0 where a target cannot be met any more [r], else 0.0.
-        num_waiting_lost: Waiting requests that have missed their TTFT target.
+        num_waiting_lost: Waiting requests that have missed their TTFT target, the first in the
+            order of arrival.
+        serves_lost_last: Whether these wait until nobody on time does, as with `policy=attain`;
+            else they are in the way of those behind them.
         num_unreported: Of the waiting requests, those at the end that were sent after the report.
         is_alive: False for one that is known to be gone.
     """
@@ -90,6 +93,7 @@ class InstanceView:
     running_bank_s: FloatArray = field(default_factory=_none)
     running_lost: FloatArray = field(default_factory=_none)
     num_waiting_lost: int = 0
+    serves_lost_last: bool = False
     num_unreported: int = 0
     is_alive: bool = True
 
@@ -123,6 +127,15 @@ class InstanceView:
         """The smallest bank of those that can still attain, seconds; inf without any decode."""
         on_course = (self.running_lost == 0.0) & (self.running_outputs > 0.0)
         return float(self.running_bank_s[on_course].min(initial=math.inf))
+
+    @cached_property
+    def waiting_ahead(self) -> FloatArray:
+        """`waiting_tokens` with 0 for those that a new request does not wait for [w]."""
+        if not (self.serves_lost_last and self.num_waiting_lost):
+            return self.waiting_tokens
+        ahead = self.waiting_tokens.copy()
+        ahead[: self.num_waiting_lost] = 0.0
+        return ahead
 
     @cached_property
     def kv_expected_tokens(self) -> float:

@@ -34,7 +34,8 @@ from sola_sched.reports.telemetry import is_lost
 FloatArray = NDArray[np.float64]
 
 _NUMBERS = ("kv_capacity_tokens", "max_num_seqs", "max_num_batched_tokens", "max_model_len",
-            "num_gpus", "kv_used_tokens", "num_waiting_lost")  # fmt: skip
+            "num_gpus", "kv_used_tokens", "num_waiting_lost",
+            "serves_lost_last")  # fmt: skip
 _ARRAYS = ("waiting_tokens", "waiting_outputs", "running_ctx", "running_prefill",
            "running_outputs", "running_left", "running_bank_s", "running_lost")  # fmt: skip
 _STEPS = "step_coefficients"
@@ -51,6 +52,7 @@ def load_of(
     num_free_blocks: int,
     num_blocks: int,
     block_size: int,
+    serves_lost_last: bool,
 ) -> dict[str, Any]:
     """The load of an engine: `_NUMBERS`, `_ARRAYS` and the coefficients of its step times.
 
@@ -58,6 +60,7 @@ def load_of(
         monitor: Of its requests.
         max_num_seqs, max_num_batched_tokens, max_model_len, num_gpus: As in `InstanceView`.
         num_free_blocks, num_blocks, block_size: KV cache; sizes in blocks and tokens.
+        serves_lost_last: As in `InstanceView`.
     """
     table, now_s = monitor.table, monitor.clock()
     state = StepState(
@@ -90,6 +93,7 @@ def load_of(
         "num_gpus": num_gpus,
         "kv_used_tokens": (num_blocks - num_free_blocks) * block_size,
         "num_waiting_lost": int(is_lost(table, waiting, now_s).sum()),
+        "serves_lost_last": serves_lost_last,
         _STEPS: _folded(monitor.cost),
         "waiting_tokens": table.num_prompt[waiting] + table.num_output[waiting],
         "waiting_outputs": state.remaining(waiting),

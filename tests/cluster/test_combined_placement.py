@@ -7,11 +7,15 @@ import pytest
 from cluster_views import LinearSteps, make_routed, make_view
 
 from sola_sched.cluster.placement.expected import CombinedRouter, expected_gain
+from sola_sched.cluster.ttft import predicted_ttft_s
 from sola_sched.cluster.view import InstanceView, Refusal
 
 
-def test_an_empty_instance_is_worth_one_request() -> None:
-    assert expected_gain(make_view(), make_routed(), 0.0) == pytest.approx(1.0, abs=0.01)
+def test_an_empty_instance_is_worth_one_request_less_its_wait() -> None:
+    request = make_routed(ttft_s=1.0)
+    wait = predicted_ttft_s(make_view(), request.prompt_tokens, 0.0)
+
+    assert expected_gain(make_view(), request, 0.0) == pytest.approx(1.0 - wait, abs=0.01)
 
 
 def test_where_prompts_leave_no_time_for_the_first_token_nothing_is_gained() -> None:
@@ -25,7 +29,7 @@ def test_decodes_that_would_miss_their_target_count_against_the_instance() -> No
     model = LinearSteps(step_s=0.01, per_decode_s=0.001)
     view = make_view(running=[100.0] * 20, left=50.0, model=model)
 
-    assert expected_gain(view, make_routed(tpot_s=0.030), 0.0) < -1.0
+    assert expected_gain(view, make_routed(tpot_s=0.030), 0.0) < -0.5
 
 
 def test_lost_decodes_cannot_be_hurt() -> None:
@@ -33,6 +37,12 @@ def test_lost_decodes_cannot_be_hurt() -> None:
     view = make_view(running=[100.0] * 20, left=50.0, model=model, running_lost=np.ones(20))
 
     assert expected_gain(view, make_routed(tpot_s=0.030), 0.0) >= 0.0
+
+
+def test_of_instances_that_attain_the_one_with_the_shorter_wait_is_taken() -> None:
+    waiting, idle = make_view(waiting=[1000.0]), make_view()
+
+    assert CombinedRouter().choose(make_routed(ttft_s=10.0), [waiting, idle], 0.0) == 1
 
 
 def test_an_overload_stays_where_all_are_lost_already() -> None:

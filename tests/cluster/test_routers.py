@@ -180,6 +180,16 @@ def test_reported_work_has_gone_on_since_and_unreported_work_has_not() -> None:
     assert predicted_ttft_s(sent, 100, 9.0) == pytest.approx(0.01 + 1100 * 1e-4)
 
 
+def test_lost_requests_that_wait_to_the_last_are_in_nobodys_way() -> None:
+    some = {"waiting": [5000.0, 300.0], "num_waiting_lost": 1}
+
+    in_order = predicted_ttft_s(make_view(**some), 100, 0.0)  # type: ignore[arg-type]
+    last = predicted_ttft_s(make_view(**some, serves_lost_last=True), 100, 0.0)  # type: ignore[arg-type]
+
+    assert last == predicted_ttft_s(make_view(waiting=[300.0]), 100, 0.0)
+    assert in_order > last + 0.5
+
+
 @given(
     waiting=st.lists(st.floats(1, 8000), max_size=20),
     running=st.lists(st.floats(1, 4000), max_size=20),

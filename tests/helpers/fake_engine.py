@@ -23,6 +23,7 @@ def load(waiting: int = 0, running: int = 0, **changes: Any) -> dict[str, Any]:
         "num_gpus": 1,
         "kv_used_tokens": 100 * running,
         "num_waiting_lost": 0,
+        "serves_lost_last": True,
         "step_coefficients": STEPS,
         "waiting_tokens": np.full(waiting, 100.0),
         "waiting_outputs": np.full(waiting, 50.0),

@@ -13,12 +13,13 @@ take from the decodes, and the predicted time to the first token waits for slots
 as the expected ends leave them. The chance to attain is p(x) = 1 / (1 + exp((x - 1) / w)).
 A request goes where
 
-    p(new) + sum over decodes not lost of [p(x with the new one) - p(x without)]
+    p(new) + h * sum over decodes not lost of [p(x with the new one) - p(x without)] - d * wait
 
-is largest: where it attains and hurts the fewest. If it can attain nowhere it goes where nobody is
-left to be hurt, so an overload stays on few instances, and the others keep their targets. With
-room everywhere the differences of p are small, and it goes where the tightest limit is the
-farthest.
+is largest, `wait` being its predicted share of the TTFT target. It attains and hurts the fewest
+there. h < 1: many of those that it would put behind are put behind by a later prompt anyway. d: a
+request that waits long leaves less time to those that come after it. If it can attain nowhere it
+goes where few are left to be hurt, so an overload that lasts stays on few instances, and the
+others keep their targets, while a short one is spread.
 
 Of many instances so many are looked at as the logarithm of their number says, drawn at random, so
 that a decision costs no more than that.
@@ -42,6 +43,8 @@ FloatArray = NDArray[np.float64]
 
 #: w for TTFT, and for TPOT, whose predictions reach farther ahead.
 _TTFT_WIDTH, _TPOT_WIDTH = 0.1, 0.05
+#: h and d, found by trial (docs/decisions/combined-placement.md).
+_HARM, _DELAY = 0.25, 1.0
 #: Up to so many instances all are looked at; of more this many times the base-2 logarithm.
 _ALL, _PER_DOUBLING = 16, 4
 _LEAST_S = 1e-6
@@ -83,13 +86,15 @@ def expected_gain(view: InstanceView, request: RoutedRequest, now_s: float) -> f
     gain = _chance(first_s / left_s, _TTFT_WIDTH)
     if math.isfinite(slo.tpot_s):
         gain *= _chance(own_s / slo.tpot_s, _TPOT_WIDTH)
+    gain -= _DELAY * first_s / left_s
     decodes = _decodes_of(view, slo.tpot_s)
     if decodes is None:
         return gain
     new_s = float(model.prefill_s(request.prompt_tokens))
     step_s = float(model.decode_s(num + 1, with_new))
     after_s = decodes.left * step_s + (decodes.prompts_s + new_s)
-    return gain + float(_chances(after_s / decodes.due_s).sum()) - decodes.num_attain
+    change = float(_chances(after_s / decodes.due_s).sum()) - decodes.num_attain
+    return gain + _HARM * change
 
 
 class _Decodes(NamedTuple):
@@ -116,7 +121,7 @@ def _decodes_of(view: InstanceView, tpot_s: float) -> _Decodes | None:
         return None
     left = view.running_left[alive]
     due_s = np.maximum(view.running_bank_s[alive] + left * tpot_s, _LEAST_S)
-    tokens = float(view.running_prefill.sum() + view.waiting_tokens.sum())
+    tokens = float(view.running_prefill.sum() + view.waiting_ahead.sum())
     prompts_s = float(view.model.prefill_s(tokens)) if tokens else 0.0
     step_s = float(view.model.decode_s(max(1, view.num_requests), view.held_tokens))
     num_attain = float(_chances((left * step_s + prompts_s) / due_s).sum())

@@ -71,6 +71,9 @@ class FastInstance:
             waits for the next one too.
     """
 
+    #: See `InstanceView`.
+    serves_lost_last = False
+
     def __init__(
         self,
         batch_time: BatchTime,
@@ -92,6 +95,7 @@ class FastInstance:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             num_gpus=num_gpus,
+            serves_lost_last=self.serves_lost_last,
         )
         self._capacity, self._slots = kv_capacity_tokens, max_num_seqs
         self._budget, self._half_block = max_num_batched_tokens, block_size / 2
@@ -174,10 +178,13 @@ class FastInstance:
         step = self._step + steps
         used = self._used() + steps * self._num_decodes
         running = [self._row(request, step) for request in self._running.values()]
+        waiting = [self._row(request, step) for request in self._waiting()]
+        if self._empty.serves_lost_last:
+            waiting.sort(key=lambda row: row.arrival_s)
         return self._empty.but(
             reported_s=now_s,
             kv_used_tokens=min(int(used), self._capacity),
-            **waiting_columns([self._row(request, step) for request in self._waiting()], now_s),
+            **waiting_columns(waiting, now_s),
             **running_columns(running, now_s, self._batch_time),
         )
 

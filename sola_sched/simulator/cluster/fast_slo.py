@@ -40,6 +40,8 @@ _TILE = 128
 class FastSloInstance(FastInstance):
     """See `FastInstance` and the module."""
 
+    serves_lost_last = True
+
     def __init__(self, batch_time: BatchTime, **options: Any) -> None:
         super().__init__(batch_time, **options)
         self._numbers = itertools.count()

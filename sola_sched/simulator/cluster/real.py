@@ -59,6 +59,7 @@ class RealInstance:
             max_num_batched_tokens=int(scheduler.max_num_batched_tokens),
             max_model_len=int(config.model_config.max_model_len),
             num_gpus=num_gpus,
+            serves_lost_last=_serves_lost_last(engine),
         )
 
     def add(
@@ -137,6 +138,11 @@ class RealInstance:
             arrival_s=virtual.arrival_s,
             first_s=math.nan if first_s is None else first_s,
         )
+
+
+def _serves_lost_last(engine: VirtualEngine) -> bool:
+    config = getattr(engine.scheduler, "sola_config", None)
+    return config is not None and config.policy == "attain"
 
 
 def _progress(record: RequestRecord) -> Progress:
