@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.cases import Case, file_of, mean_by, rows_of
+from cluster.fast_error import error_of
 from harness.markdown import markdown
 from harness.resumable import Row
 from harness.setup import Outcome, Setup
@@ -90,7 +91,7 @@ def fig9(setup: Setup) -> Outcome:
                     continue
                 lines.append([name, f"{rate:g}", label, *cells])
     head = ["testbed, model", "req/s", "engines", *SYSTEMS]
-    return Outcome(rows, f"{_ABOUT_9}\n\n{markdown(head, lines, 3)}")
+    return Outcome(rows, f"{_ABOUT_9} {error_of(setup)}\n\n{markdown(head, lines, 3)}")
 
 
 def gpus(setup: Setup) -> Outcome:
@@ -194,7 +195,7 @@ def _needed(
                     found[system] = size * min(known) if known else None
                 lines.append([name, f"{rate:g}", label, *_saved(found)])
     head = ["testbed, model", "req/s", "engines", *systems]
-    return Outcome(rows, f"{about}\n\n{markdown(head, lines, 3)}")
+    return Outcome(rows, f"{about} {error_of(setup)}\n\n{markdown(head, lines, 3)}")
 
 
 def _fewest(setup: Setup, case: Case, rows: list[Row]) -> int | None:

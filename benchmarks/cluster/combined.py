@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cluster.cases import Case, file_of, mean_by, rows_of
+from cluster.fast_error import error_of
 from harness.markdown import markdown
 from harness.setup import Outcome, Setup
 
@@ -93,7 +94,7 @@ def combined(setup: Setup) -> Outcome:
         f"{2 * len(lines)}, by {100 * max(-gain for gain in below):.1f} points at most."
     )
     about = "Requests that met both targets, %; mean of the seeds."
-    return Outcome(rows, f"{about} {verdict}\n\n{markdown(head, lines, 3)}")
+    return Outcome(rows, f"{about} {verdict} {error_of(setup)}\n\n{markdown(head, lines, 3)}")
 
 
 def predictions(setup: Setup) -> Outcome:
@@ -130,7 +131,7 @@ def predictions(setup: Setup) -> Outcome:
         "of what has ended, the errors of the retrieval predictor, the truth."
     )
     head = ["workload", "engines", "req/s", "router", *_LENGTHS]
-    return Outcome(rows, f"{about}\n\n{markdown(head, lines, 4)}")
+    return Outcome(rows, f"{about} {error_of(setup)}\n\n{markdown(head, lines, 4)}")
 
 
 def checked(setup: Setup) -> Outcome:

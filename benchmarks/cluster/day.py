@@ -13,6 +13,7 @@ import numpy as np
 from cluster import testbeds
 from cluster.arrivals import Requests
 from cluster.cases import Case, cluster_requests, file_of, key_of, measures
+from cluster.fast_error import error_of
 from harness.markdown import markdown
 from harness.points import read_lengths
 from harness.resumable import Row
@@ -81,7 +82,7 @@ def day(setup: Setup) -> Outcome:
         f"from then on. Llama-3-8B on A100, `sola_sched` in the engines, combined placement."
     )
     head = ["scaling", "attained, %", "instances on average", "most at once"]
-    return Outcome(rows, f"{about}\n\n{markdown(head, lines)}")
+    return Outcome(rows, f"{about} {error_of(setup)}\n\n{markdown(head, lines)}")
 
 
 def run_day(run: Day, data: Path | None) -> Row:

@@ -6,6 +6,7 @@ import math
 
 from cluster import testbeds
 from cluster.cases import Case, file_of, mean_by, rows_of
+from cluster.fast_error import error_of
 from harness.markdown import markdown
 from harness.points import read_lengths
 from harness.setup import Outcome, Setup
@@ -71,7 +72,7 @@ def deployment(setup: Setup) -> Outcome:
         f"t = {', '.join(str(_DEGREES[i]) for i in by_simulator)} by the simulator."
     )
     head = ["t", "instances", "estimated tokens/s", "simulated tokens/s"]
-    return Outcome(rows, f"{about}\n\n{markdown(head, lines)}")
+    return Outcome(rows, f"{about} {error_of(setup, 'tokens_per_s')}\n\n{markdown(head, lines)}")
 
 
 def routers(setup: Setup) -> Outcome:
@@ -114,7 +115,7 @@ def routers(setup: Setup) -> Outcome:
         "robin; vLLM with a chunk of 2048 in the engines. The paper reports +122.5 % on the first "
         "cluster at 24 requests/s and +33.6 % on the second at 16."
     )
-    return Outcome(rows, f"{about}\n\n{markdown(head, lines, 2)}")
+    return Outcome(rows, f"{about} {error_of(setup, 'tokens_per_s')}\n\n{markdown(head, lines, 2)}")
 
 
 def _estimate(setup: Setup, kind: testbeds.Kind, file: str, seed: int) -> float:
