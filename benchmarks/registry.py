@@ -138,7 +138,7 @@ EXPERIMENTS = (
                defaults={"num_tokens": 1024, "seeds": _THREE}),
     Experiment("int8-speed", "speed of the INT8 kernels against a copy, on a GPU", "2 min",
                "int8.speed:speed", ("sizes",), defaults={"sizes": (16, 64, 256)}),
-    Experiment("saturation", "the real engine at and just below what it sustains", "40 min",
+    Experiment("saturation", "the real engine at and just below what it sustains", "30 min",
                "serving.saturation:saturation", ("seeds", "num_requests", "quick"),
                "saturation.jsonl", {"seeds": _THREE, "num_requests": 300}),
     Experiment("overhead", "what the scheduler adds to vLLM's own time per step", "30 min",
