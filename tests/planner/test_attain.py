@@ -230,26 +230,57 @@ def test_reject_ends_the_hopeless_on_an_idle_engine_too() -> None:
     assert make_attain(overload="reject").plan(b.build()).reject.tolist() == [lost]
 
 
+def test_decodes_lend_of_their_later_time_where_then_everybody_is_on_time() -> None:
+    """300 ms of prompt by 489 ms from now; the next token is due in 20 ms, bare steps take 11."""
+    b = StateBuilder()
+    b.decode("lends", first_ago_s=0.0, out=1, slo=SloTarget(1.0, 0.02))
+    b.waiting("long", waited_s=0.5, prompt=3000)
+    plan = make_attain().plan(b.build())
+    # 61 % of the time for it: steps of 28.5 ms, no longer, so that the decode goes on meanwhile.
+    assert plan.token_budget == 160 + 1
+    assert plan.problem == "attain"
+
+
+def test_a_decode_lends_only_what_half_of_what_steps_may_last_longer_brings_back() -> None:
+    """Each later token brings 4.5 ms back: eight of them are too few."""
+    budgets = []
+    for left in (8.0, 16.0):
+        b = StateBuilder(left=left)
+        b.decode("lends", first_ago_s=0.03, out=1, slo=SloTarget(1.0, 0.02))
+        b.waiting("long", waited_s=0.5, prompt=3000)
+        budgets.append(make_attain().plan(b.build()).token_budget)
+    assert budgets[1] == 160 + 1
+    assert budgets[0] < budgets[1]
+
+
+def test_nothing_is_lent_for_a_prompt_that_is_late_all_the_same() -> None:
+    b = StateBuilder()
+    b.decode("d", first_ago_s=0.0, out=1, slo=SloTarget(1.0, 0.02))
+    b.waiting("long", waited_s=0.5, prompt=3000)
+    b.waiting("longer", waited_s=0.5, prompt=4000)
+    assert make_attain().plan(b.build()).token_budget == 80 + 1  # 20 ms
+
+
 def test_admission_stops_where_decode_steps_would_outgrow_tpot() -> None:
     b = StateBuilder()
-    slo = SloTarget(10.0, 0.02)  # 20 ms: at most 10 decodes in a bare step of 10 ms + 1 ms each
+    slo = SloTarget(10.0, 0.0205)  # at most 10 decodes in a bare step of 10 ms + 1 ms each
     for i in range(6):
         b.decode(f"d{i}", first_ago_s=0.1, out=40, slo=slo)
     for i in range(10):
         b.waiting(f"w{i}", waited_s=0.0, prompt=16, slo=slo)
     plan = make_attain().plan(b.build())
-    assert len(plan.admit) == 2  # 8 decodes: 18 ms = 0.9 x 20 ms
+    assert len(plan.admit) == 4
 
 
 def test_admission_leaves_a_decode_that_is_about_to_end_the_time_it_has() -> None:
     b = StateBuilder(left=1.0)
     slo = SloTarget(10.0, 0.02)
-    b.decode("ends", first_ago_s=0.185, out=9, slo=slo)  # two tokens a step: 15 ms in the bank
+    b.decode("ends", first_ago_s=0.1865, out=9, slo=slo)  # two tokens a step: 13.5 ms in the bank
     for i in range(10):
         b.waiting(f"w{i}", waited_s=0.0, prompt=16, slo=slo)
     state = dataclasses.replace(b.build(), accepted_per_decode=2.0)
     plan = make_attain().plan(state)
-    assert len(plan.admit) == 2  # 3 decodes: 13 ms < 0.9 x 15 ms
+    assert len(plan.admit) == 2  # 3 decodes: 13 ms
 
 
 def test_a_decode_far_behind_keeps_out_those_it_could_not_bear() -> None:
@@ -259,7 +290,7 @@ def test_a_decode_far_behind_keeps_out_those_it_could_not_bear() -> None:
         b.decode(f"d{i}", first_ago_s=0.5, out=10)
     for i in range(8):
         b.waiting(f"w{i}", waited_s=0.0, prompt=16)
-    assert len(make_attain().plan(b.build()).admit) == 2  # 7 decodes: 17 ms < 0.9 x 19.6 < 18
+    assert len(make_attain().plan(b.build()).admit) == 4  # 9 decodes: 19 ms < 19.6
 
 
 @pytest.mark.parametrize(("prefill_share", "is_back"), [(0.0, True), (0.5, True), (0.8, False)])

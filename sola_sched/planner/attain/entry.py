@@ -179,8 +179,7 @@ def _num_borne(judged: Judged, waiting: list[int], bear_s: float) -> int:
     num, ctx = decodes.num_alive + prefills.num_started, float(decodes.ctx_alive)
     if prefills.num_started:
         ctx += float(prefills.size[: prefills.num_started].sum())
-    longest_s = (1.0 - judged.tuning.admission_margin) * bear_s
-    per_target = (1.0 - judged.tuning.admission_margin) * judged.keep * state.accepted_per_decode
+    longest_s, per_target = bear_s, judged.keep * state.accepted_per_decode
     for count, place in enumerate(waiting):
         num, ctx = num + 1, ctx + float(prefills.size[place])
         longest_s = min(longest_s, per_target * float(state.table.tpot_s[prefills.rows[place]]))

@@ -62,6 +62,22 @@ class Decodes:
         """Longest mean step with which each meets TPOT at its predicted end."""
         return _sustained_s(self.left / self.state.accepted_per_decode, self.bank_s, self.token_s)
 
+    @property
+    def num_lost(self) -> int:
+        """How many are lost."""
+        return len(self.rows) - self.num_alive
+
+    def most_lent_s(self) -> float:
+        """The longest next step after which all alive can still meet TPOT at their predicted ends.
+
+        Their later steps are to be halfway between bare ones and their targets: the other half is
+        for the prefills that come then.
+        """
+        steps = self.left[self.alive] / self.state.accepted_per_decode
+        gain_s = 0.5 * np.maximum(self.token_s[self.alive] - self.decode_s, 0.0)
+        lent_s: FloatArray = self.bank_s[self.alive] + np.maximum(steps - 1.0, 0.0) * gain_s
+        return float(lent_s.min(initial=np.inf))
+
     def count(self, num_alive: int, ctx_alive: float) -> None:
         """Note who is left."""
         for known in ("alive", "mixed_s"):

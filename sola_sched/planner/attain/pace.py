@@ -34,7 +34,8 @@ class Pace:
 def find_pace(judged: Judged, *, rejects: bool) -> Pace:
     """The longest step that keeps all decodes on course, and the most prefills on time in such.
 
-    A step ends before the deadline of its first prefill: nobody gets a token earlier.
+    A step ends before the deadline of its first prefill: nobody gets a token earlier. Where nobody
+    is lost and somebody would be, decodes lend of their later time, if then all are on time.
 
     Args:
         judged: The requests.
@@ -49,6 +50,11 @@ def find_pace(judged: Judged, *, rejects: bool) -> Pace:
     if not jobs.count:
         return Pace(jobs.near, 0, limit_s)
     num_on_time, kept = jobs.keep(limit_s)
+    is_anybody_lost = judged.decodes.num_lost or prefills.hopeless.any()
+    if num_on_time < jobs.count and not is_anybody_lost:
+        need_s = jobs.all_on_time_s()
+        if need_s < judged.decodes.most_lent_s():
+            num_on_time, limit_s = jobs.count, need_s
     order = jobs.order(num_on_time, kept)
     if num_on_time:
         first = order[0]
@@ -114,6 +120,17 @@ class Jobs:
             if not count and self.lead_s:
                 count = self._keep(0.0, self.weight_s, share, kept)
         return count, kept
+
+    def all_on_time_s(self) -> float:
+        """The shortest steps in which all are on time together, seconds; inf if there are none."""
+        if len(self.near) < self.count or self.are_slots_short:
+            return np.inf
+        prefills, near = self.judged.prefills, self.near
+        left_s = prefills.deadline_s[near] - self.delay_s
+        share = float((prefills.service_s[near].cumsum() / np.maximum(left_s, 1e-9)).max())
+        cost, mixed_s = self.judged.state.cost, self.judged.mixed_s
+        longest_s = mixed_s + float(cost.prefill_marginal_s(self.judged.token_room, 0.0))
+        return mixed_s / (1.0 - share) if mixed_s < (1.0 - share) * longest_s else np.inf
 
     def _keep(self, lead_s: float, weight_s: FloatArray, share: float, kept: BoolArray) -> int:
         prefills = self.judged.prefills

@@ -19,7 +19,6 @@ class AttainTuning:
         num_examined: Prefills among which those on time are chosen, by deadline; bounds the time of
             a plan. Those that come later cannot be on time while so many are in front of them.
         num_spare_offers: Waiting requests offered beyond the chunk, for prefix-cache hits.
-        admission_margin: Share of a TPOT target that bare decode steps leave for prefills.
         memory_threshold: Use of KV memory above which the peak is predicted (SOLA 6.4).
         planned_memory: Share of the KV memory that the peak of the expected need may take. Above 1:
             a displacement now and then costs less than memory that waits for a peak. 0.97 costs 17
@@ -38,7 +37,6 @@ class AttainTuning:
     prefill_margin: float = 0.95
     num_examined: int = 64
     num_spare_offers: int = 16
-    admission_margin: float = 0.1
     memory_threshold: float = 0.5
     planned_memory: float = 1.1
     tight: float = 0.35
