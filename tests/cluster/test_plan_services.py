@@ -127,3 +127,25 @@ def test_ray_serve_and_the_application_accept_the_configuration(tmp_path: Path) 
     assert [app.name for app in deployed.applications] == names_of(config)
     for application in config["applications"]:
         ClusterArgs.model_validate(application["args"])
+
+
+@pytest.mark.vllm
+def test_vllm_and_our_scheduler_take_the_options_of_each_engine(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    from sola_sched.config.sola_config import SolaConfig
+    from sola_sched.serving.engine import parse_arguments, to_arguments
+
+    code = CODE.replace(",tpot=100", "")
+    *_, config = plan(tmp_path, "--gpu", "a100=1.5", "--service", CHAT, "--service", code)
+
+    found = {}
+    for application in config["applications"]:
+        for engine in application["args"]["engines"]:
+            options = {"model": "m", **application["args"]["options"], **engine["options"]}
+            args = parse_arguments(to_arguments(options))
+            sola = SolaConfig.from_additional(args.additional_config)
+            assert (args.max_model_len, args.tensor_parallel_size) == (-1, 1)
+            assert sola.turns is not None
+            assert sola.turns.group == "node0-gpu0"
+            found[tuple(args.served_model_name)] = (sola.ttft_s, sola.tpot_s)
+    assert found == {("chat",): (1.5, 0.08), ("code",): (3.0, None)}
