@@ -60,6 +60,18 @@ def test_a_lost_decode_is_not_urgent(out: int) -> None:
     assert slack_s(builder) == math.inf
 
 
+def test_a_decode_that_is_behind_may_catch_up_by_the_end_that_is_expected() -> None:
+    step_s = STEP_S + DECODE_S
+    behind_s = {}
+    for left in (20.0, 2.0):
+        builder = StateBuilder(left=left)
+        builder.decode("a", first_ago_s=0.5, out=3)  # the next one was due 0.2 s ago
+        behind_s[left] = slack_s(builder)
+
+    assert behind_s[20.0] == pytest.approx(-0.2 - step_s + 19 * (0.1 - step_s), rel=5e-3)
+    assert behind_s[2.0] == math.inf  # lost: not even with every step from now on
+
+
 def test_a_prompt_that_cannot_be_in_time_is_not_urgent() -> None:
     builder = StateBuilder()
     builder.waiting("a", waited_s=0.9, prompt=2000)
