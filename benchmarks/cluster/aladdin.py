@@ -54,6 +54,8 @@ _FIG_11 = ("A100, Llama2-13b", "V100, Llama2-7b")
 _FIG_11_RATES = (2.0, 6.0)
 _FIG_12_RATES = (4.0, 12.0)
 _MOST_WORKERS = 96
+#: GPUs of a worker that are tried for a given goal.
+_WORKERS = (1, 2)
 
 
 def fig9(setup: Setup) -> Outcome:
@@ -148,8 +150,9 @@ _ABOUT_9 = (
     "of 512 and 2048; `default` has all four GPUs in one worker, the others the best worker."
 )
 _ABOUT_11 = (
-    f"GPUs with which {GOAL:.0%} of the requests attain, the fewest of those tried; in brackets "
-    "what combined placement saves against the column."
+    f"GPUs with which {GOAL:.0%} of the requests attain / GPUs of a worker, the fewest of those "
+    f"tried; in brackets what combined placement saves against the column. `default` has four GPUs "
+    f"in a worker, the others the better of {_WORKERS[0]} and {_WORKERS[1]}."
 )
 _ABOUT_12 = f"{_ABOUT_11} Prompts come computed; waiting for the pool counts as decoding."
 
@@ -181,18 +184,20 @@ def _needed(
             for label, engines in _ENGINES.items():
                 # Decode pools have no prompts to chunk.
                 some = engines[:1] if is_decode else engines
-                found: dict[str, int | None] = {}
+                found: dict[str, tuple[int, int] | None] = {}
                 for system, (worker, router) in systems.items():
-                    size = worker or bed.worker_gpus
-                    case = Case(
-                        bed.cluster(size, size), some[0], router, file_of(setup, "sharegpt"), rate,
-                        bed.ttft_s, bed.tpot_s, num_requests=_REQUESTS, is_decode=is_decode,
-                    )  # fmt: skip
-                    numbers = [
-                        _fewest(setup, replace(case, scheduler=engine), rows) for engine in some
-                    ]
-                    known = [number for number in numbers if number is not None]
-                    found[system] = size * min(known) if known else None
+                    numbers = []
+                    for size in (worker,) if worker else _WORKERS:
+                        case = Case(
+                            bed.cluster(size, size), some[0], router, file_of(setup, "sharegpt"),
+                            rate, bed.ttft_s, bed.tpot_s, num_requests=_REQUESTS,
+                            is_decode=is_decode,
+                        )  # fmt: skip
+                        for engine in some:
+                            number = _fewest(setup, replace(case, scheduler=engine), rows)
+                            if number is not None:
+                                numbers.append((size * number, size))
+                    found[system] = min(numbers, default=None)
                 lines.append([name, f"{rate:g}", label, *_saved(found)])
     head = ["testbed, model", "req/s", "engines", *systems]
     return Outcome(rows, f"{about} {error_of(setup)}\n\n{markdown(head, lines, 3)}")
@@ -219,14 +224,16 @@ def _fewest(setup: Setup, case: Case, rows: list[Row]) -> int | None:
     return high
 
 
-def _saved(found: dict[str, int | None]) -> list[str]:
+def _saved(found: dict[str, tuple[int, int] | None]) -> list[str]:
     ours = found["combined"]
     cells = []
-    for system, number in found.items():
-        if number is None:
+    for system, best in found.items():
+        if best is None:
             cells.append(f"> {_MOST_WORKERS} workers")
-        elif system == "combined" or ours is None:
-            cells.append(str(number))
-        else:
-            cells.append(f"{number} ({100 * (1 - ours / number):.0f} %)")
+            continue
+        number, size = best
+        cell = f"{number} / {size}"
+        if system != "combined" and ours is not None:
+            cell += f" ({100 * (1 - ours[0] / number):.0f} %)"
+        cells.append(cell)
     return cells
