@@ -199,8 +199,7 @@ def test_what_the_controller_of_services_reads_is_what_came(server: Server) -> N
 
     new_ends(server, counted, 4)
     after = observe.counts(metrics(server))
-    assert {name: after[name] - before.get(name, 0.0) for name in after} == {
-        "requests": 4.0, "attained": 4.0, "output_tokens": 3.0 + 4.0 + 5.0 + 6.0,
-        "prompt_tokens": pytest.approx(4 * after["prompt_tokens"] / after["requests"], rel=0.5),
-        **{name: 0.0 for name in after if name in ("missed", "rejected", "aborted")},
-    }  # fmt: skip
+    new = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    assert (new["requests"], new["attained"], new["output_tokens"]) == (4, 4, 3 + 4 + 5 + 6)
+    assert new["prompt_tokens"] > 0.0
+    assert not any(new.get(name, 0.0) for name in ("missed", "rejected", "aborted"))
