@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -46,11 +46,18 @@ _NO_SHAPE = StepShape(0, 0, 0, 0.0, 0.0)
 @dataclass(slots=True)
 class _StepRecord:
     scheduled_s: float
-    shape: StepShape
-    predicted_s: float
-    sampling: IntArray  # rows that sample, but for those that have ended since
-    is_known: bool = True  # whether these are all
+    decodes: IntArray  # rows that decode
+    sampled: list[int]  # rows whose prefill ends
+    prefill: tuple[int, float, float] = (0, 0.0, 0.0)  # as in `StepShape`
+    is_known: bool = True  # whether these are all that sample
     parts: tuple[FloatArray, BoolArray] | None = None  # of the services
+    gone: list[int] = field(default_factory=list)  # rows that have ended since
+    # From here on what `_settle` notes.
+    shape: StepShape = _NO_SHAPE
+    predicted_s: float = 0.0
+
+    def samples(self, row: int) -> bool:
+        return row in self.sampled or bool((self.decodes == row).any())
 
 
 class StateMonitor:
@@ -80,6 +87,7 @@ class StateMonitor:
         self.prefill_share = 0.0
         self.accepted_per_decode = 1.0
         self._in_flight: deque[_StepRecord] = deque()
+        self._unsettled: _StepRecord | None = None
         self._last_update_s = -math.inf
         self._was_busy = False
         self._elapsed_s = 0.0
@@ -187,10 +195,11 @@ class StateMonitor:
                 rows.append(row)
         self.stats.num_unseen += len(old.row_of.keys() - table.row_of.keys())
         self._in_flight.clear()
+        self._unsettled = None
         for rows in in_flight:
-            sampling = np.array(rows, np.int64)
-            self._in_flight.append(_StepRecord(now, _NO_SHAPE, 0.0, sampling, is_known=False))
-            table.expect(sampling, 1)
+            record = self._unsettled = _StepRecord(now, _NO_ROWS, rows, is_known=False)
+            self._in_flight.append(record)
+            self._settle()
 
     def predicted(self, req_id: str, prediction: LengthPrediction) -> bool:
         """A length prediction arrived, for a request in any state, perhaps a better one again.
@@ -244,20 +253,19 @@ class StateMonitor:
             self._front_pos -= 1
 
     def scheduled(
-        self, decode_rows: IntArray, prefill_rows: IntArray, prefill_tokens: IntArray
+        self, decode_rows: IntArray, prefill_rows: Sequence[int], prefill_tokens: Sequence[int]
     ) -> None:
         """A step was handed to the accelerator. Steps complete in this order.
 
         Args:
-            decode_rows: Rows that decode in the step.
+            decode_rows: Rows that decode in the step; not to be changed afterwards.
             prefill_rows: Rows that prefill, with their `prefill_tokens` in the step.
         """
+        self._settle()
         table = self.table
-        ctx = table.num_tokens(decode_rows)
         parts = self.services.parts_of(table, self.cost, decode_rows, prefill_rows, prefill_tokens)
         new, squares, products, sampled = 0, 0, 0, []
-        # A loop: nearly always these are few.
-        for row, tokens in zip(prefill_rows.tolist(), prefill_tokens.tolist(), strict=True):
+        for row, tokens in zip(prefill_rows, prefill_tokens, strict=True):
             has = int(table.num_computed[row])
             new += tokens
             squares += tokens * tokens
@@ -266,12 +274,26 @@ class StateMonitor:
             if has + tokens >= table.prefill_target[row]:
                 table.move(row, DECODE)
                 sampled.append(row)
-        shape = StepShape(len(decode_rows), ctx, new, float(squares), float(products))
-        sampling = np.concatenate([decode_rows, sampled]) if sampled else decode_rows
-        predicted_s = self.cost.step_s(shape) if self.cost.is_ready else 0.0
-        record = _StepRecord(self.clock(), shape, predicted_s, sampling, parts=parts)
+        record = self._unsettled = _StepRecord(
+            self.clock(), decode_rows, sampled, (new, float(squares), float(products)), parts=parts
+        )
         self._in_flight.append(record)
-        table.expect(sampling, 1)
+
+    def _settle(self) -> None:
+        """Note of the step that was scheduled last what depends on the table as it is by then.
+
+        Called before anything changes that: so `scheduled` itself touches no array, which would
+        find its code displaced from the processor's caches by the engine's own.
+        """
+        record, self._unsettled = self._unsettled, None
+        if record is None:
+            return
+        ctx = self.table.begin(record.decodes)
+        for row in record.sampled:
+            self.table.num_in_flight[row] += 1
+        record.shape = StepShape(len(record.decodes), ctx, *record.prefill)
+        if self.cost.is_ready:
+            record.predicted_s = self.cost.step_s(record.shape)
 
     @property
     def num_expected(self) -> int:
@@ -280,7 +302,9 @@ class StateMonitor:
         -1 where that is not known.
         """
         record = self._in_flight[0]
-        return len(record.sampling) if record.is_known else -1
+        if not record.is_known:
+            return -1
+        return len(record.decodes) + len(record.sampled) - len(record.gone)
 
     def completed(self, rows: IntArray | None = None, num_tokens: IntArray | None = None) -> None:
         """The oldest step in flight completed and delivered tokens.
@@ -290,6 +314,7 @@ class StateMonitor:
                 `num_expected` requests received one.
             num_tokens: Tokens per row, with `rows`.
         """
+        self._settle()
         now = self.clock()
         table, record = self.table, self._in_flight.popleft()
         start = self._last_update_s if self._was_busy else record.scheduled_s
@@ -308,12 +333,12 @@ class StateMonitor:
                 decode_s = self.cost.decode_s(shape.num_decodes, shape.decode_ctx_tokens)
                 share = max(0.0, 1.0 - float(decode_s) / record.predicted_s)
             self.prefill_share += _AVERAGING * (share - self.prefill_share)
-        table.expect(record.sampling, -1)
-        delivered = record.sampling if rows is None else rows
-        if len(delivered):
-            table.deliver(delivered, now, num_tokens)
-        if num_tokens is not None and len(num_tokens) and shape.num_decodes:
-            mean = int(num_tokens.sum()) / len(delivered)
+        table.end(record.decodes, record.sampled, record.gone, now if rows is None else None)
+        if rows is None or num_tokens is None or not len(rows):
+            return
+        table.deliver(rows, now, num_tokens)
+        if shape.num_decodes:
+            mean = int(num_tokens.sum()) / len(rows)
             self.accepted_per_decode += _AVERAGING * (max(1.0, mean) - self.accepted_per_decode)
 
     def finished(
@@ -331,6 +356,7 @@ class StateMonitor:
                 rejected: it was refused because of overload, or
                 failed: an error of the engine ended it.
         """
+        self._settle()
         table = self.table
         row = table.row_of[req_id]
         has_e2e = math.isfinite(table.e2e_s[row])
@@ -352,8 +378,11 @@ class StateMonitor:
         self.services.num_live[table.service[row]] -= 1
         if table.phase[row] in _HOLD_SLOT:
             self._turnover.free()
-        for record in self._in_flight:
-            record.sampling = record.sampling[record.sampling != row]
+        if num_in_flight := table.num_in_flight[row]:
+            for record in self._in_flight:
+                is_in = num_in_flight == len(self._in_flight) or record.samples(row)
+                if is_in and row not in record.gone:
+                    record.gone.append(row)
         table.remove(req_id)
 
     def _compare_prediction(self, row: int, num_output: int) -> None:
@@ -398,9 +427,12 @@ class StateMonitor:
             running: Rows that hold a slot, in the engine's order; not to be changed afterwards.
             The rest: as in `StepState`.
         """
+        self._settle()
         table = self.table
         rows = np.asarray(running, dtype=np.int64)
-        if self._waiting_epoch != table.epoch:
+        if not table.num_in_phase[WAITING]:
+            self._waiting, self._waiting_epoch = _NO_ROWS, table.epoch
+        elif self._waiting_epoch != table.epoch:
             (self._waiting,) = (table.phase == WAITING).nonzero()
             self._waiting_epoch = table.epoch
         self._num_running = len(rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from itertools import compress, count
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -35,54 +36,50 @@ class RunningRows(Generic[R]):
         self._requests: list[R] = []
         self._rows: IntArray = np.empty(0, dtype=np.int64)
 
+    @property
+    def known(self) -> IntArray:
+        """Rows of the list as it was when `of` or `put` was called last."""
+        return self._rows
+
+    def new_in(self, running: list[R]) -> list[R] | None:
+        """Requests that have been appended to that list; None if it has changed otherwise."""
+        num_known = len(self._requests)
+        return running[num_known:] if running[:num_known] == self._requests else None
+
     def of(self, running: list[R]) -> IntArray:
         """Rows of `running`, in its order: the same array as before if that is unchanged.
 
         Whether a request is the same is a question of identity, so that this holds whatever the
         engine has done with its list in between.
         """
-        if running == self._requests:
-            return self._rows
-        stays = self._that_stay(running)
-        if stays is None:
-            self.put(running, self._looked_up(running))
-        else:
-            new = running[len(stays) :]
-            rows = np.concatenate([stays, self._looked_up(new)]) if new else stays
-            self.put(running, rows)
+        if running != self._requests:
+            parts = self._that_stay(running)
+            new = running[sum(map(len, parts)) :]
+            if new:
+                parts.append(self._looked_up(new))
+            self.put(running, np.concatenate(parts) if parts else self._rows[:0])
         return self._rows
 
     def put(self, running: list[R], rows: IntArray) -> None:
         """Tell the rows of `running`."""
         self._requests, self._rows = running.copy(), rows
 
-    def _that_stay(self, running: list[R]) -> IntArray | None:
-        """Rows of the requests that are there still, where `running` begins with them."""
+    def _that_stay(self, running: list[R]) -> list[IntArray]:
+        """Rows, in parts, of the requests that `running` begins with and that were there before.
+
+        None where too many have gone.
+        """
         requests, rows = self._requests, self._rows
-        parts, num_same = [], 0
-        for _ in range(_MAX_GONE + 1):
-            place = _first_difference(requests, running[num_same:])
+        parts: list[IntArray] = []
+        while running[: len(requests)] != requests:
+            if len(parts) == _MAX_GONE:
+                return []
+            differs = compress(count(), map(operator.is_not, requests, running))
+            place = next(differs, len(running))  # the one that was there has gone
             parts.append(rows[:place])
-            num_same += place
-            if place == len(requests):
-                return np.concatenate(parts) if len(parts) > 1 else parts[0]
-            requests, rows = requests[place + 1 :], rows[place + 1 :]
-        return None
+            requests, rows, running = requests[place + 1 :], rows[place + 1 :], running[place:]
+        return [*parts, rows]
 
     def _looked_up(self, requests: list[R]) -> IntArray:
         return np.fromiter(map(self._row_of.__getitem__, map(_id_of, requests)), np.int64,
                            len(requests))  # fmt: skip
-
-
-def _first_difference(one: list[R], other: list[R]) -> int:
-    """Place from which two lists differ; found by halves, which are compared without a loop."""
-    low, high = 0, min(len(one), len(other))
-    if one[:high] == other[:high]:
-        return high
-    while high - low > 1:  # the first `low` are the same, the first `high` are not
-        middle = (low + high) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low

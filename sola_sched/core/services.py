@@ -9,7 +9,7 @@ share while others asked counts against it later, for a while; what was lent to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -100,8 +100,8 @@ class Services:
         table: RequestTable,
         cost: CostModel,
         decode_rows: IntArray,
-        prefill_rows: IntArray,
-        prefill_tokens: IntArray,
+        prefill_rows: Sequence[int],
+        prefill_tokens: Sequence[int],
     ) -> tuple[FloatArray, BoolArray] | None:
         """How a step about to begin is divided; None where nobody needs to know.
 
@@ -129,10 +129,12 @@ class Services:
             taken += np.bincount(of_decode, time.alpha_s * ctx + time.beta_s, count)
             present += np.bincount(of_decode, minlength=count)
         if len(prefill_rows):
-            of_prefill, has = service[prefill_rows], table.num_computed[prefill_rows]
-            chunk_s = np.asarray(cost.prefill_marginal_s(prefill_tokens, has))
+            rows = np.asarray(prefill_rows, dtype=np.int64)
+            tokens = np.asarray(prefill_tokens, dtype=np.int64)
+            of_prefill, has = service[rows], table.num_computed[rows]
+            chunk_s = np.asarray(cost.prefill_marginal_s(tokens, has))
             taken += np.bincount(of_prefill, chunk_s, count)
-            is_whole = has + prefill_tokens >= table.prefill_target[prefill_rows]
+            is_whole = has + tokens >= table.prefill_target[rows]
             present += np.bincount(of_prefill[is_whole], minlength=count)
         total = float(taken.sum())
         parts = taken / total if total > 0.0 else taken

@@ -7,6 +7,7 @@ whole columns and a step with hundreds of requests costs microseconds, not a Pyt
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -81,8 +82,9 @@ class RequestTable:
         num_computed: Tokens whose KV exists or is being computed; exact while in PREFILL. While
             WAITING those that a prefix cache is expected to hold.
         prefill_target: Tokens to compute before the next token can be sampled.
-        num_output: Output tokens delivered; counted by `deliver`.
-        num_in_flight: Steps in flight that sample a token of the request; counted by `expect`.
+        num_output: Output tokens delivered; counted by `end` and `deliver`.
+        num_in_flight: Steps in flight that sample a token of the request; counted by `begin` and
+            `end`.
         first_token_s, last_token_s: Delivery times, seconds; NaN before the first token.
         num_preemptions: Times the request lost its KV.
         predicted: Quantiles of the total output tokens, as in `LengthPrediction`; NaN without one.
@@ -187,16 +189,30 @@ class RequestTable:
         """The shortest TPOT target of these rows, inf for none."""
         return float(self._loops.least(rows, self.tpot_s))
 
-    def expect(self, rows: IntArray, change: int) -> None:
-        """A step that samples a token of each of these rows is in flight (1), or not any more."""
-        self._loops.add_to(rows, change, self.num_in_flight)
+    def begin(self, rows: IntArray) -> int:
+        """A step that samples a token of each of these rows is in flight; their `num_tokens`."""
+        return int(self._loops.begin(rows, self.num_prompt, self.num_output, self.num_in_flight))
 
-    def deliver(self, rows: IntArray, now_s: float, num_tokens: IntArray | None = None) -> None:
-        """These rows, each once, have received so many output tokens now: one if none are given."""
-        self._loops.deliver(
-            rows, _NO_ROWS if num_tokens is None else num_tokens, now_s,
-            self.num_output, self.first_token_s, self.last_token_s,
+    def end(
+        self, rows: IntArray, more: Sequence[int], gone: Sequence[int], now_s: float | None
+    ) -> None:
+        """The step is not in flight any more, and has brought each of these rows a token.
+
+        Args:
+            rows, more: All that sampled.
+            gone: Those of them that have ended since: their rows may be another request's by now.
+            now_s: When it ended; None if the tokens are told by `deliver`.
+        """
+        self._loops.end(
+            rows, _rows_of(more), _rows_of(gone), math.nan if now_s is None else now_s,
+            self.num_in_flight, self.num_output, self.first_token_s, self.last_token_s,
         )  # fmt: skip
+
+    def deliver(self, rows: IntArray, now_s: float, num_tokens: IntArray) -> None:
+        """These rows, each once, have received so many output tokens now."""
+        self._loops.deliver(
+            rows, num_tokens, now_s, self.num_output, self.first_token_s, self.last_token_s
+        )
 
     def check_integrity(self) -> None:
         """Assert that rows, names and free list agree (for tests and debug runs)."""
@@ -227,6 +243,10 @@ class RequestTable:
     def _by_column(self) -> list[tuple[NDArray[Any], Any]]:
         """Every column and its default."""
         return [(getattr(self, name), default) for name, (_, default) in _COLUMNS.items()]
+
+
+def _rows_of(rows: Sequence[int]) -> IntArray:
+    return np.array(rows, dtype=np.int64) if rows else _NO_ROWS
 
 
 def _column(name: str, capacity: int) -> NDArray[Any]:

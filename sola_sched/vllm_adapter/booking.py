@@ -19,7 +19,7 @@ from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.arrivals import ArrivalClock
 from sola_sched.core.monitor import StateMonitor
 from sola_sched.core.running_rows import RunningRows
-from sola_sched.core.state import DECODE, PREFILL, IntArray
+from sola_sched.core.state import DECODE, PREFILL
 from sola_sched.errors import SloError
 from sola_sched.length_predictor.client import PredictionClient
 from sola_sched.reports.log import IntervalLog
@@ -35,7 +35,6 @@ else:
 
 logger = init_logger("vllm.sola_sched")
 
-_NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 _id_of = operator.attrgetter("request_id")
 _tokens_of = operator.attrgetter("new_token_ids")
 #: How requests end with a complete answer, and how by an error of the engine.
@@ -68,7 +67,6 @@ class BookingMixin(_Host):
     def _start_booking(self) -> None:
         """Call once, when the monitor is there."""
         self._forget_rows()
-        self._planned_rows = _NO_ROWS  # of those that ran when the step was planned
         self._is_updating = False
         self._arrivals = ArrivalClock()
         self._arrived_s: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
@@ -220,25 +218,22 @@ class BookingMixin(_Host):
         self._arrivals.look(self.sola_clock())
         monitor = self.sola_monitor
         table = monitor.table
-        row_of = table.row_of
         scheduled = output.num_scheduled_tokens
-        num_shown = len(self.running) - self._num_hidden
-        if len(scheduled) == num_shown:  # as nearly always: in the order of `running`
-            rows = self._rows.of(self.running)
-            rows = rows[:num_shown] if self._num_hidden else rows
+        num_running = len(self.running) - self._num_hidden
+        all_run = len(scheduled) == num_running  # as nearly always: in the order of `running`
+        new = self._rows.new_in(self.running[:num_running]) if all_run else None
+        if new is not None and table.num_in_phase[DECODE] == len(self.running) - len(new):
+            decodes, prefills = self._rows.known, [table.row_of[r.request_id] for r in new]
         else:
-            rows = np.fromiter(map(row_of.__getitem__, scheduled), np.int64, len(scheduled))
-        if rows is self._planned_rows and table.num_in_phase[DECODE] == len(rows):
-            monitor.scheduled(rows, _NO_ROWS, _NO_ROWS)
-            return
-        others = table.phase[rows] != DECODE
-        (places,) = others.nonzero()
-        if not len(places):
-            monitor.scheduled(rows, _NO_ROWS, _NO_ROWS)
-            return
-        prefills = rows[places]
+            if all_run:
+                rows = self._rows.of(self.running)[:num_running]
+            else:
+                looked_up = map(table.row_of.__getitem__, scheduled)
+                rows = np.fromiter(looked_up, np.int64, len(scheduled))
+            is_decode = table.phase[rows] == DECODE
+            decodes, prefills = rows[is_decode], rows[~is_decode].tolist()
         tokens = []
-        for row in prefills.tolist():
+        for row in prefills:
             name = table.req_id[row]
             tokens.append(scheduled[name])
             if table.phase[row] != PREFILL:
@@ -248,7 +243,7 @@ class BookingMixin(_Host):
                     num_computed=request.num_computed_tokens - scheduled[name],
                     prefill_target=request.num_tokens,
                 )
-        monitor.scheduled(rows[~others], prefills, np.array(tokens, dtype=np.int64))
+        monitor.scheduled(decodes, prefills, tokens)
 
     def _learn(self, outputs: Any) -> None:
         """Book the tokens and the ends of the oldest step in flight."""

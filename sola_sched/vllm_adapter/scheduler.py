@@ -276,9 +276,8 @@ class SolaSchedulerMixin(BookingMixin, SteeringMixin, SwapMixin):
         row_of = self.sola_monitor.table.row_of
         self.sola_monitor.parked([row_of[r.request_id] for r in self._seams.parked()])
         pool = self.kv_cache_manager.block_pool
-        self._planned_rows = self._rows.of(self.running)
         state = self.sola_monitor.state(
-            self._planned_rows,
+            self._rows.of(self.running),
             max_num_tokens=self.max_num_scheduled_tokens,
             max_num_running=self._seams.num_slots,
             num_free_blocks=pool.get_num_free_blocks(),

@@ -18,6 +18,7 @@ from vllm.config import KVTransferConfig
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
 import sola_sched
@@ -97,15 +98,16 @@ def assert_all_served(engine: VirtualEngine, requests: list[VirtualRequest]) -> 
 # Pipeline parallel ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("stock_cls", "is_async"), [(AsyncScheduler, True), (Scheduler, False)])
 def test_with_pipeline_parallelism_every_step_is_stock_vllms_and_the_log_warns(
-    monkeypatch: pytest.MonkeyPatch,
+    stock_cls: type[Any], is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def change(arguments: dict[str, Any]) -> None:
         arguments["vllm_config"].parallel_config.pipeline_parallel_size = 2
 
     def steps(scheduler_cls: type[Any]) -> list[dict[str, int]]:
         found: list[dict[str, int]] = []
-        engine = make_engine(changed(scheduler_cls, change))
+        engine = make_engine(changed(scheduler_cls, change), async_scheduling=is_async)
         engine._depth = 2  # two batches in flight
         requests = make_workload()
         engine.run(
@@ -118,7 +120,7 @@ def test_with_pipeline_parallelism_every_step_is_stock_vllms_and_the_log_warns(
     warned: list[str] = []
     monkeypatch.setattr(scheduler.logger, "warning", lambda text, *args: warned.append(text % args))
 
-    assert steps(sola_sched.Scheduler) == steps(AsyncScheduler)
+    assert steps(sola_sched.Scheduler) == steps(stock_cls)
     assert warned == [f"sola_sched: not steered, vLLM's own order: {PIPELINE}"]
 
 
