@@ -229,6 +229,36 @@ def test_the_slo_variant_keeps_more_within_both_targets_under_overload() -> None
     assert met[1] > 1.5 * met[0]
 
 
+def first_token_s(ttft_s: float, tpot_s: float) -> float:
+    """Of a prompt of 1,000 tokens that comes when eight decodes have little time saved."""
+    engine, slo = make_engine(FastSloInstance), SloTarget(ttft_s=ttft_s, tpot_s=tpot_s)
+    requests = [VirtualRequest(f"r{i}", 0.0, 300, prompt_len=200) for i in range(8)]
+    requests.append(VirtualRequest("long", 0.6, 20, prompt_len=1000))
+    waiting, ended = list(requests), {}
+    while len(ended) < len(requests):
+        if waiting and waiting[0].arrival_s <= engine.next_s:
+            request = waiting.pop(0)
+            length = LengthPrediction.exactly(request.output_len)
+            engine.add(request, slo, length, request.arrival_s)
+            continue
+        ended |= {end.req_id: end for end in engine.advance(engine.next_s)}
+    for done in (end.progress for end in ended.values()):
+        assert done.last_s - done.first_s <= tpot_s * (done.num_tokens - 1)
+    return ended["long"].progress.first_s - 0.6
+
+
+def test_a_prompt_that_was_begun_goes_on_as_soon_as_decodes_have_saved_time() -> None:
+    assert first_token_s(ttft_s=0.8, tpot_s=0.035) < 0.3
+
+
+def test_decodes_lend_time_that_they_can_catch_up_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    target_s = 0.45
+
+    assert first_token_s(target_s, tpot_s=0.03) <= target_s
+    monkeypatch.setattr(FastSloInstance, "_lent_s", lambda self, now_s, most: 0.0)
+    assert first_token_s(target_s, tpot_s=0.03) > target_s
+
+
 def test_a_report_of_the_model_tells_what_runs_and_waits() -> None:
     engine = make_engine(max_num_seqs=2)
     for i in range(4):

@@ -320,6 +320,9 @@ class FastInstance:
         steps = ends[0][0] - self._step
         room = (self._capacity - self._used()) / self._num_decodes
         steps = min(steps, max(1, int(room)))
+        if self._prefills:
+            # There was no room for the rest of a prompt; perhaps there is in the next step.
+            return min(steps, self._quiet_steps(now_s))
         head = self._peek(now_s)
         if head is not None and len(self._running) < self._slots:
             # It could not be scheduled in this step; perhaps in the next.

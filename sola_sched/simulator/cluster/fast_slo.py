@@ -2,11 +2,12 @@
 
 Kept of the `attain` planner (docs/design.md, "The objective"): prompts in order of their TTFT
 deadlines; if not all can be on time, the costliest are given up, which then wait until nobody on
-time does; a step is no longer than the smallest bank of the decodes on course allows; admission
-stops where bare decode steps would outgrow the TPOT targets; of decodes that steps have become too
+time does; a step is no longer than the smallest bank of the decodes on course allows, or, where
+nobody is lost and somebody would be, than they can catch up with; admission stops where bare decode
+steps would outgrow the TPOT targets; of decodes that steps have become too
 long for, those that bear the least are held, so that the others stay on course, and so are those
 that came too late. The share of the lost shortens what the others may take, without being served.
-Left out: borrowing, prompts alone, slots and memory as resources to plan, classes.
+Left out: prompts alone, slots and memory as resources to plan, classes.
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ from sola_sched.simulator.cluster.step_model import BatchTime
 
 #: Share of each target kept as a margin; the scheduler's default.
 _SAFETY = 0.05
-#: Share of a TPOT target that bare decode steps leave for prefills; the planner's default.
-_FOR_PROMPTS = 0.1
 #: A decode is lost only if steps are longer than it bears by more than 1 / this; likewise.
 _DECODE_MARGIN = 0.9
 #: Share of the time that the lost get; the scheduler's default.
@@ -146,7 +145,7 @@ class FastSloInstance(FastInstance):
         num, ctx = self._alive() if self._lost else (len(self._running), self._ctx)
         head = self._on_time[0][2] if self._on_time else None
         more_s = float(self._batch_time.decode_s(num + 1, ctx + (head.num_prompt if head else 0)))
-        return more_s <= self._least_s() * (1.0 - _FOR_PROMPTS)
+        return more_s <= self._least_s()
 
     def _least_s(self) -> float:
         """How long decode steps may take for the tightest target."""
@@ -161,34 +160,22 @@ class FastSloInstance(FastInstance):
             return
         least_s = self._least_s()
         step_s = float(self._batch_time.decode_s(self._num_decodes, self._ctx))
-        is_wanted = bool(self._on_time or self._prefills)
-        if step_s > (least_s * (1.0 - _FOR_PROMPTS) if is_wanted else least_s):
+        if step_s > least_s:
             for request in self._lost.values():
                 if request.is_decoding:
                     self._hold(request, now_s)
             step_s = float(self._batch_time.decode_s(self._num_decodes, self._ctx))
             if step_s > least_s:
                 self._lose_too_slow(now_s)
-        elif not is_wanted:
-            self._resume(now_s, least_s * (1.0 - _FOR_PROMPTS))
+        elif not (self._on_time or self._prefills):
+            self._resume(now_s, least_s)
 
     def _lose_too_slow(self, now_s: float) -> None:
         """Keep the most of those on course whose bare steps are short enough for all of them."""
-        decodes = [
-            (base_s + tpot_s * (self._step + 1) - now_s, tpot_s, number, request)
-            for tpot_s, heap in self._dues.items()
-            for base_s, number, request in heap
-            if request.is_decoding
+        order = [
+            ((bank_s + (steps - 1.0) * tpot_s) / steps, number, request)
+            for bank_s, tpot_s, steps, number, request in self._with_steps_left(now_s)
         ]
-        if not decodes:
-            return
-        done = [request.num_done + self._step - request.joined for *_, request in decodes]
-        quantiles = np.concatenate([request.quantiles for *_, request in decodes])
-        left = remaining_mean(quantiles.reshape(-1, NUM_LEVELS), np.array(done), None)
-        order = []
-        for (bank_s, tpot_s, number, request), steps in zip(decodes, left.tolist(), strict=True):
-            steps = max(1.0, steps)
-            order.append(((bank_s + (steps - 1.0) * tpot_s) / steps, number, request))
         order.sort(reverse=True)
         kept = ctx = 0
         for place, (sustain_s, _, request) in enumerate(order):
@@ -198,6 +185,55 @@ class FastSloInstance(FastInstance):
         for _, _, request in order[kept:]:
             self._lost[request.req_id] = request
             self._hold(request, now_s)
+
+    def _with_steps_left(self, now_s: float) -> list[tuple[float, float, float, int, FastRequest]]:
+        """Of each decode on course its slack, target, expected steps to come, number, itself."""
+        decodes = [
+            (base_s + tpot_s * (self._step + 1) - now_s, tpot_s, number, request)
+            for tpot_s, heap in self._dues.items()
+            for base_s, number, request in heap
+            if request.is_decoding
+        ]
+        if not decodes:
+            return []
+        done = [request.num_done + self._step - request.joined for *_, request in decodes]
+        quantiles = np.concatenate([request.quantiles for *_, request in decodes])
+        left = remaining_mean(quantiles.reshape(-1, NUM_LEVELS), np.array(done), None)
+        return [
+            (bank_s, tpot_s, max(1.0, steps), number, request)
+            for (bank_s, tpot_s, number, request), steps in zip(decodes, left.tolist(), strict=True)
+        ]
+
+    def _lent_s(self, now_s: float, most: int) -> float:
+        """The shortest step in which all prompts are on time, if decodes can catch up; else 0.
+
+        A decode can if it does with later steps halfway between bare ones and its target.
+        """
+        bare_s = float(self._batch_time.decode_s(self._num_decodes, self._ctx))
+        longest_s = self._step_s(most)
+        token_s = (longest_s - bare_s) / most
+        tokens = sum(request.num_prompt - request.num_computed for request in self._prefills)
+        share = 0.0
+        for deadline_s, _, request in self._on_time:
+            tokens += request.num_prompt
+            share = max(share, tokens * token_s / max(deadline_s - now_s, 1e-9))
+        if not bare_s < (1.0 - share) * longest_s:
+            return 0.0
+        need_s = bare_s / (1.0 - share)
+        for bank_s, tpot_s, steps, _, _ in self._with_steps_left(now_s):
+            gain_s = 0.5 * max(0.0, tpot_s * (1.0 - _SAFETY) - bare_s)
+            if need_s >= bank_s + (steps - 1.0) * gain_s:
+                return 0.0
+        return need_s
+
+    def _are_all_on_time(self, now_s: float, token_s: float) -> bool:
+        """True if no prompt that waits has to be given up, with so much time for a token."""
+        tokens = sum(request.num_prompt - request.num_computed for request in self._prefills)
+        for deadline_s, _, request in self._on_time:
+            tokens += request.num_prompt
+            if now_s + tokens * token_s > deadline_s > -math.inf:
+                return False
+        return True
 
     def _hold(self, request: FastRequest, now_s: float) -> None:
         steps = self._step - request.joined
@@ -278,20 +314,31 @@ class FastSloInstance(FastInstance):
         if not (self._prefills or self._on_time or self._late):
             return most
         slack_s = self._slack_s(now_s) * (1.0 - _SAFETY)
+        room = self._tokens_within(slack_s, most)
+        if self._on_time and not (self._lost or self._late):
+            token_s = self._step_s(room) / room if room else math.inf
+            if not self._are_all_on_time(now_s, token_s):
+                lent_s = self._lent_s(now_s, most)
+                if lent_s:
+                    # The next whole tile: a little less would not be in time.
+                    room = max(room, min(most, self._tokens_within(lent_s, most) + _TILE))
+        if self._on_time and room:
+            self._sort_out(now_s, self._step_s(room) / room)
+        return room if room >= min(_TILE, self._wanted()) else 0
+
+    def _tokens_within(self, limit_s: float, most: int) -> int:
+        """Prompt tokens of a step that takes no longer."""
         tiles = -(-most // _TILE)
-        if math.isfinite(slack_s):
+        if math.isfinite(limit_s):
             low, high = 0, tiles
             while low < high:
                 middle = (low + high + 1) // 2
-                if self._step_s(min(most, middle * _TILE)) > slack_s:
+                if self._step_s(min(most, middle * _TILE)) > limit_s:
                     high = middle - 1
                 else:
                     low = middle
             tiles = low
-        room = min(most, tiles * _TILE)
-        if self._on_time and room:
-            self._sort_out(now_s, self._step_s(room) / room)
-        return room if room >= min(_TILE, self._wanted()) else 0
+        return min(most, tiles * _TILE)
 
     def _step_s(self, tokens: int) -> float:
         return self._batch_time.step_s(
