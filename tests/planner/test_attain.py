@@ -22,6 +22,7 @@ from sola_sched.planner.attain.best_effort import Account, serve_lost
 from sola_sched.planner.attain.entry import let_in
 from sola_sched.planner.attain.lost import judge
 from sola_sched.planner.attain.pace import find_pace
+from sola_sched.planner.base import peak_tokens
 from sola_sched.prediction.length import LengthPrediction
 
 LOOSE = SloTarget(10.0, 0.1)
@@ -319,6 +320,27 @@ def test_admission_stops_where_the_predicted_peak_outgrows_the_cache() -> None:
     # Half of them end with the first token, the others after 319. Most is needed when three in
     # five are left: 3/5 x 320 tokens each.
     assert len(make_attain().plan(spread.build()).admit) == 9
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_where_memory_would_hold_all_at_their_longest_the_predicted_peak_fits_too(
+    seed: int,
+) -> None:
+    """What saves the prediction of the peak must not let in more than that does."""
+    rng = np.random.default_rng(seed)
+    b = StateBuilder(left=float(rng.integers(1, 300)))
+    for i in range(12):
+        row = b.decode(f"d{i}", first_ago_s=1.0, out=int(rng.integers(1, 300)))
+        if rng.random() < 0.7:
+            lengths = np.sort(rng.integers(1, 1000, 10).astype(float))
+            b.table.predict(row, LengthPrediction(lengths, "neighbours"))
+    state = b.build()
+    rows = state.running
+    left = state.likely_remaining(rows)
+    most = state.most_remaining(rows)
+    assert most.tolist() == left.max(axis=1).tolist()
+    used = state.table.num_prompt[rows] + state.table.num_output[rows]
+    assert peak_tokens(used, left) <= float((used + most).sum())
 
 
 def test_a_higher_priority_class_displaces_a_running_lower_one_when_slots_are_full() -> None:

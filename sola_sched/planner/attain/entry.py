@@ -199,6 +199,12 @@ def _num_with_memory(judged: Judged, waiting: list[int]) -> int:
     growing = np.concatenate([decodes.rows[alive], started])
     ahead = np.zeros(len(growing) + len(waiting), dtype=np.int64)
     ahead[: len(alive)] = decodes.ahead[alive]
-    left = state.likely_remaining(np.concatenate([growing, prefills.rows[waiting]]), ahead)
+    rows = np.concatenate([growing, prefills.rows[waiting]])
+    most = state.table.num_prompt[rows] + state.table.num_output[rows] + ahead
+    most = most + state.most_remaining(rows, ahead)
+    capacity = judged.tuning.planned_memory * state.num_blocks * state.block_size
+    if most.sum() < capacity:  # all of it at once: no peak is higher
+        return len(waiting)
+    left = state.likely_remaining(rows, ahead)
     places = np.array(waiting) - prefills.num_started
     return num_that_fit(state, growing, places, left, ahead, share=judged.tuning.planned_memory)
