@@ -65,12 +65,19 @@ def _swap(name: str, summary: str, duration: str, **defaults: Any) -> Experiment
     )  # fmt: skip
 
 
-def _cluster(name: str, summary: str, duration: str, function: str, figure: str = "") -> Experiment:
+def _cluster(
+    name: str,
+    summary: str,
+    duration: str,
+    function: str,
+    figure: str = "",
+    seeds: Sequence[int] = (0,),
+) -> Experiment:
     """Of `cluster/`: many engines in virtual time, rows shared by all of them."""
     return Experiment(
         f"cluster-{name}", summary, duration, f"cluster.{function}",
         ("data", "workers", "quick", "only", "seeds"), "cluster/runs.jsonl",
-        {"only": (), "seeds": (0,)}, figure,
+        {"only": (), "seeds": seeds}, figure,
     )  # fmt: skip
 
 
@@ -223,13 +230,13 @@ EXPERIMENTS = (
     _cluster("deployment", "heterogeneous clusters, Fig. 4: the estimate and the simulator",
              "1 min", "unequal:deployment"),
     _cluster("unequal", "the same, Fig. 5, 6: throughput by router on unequal clusters", "5 min",
-             "unequal:routers"),
+             "unequal:routers", seeds=_THREE),
     _cluster("combined", "the combined placement beside both papers' own, over load", "15 min",
-             "combined:combined"),
+             "combined:combined", seeds=(3, 4, 5)),
     _cluster("checked", "some of these points with real schedulers in the engines", "20 min",
              "combined:checked"),
     _cluster("predictions", "what knowing output lengths is worth to a router", "5 min",
-             "combined:predictions"),
+             "combined:predictions", seeds=_THREE),
     _cluster("day", "a day's rise and fall: scaling rules and a fixed number", "10 min",
              "day:day"),
     Experiment("cluster-gap", "best fit beside the optimum of HiGHS", "2 min",
