@@ -228,7 +228,7 @@ EXPERIMENTS = (
     _cluster("decode", "Aladdin Fig. 12: GPUs that a decode pool needs", "10 min",
              "aladdin:decode"),
     _cluster("deployment", "heterogeneous clusters, Fig. 4: the estimate and the simulator",
-             "1 min", "unequal:deployment"),
+             "1 min", "unequal:deployment", seeds=_THREE),
     _cluster("unequal", "the same, Fig. 5, 6: throughput by router on unequal clusters", "5 min",
              "unequal:routers", seeds=_THREE),
     _cluster("combined", "the combined placement beside both papers' own, over load", "15 min",

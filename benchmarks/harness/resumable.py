@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import MISSING, fields, is_dataclass
@@ -68,7 +69,9 @@ def _stored(items: Iterable[Item], path: Path) -> dict[Item, Row]:
     left_out, names = defaults(wanted[0]), list(parameters(wanted[0]))
 
     def key_of(columns: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(columns.get(name, left_out.get(name)) for name in names)
+        values = (columns.get(name, left_out.get(name)) for name in names)
+        # JSON has no number for infinity: rows tell it as text.
+        return tuple(str(each) if each == math.inf else each for each in values)
 
     found = {key_of(row): row for row in load(path)}
     keys = {item: key_of(parameters(item)) for item in wanted}
