@@ -19,6 +19,8 @@ from harness.setup import Setup
 from registry import EXPERIMENTS
 
 pytestmark = pytest.mark.vllm
+#: Too long for CI, in which `decode` and `checked` are like them.
+LONG = [pytest.mark.slow, pytest.mark.long]
 _CASE = Case("1*llama-3-8b@a100:1", "stock:512", "combined", "none", 4.0, 1.0, 0.06)
 
 
@@ -28,7 +30,7 @@ _CASE = Case("1*llama-3-8b@a100:1", "stock:512", "combined", "none", 4.0, 1.0, 0
         pytest.param(
             "aladdin", "| testbed, model | req/s | engines |", 4, True, marks=pytest.mark.slow
         ),
-        pytest.param("gpus", "| testbed, model | req/s |", 4, True, marks=pytest.mark.slow),
+        pytest.param("gpus", "| testbed, model | req/s |", 4, True, marks=LONG),
         pytest.param("decode", "| testbed, model | req/s |", 4, True, marks=pytest.mark.slow),
         ("deployment", "| t | instances |", 4, True),
         pytest.param(
@@ -40,7 +42,7 @@ _CASE = Case("1*llama-3-8b@a100:1", "stock:512", "combined", "none", 4.0, 1.0, 0
         ),
         ("combined", "| workload | engines | req/s |", 2, True),
         pytest.param("predictions", "| workload | engines |", 6, True, marks=pytest.mark.slow),
-        pytest.param("day", "| scaling | attained, % |", 8, True, marks=pytest.mark.slow),
+        pytest.param("day", "| scaling | attained, % |", 8, True, marks=LONG),
         ("gap", "| binds | cases |", 3, False),
         ("placing", "| requests/s | instances |", 2, False),
         ("scale", "| instances | requests/s |", 2, False),
