@@ -254,6 +254,15 @@ def test_a_decode_lends_only_what_half_of_what_steps_may_last_longer_brings_back
     assert budgets[0] < budgets[1]
 
 
+def test_a_decode_without_tpot_target_lends_as_much_as_there_is_at_its_last_token_too() -> None:
+    b = StateBuilder(left=1.0)
+    b.decode("free", first_ago_s=0.0, out=1, slo=SloTarget(1.0, math.inf))
+    state = b.build()
+    judged = judge(state, state.running, state.num_ahead, AttainTuning(), tile=128, keep=1.0)
+    assert judged.decodes.left.tolist() == [1.0]
+    assert judged.decodes.most_lent_s() == math.inf
+
+
 def test_nothing_is_lent_for_a_prompt_that_is_late_all_the_same() -> None:
     b = StateBuilder()
     b.decode("d", first_ago_s=0.0, out=1, slo=SloTarget(1.0, 0.02))

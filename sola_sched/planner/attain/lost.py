@@ -75,7 +75,8 @@ class Decodes:
         """
         steps = self.left[self.alive] / self.state.accepted_per_decode
         gain_s = 0.5 * np.maximum(self.token_s[self.alive] - self.decode_s, 0.0)
-        lent_s: FloatArray = self.bank_s[self.alive] + np.maximum(steps - 1.0, 0.0) * gain_s
+        more = np.maximum(steps - 1.0, 1e-9)  # no further step x no target is no number
+        lent_s: FloatArray = self.bank_s[self.alive] + more * gain_s
         return float(lent_s.min(initial=np.inf))
 
     def count(self, num_alive: int, ctx_alive: float) -> None:
@@ -265,7 +266,7 @@ def _catch_up(decodes: Decodes, behind: IntArray, tuning: AttainTuning) -> bool:
 
 def _sustained_s(steps: FloatArray, bank_s: FloatArray, token_s: FloatArray) -> FloatArray:
     """Longest mean step that meets TPOT after so many steps, seconds."""
-    steps = np.maximum(steps, 1.0 + 1e-9)  # of no further step x no target nothing would be known
+    steps = np.maximum(steps, 1.0 + 1e-9)  # no further step x no target is no number
     sustain_s: FloatArray = (bank_s + (steps - 1.0) * token_s) / steps
     return sustain_s
 
