@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from sola_sched.cluster.sharing.services import Service, by_name
 from sola_sched.cluster.sharing.turns import TurnRule
 from sola_sched.cluster.sharing.unserved import ServiceOutcome
 from sola_sched.simulator.sharing.engine import Served, SharedEngine
+from sola_sched.simulator.sharing.group_engine import GroupEngine
 from sola_sched.simulator.sharing.hardware import Hardware
 from sola_sched.simulator.sharing.profiling import Profile, profile
 
@@ -128,26 +128,6 @@ class Setting:
             met = sum(request.is_met for request in done)
             found[name] = ServiceOutcome(len(own), len(own) - met, latency)
         return found
-
-
-class GroupEngine(Protocol):
-    """What serves a group, by the fast model or with real schedulers; see `SharedEngine`."""
-
-    next_s: float
-    num_open: int
-    busy_s: float
-
-    def add(self, request: SharedRequest, now_s: float) -> None:
-        """A request has come."""
-
-    def run_until(self, now_s: float) -> list[SharedRequest]:
-        """Advance to `now_s`; the requests that have ended."""
-
-    def advance(self) -> list[SharedRequest]:
-        """Do what is due at `next_s`; the requests that have ended."""
-
-    def withdraw(self, now_s: float) -> list[SharedRequest]:
-        """Take every request out, to be added elsewhere."""
 
 
 class SharedCluster:

@@ -19,6 +19,7 @@ from sola_sched.cluster.sharing.queue import Habits, ServiceQueue, SharedRequest
 from sola_sched.cluster.sharing.turns import TurnRule
 from sola_sched.errors import InfeasibleError
 from sola_sched.simulator.cluster.step_model import BatchTime
+from sola_sched.simulator.sharing.group_engine import GroupEngine
 
 _HALF_BLOCK = 8
 
@@ -74,7 +75,7 @@ class _Turn:
     chunks: list[tuple[SharedRequest, int]]
 
 
-class SharedEngine:
+class SharedEngine(GroupEngine):
     """Serves requests of several services on the same GPUs; see the module.
 
     Args:
@@ -84,11 +85,6 @@ class SharedEngine:
         max_num_seqs: Most requests of a service that run.
         max_num_batched_tokens: Tokens of a step.
         now_s: Its clock's start.
-
-    Attributes:
-        next_s: When it has to be advanced next; inf while it is idle.
-        num_open: Requests that have not ended.
-        busy_s: Seconds of all steps so far.
     """
 
     def __init__(
@@ -142,13 +138,6 @@ class SharedEngine:
             steps = math.ceil(self._steps_in(now_s - self._start_s) - 1e-9)
             self._k = min(self._k, max(1, steps))
             self.next_s = self._boundary_s(self._k)
-
-    def run_until(self, now_s: float) -> list[SharedRequest]:
-        """Advance to `now_s`; the requests that have ended."""
-        ended: list[SharedRequest] = []
-        while self.next_s <= now_s:
-            ended += self.advance()
-        return ended
 
     def advance(self) -> list[SharedRequest]:
         """Do what is due at `next_s`; the requests that have ended."""

@@ -24,6 +24,7 @@ from sola_sched.config.sola_config import CONFIG_KEY
 from sola_sched.simulator.engine import VirtualEngine
 from sola_sched.simulator.request import RequestRecord, VirtualRequest
 from sola_sched.simulator.sharing.cluster import Setting
+from sola_sched.simulator.sharing.group_engine import GroupEngine
 
 #: A scheduler does not depend on the model's layers; step times and memory are given.
 _MODEL = "llama-3-8b"
@@ -67,8 +68,8 @@ class _Member:
         return urgency_of_a_waiter(policy, scheduler.sola_monitor, now_s, shortest_s)
 
 
-class RealSharedEngine:
-    """Serves requests of several services on the same GPUs; see `cluster.GroupEngine`.
+class RealSharedEngine(GroupEngine):
+    """Serves requests of several services on the same GPUs; see `GroupEngine`.
 
     Args:
         engines: By service; they have served their warm-up, and their clocks differ.
@@ -125,13 +126,6 @@ class RealSharedEngine:
             self._wait(member, now_s)
         if self._holder is None:
             self.next_s = now_s
-
-    def run_until(self, now_s: float) -> list[SharedRequest]:
-        """See `SharedEngine.run_until`."""
-        ended: list[SharedRequest] = []
-        while self.next_s <= now_s:
-            ended += self.advance()
-        return ended
 
     def advance(self) -> list[SharedRequest]:
         """See `SharedEngine.advance`."""
