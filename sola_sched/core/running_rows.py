@@ -67,7 +67,7 @@ class RunningRows(Generic[R]):
     def _that_stay(self, running: list[R]) -> list[IntArray]:
         """Rows, in parts, of the requests that `running` begins with and that were there before.
 
-        None where too many have gone.
+        None of them where too many have gone.
         """
         requests, rows = self._requests, self._rows
         parts: list[IntArray] = []
