@@ -5,12 +5,14 @@ Shared builders belong in ``tests/helpers/<module>.py``; tests import them as ``
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
 import subprocess
 import traceback
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -57,6 +59,18 @@ _NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "ray": (lambda: importlib.util.find_spec("ray") is not None, "needs Ray"),
     "vllm": (lambda: importlib.util.find_spec("vllm") is not None, "needs vLLM"),
 }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _small_heap() -> Iterator[None]:
+    """Spare the collector what is imported: it is never garbage, and takes half a second to search.
+
+    An engine of vLLM searches the whole heap seven times, and would also freeze and unfreeze it.
+    """
+    gc.collect()
+    gc.freeze()
+    with mock.patch.object(gc, "freeze"), mock.patch.object(gc, "unfreeze"):
+        yield
 
 
 @pytest.fixture(autouse=True)
