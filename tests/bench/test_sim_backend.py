@@ -151,7 +151,8 @@ def test_turns_whose_answer_never_comes_end_with_the_run() -> None:
     turn = replace(workload.requests[2], req_id="turn", after="1")
     spec = parse_scheduler(f"stock:engine.scheduler_cls={__name__}:Stuck")
 
-    outcome = make_backend().run(replace(workload, requests=(*workload.requests, turn)), spec, SLO)
+    backend = SimBackend(SimOptions(TINY, SMALL, num_warmups=2, stall_timeout_s=0.5))
+    outcome = backend.run(replace(workload, requests=(*workload.requests, turn)), spec, SLO)
 
     assert not outcome.records[3].completed
     assert outcome.records[3].error
