@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,18 @@ from sola_sched.length_predictor import client as client_module
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 LEXICAL = {"sola_sched": {"predictor": "lexical", "log_interval_s": 0}}
-#: Until the process has loaded its models; it yields to all others, and where four others want two
-#: cores that takes more than a minute.
+#: Until the process has loaded its models.
 PATIENCE_S = 240.0
 #: One call of `poll` that finds the process dead, or starts the next one: a fork and an exec, a
 #: few tenths of a second on a busy machine. Waiting for the process would take seconds.
 MAX_POLL_S = 1.0
+
+
+@pytest.fixture(autouse=True)
+def _is_not_nice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its own niceness the process may not get as far as its first line on a busy machine."""
+    settings = partial(client_module.ServiceSettings, niceness=0)
+    monkeypatch.setattr(client_module, "ServiceSettings", settings)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +90,7 @@ def until_ready(client: client_module.PredictionClient, num_restarts: int = 0) -
 
 
 def until_answered(core: Any, count: int) -> None:
-    """The engine may be faster than the process, which yields to everybody."""
+    """The engine may be faster than the process."""
     client, give_up_s = core.scheduler.sola_predictions, time.monotonic() + PATIENCE_S
     while client.counts["num_answered"] < count:
         for answer in client.poll():
