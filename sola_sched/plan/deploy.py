@@ -21,7 +21,7 @@ from sola_sched.simulator.sharing.hardware import model_of
 
 Application = dict[str, Any]
 
-_FIRST_PORT = 8000
+FIRST_PORT = 8000
 _IMPORT_PATH = "sola_sched.serving.ray_app:build"
 #: A request waits so long for an engine while its service is moved.
 _PATIENCE_S = 900.0
@@ -54,9 +54,7 @@ def engine_applications(seats: Sequence[Seat], setting: Setting) -> list[dict[st
     for one in seats:
         shares = setting.memory_shares(placement, one.group)
         for name in one.group.services:
-            service = setting.services[name]
-            model = model_of(service.model).name
-            found.append(engine_application(service, model, one, shares[name]))
+            found.append(engine_application(setting.services[name], one, shares[name]))
     return sorted(found, key=lambda application: str(application["name"]))
 
 
@@ -107,26 +105,38 @@ def service_of(application: Application) -> str:
     return str(application["args"]["options"]["served_model_name"])
 
 
-def engine_application(service: Service, model: str, seat: Seat, memory: float) -> Application:
+def engine_options(service: Service) -> dict[str, Any]:
+    """What the service says of its engines, wherever they are: arguments of `vllm serve`."""
+    additional = dict(service.engine.get("additional_config", {}))
+    additional["sola_sched"] = {**additional.get("sola_sched", {}), **targets(service)}
+    return {
+        "model": model_of(service.model).name,
+        # The model's, or what the engine's share of the memory holds.
+        "max_model_len": "auto",
+        **service.engine,
+        "additional_config": additional,
+    }
+
+
+def engine_application(service: Service, seat: Seat, memory: float) -> Application:
     """The service's engine in one group; it takes turns with others of the group.
 
     Args:
         service: Whose.
-        model: Its name on the hub, or a folder.
         seat: The group and its GPUs.
         memory: Share of each GPU's memory.
     """
     devices = ",".join(str(gpu) for _, gpu in seat.gpus)
     place = place_of(seat)
-    sola: dict[str, Any] = dict(targets(service))
+    options = engine_options(service)
     if len(seat.group.services) > 1:
-        sola["turns"] = {"group": place}
+        options["additional_config"]["sola_sched"]["turns"] = {"group": place}
     return {
         "name": f"{names_of([service.name])[service.name]}--{place}",
         "route_prefix": None,
         "import_path": _IMPORT_PATH,
         "args": {
-            "model": model,
+            "model": options.pop("model"),
             "host": None,
             "front": "none",
             "options": {"served_model_name": service.name},
@@ -137,12 +147,10 @@ def engine_application(service: Service, model: str, seat: Seat, memory: float) 
                     "resources": {f"sola_node_{seat.node}": 0.001},
                     "env": {"CUDA_VISIBLE_DEVICES": devices},
                     "options": {
+                        **options,
                         "tensor_parallel_size": seat.group.degree,
                         # Rounded down: the shares of a GPU must not exceed it.
                         "gpu_memory_utilization": math.floor(1000 * memory) / 1000,
-                        # The model's, or what the engine's share of the memory holds.
-                        "max_model_len": "auto",
-                        "additional_config": {"sola_sched": sola},
                     },
                 }
             ],
@@ -150,13 +158,15 @@ def engine_application(service: Service, model: str, seat: Seat, memory: float) 
     }
 
 
-def ports(services: Sequence[str], taken: Mapping[str, int]) -> dict[str, int]:
-    """A port for each service's gateway; those that are `taken` stay."""
+def ports(
+    services: Sequence[str], taken: Mapping[str, int], first: int = FIRST_PORT
+) -> dict[str, int]:
+    """A port for each service's gateway from `first` on; those that are `taken` stay."""
     found = {name: taken[name] for name in services if name in taken}
     for name in services:
         if name not in found:
             used = {*taken.values(), *found.values()}
-            found[name] = next(p for p in range(_FIRST_PORT, 2**16) if p not in used)
+            found[name] = next(p for p in range(first, 2**16) if p not in used)
     return found
 
 
@@ -166,12 +176,15 @@ def targets(service: Service) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
 
-def description(application: Application) -> tuple[str, dict[str, Any]]:
-    """Model and targets of an engine that is deployed."""
-    engine = application["args"]["engines"][0]
-    sola = dict(engine["options"]["additional_config"]["sola_sched"])
+def description(application: Application) -> dict[str, Any]:
+    """The `engine_options` of an engine that is deployed."""
+    args = application["args"]
+    options = {"model": args["model"], **args["engines"][0]["options"]}
+    del options["tensor_parallel_size"], options["gpu_memory_utilization"]
+    additional = dict(options["additional_config"])
+    sola = dict(additional["sola_sched"])
     sola.pop("turns", None)
-    return str(application["args"]["model"]), sola
+    return options | {"additional_config": additional | {"sola_sched": sola}}
 
 
 def engines_of(applications: Iterable[Application]) -> dict[tuple[str, Seat], Application]:

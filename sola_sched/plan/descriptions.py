@@ -15,7 +15,10 @@ from sola_sched.errors import ConfigError
 from sola_sched.simulator.sharing.cluster import Arrival
 from sola_sched.simulator.sharing.hardware import model_of
 
-KEYS = ("name", "model", "rate", "ttft", "tpot", "prompt", "output")
+_NUMBERS = ("rate", "ttft", "tpot", "prompt", "output")
+KEYS = ("name", "model", *_NUMBERS)
+#: What the placement decides of an engine.
+_PLACED = ("tensor_parallel_size", "gpu_memory_utilization", "served_model_name")
 _DEFAULTS = {"prompt": 500.0, "output": 250.0}
 #: Lengths are lognormal around their medians.
 LENGTH_STD = 0.7
@@ -43,12 +46,16 @@ def parse_service(text: str) -> dict[str, Any]:
 def make_service(given: Mapping[str, Any], seed: int) -> Service:
     """A service of its keys; times in milliseconds, lengths in tokens.
 
+    Beside `KEYS` it may have `engine`, an object: arguments of `vllm serve` for its engines.
+
     Raises:
         ConfigError: A key is unknown or missing, or a value breaks its rule.
     """
-    unknown = sorted(set(given) - set(KEYS))
+    unknown = sorted(set(given) - {*KEYS, "engine"})
     if unknown:
-        raise ConfigError(f"a service takes the keys {', '.join(KEYS)} (got {unknown[0]!r}).")
+        raise ConfigError(
+            f"a service takes the keys {', '.join(KEYS)}, engine (got {unknown[0]!r})."
+        )
     missing = [key for key in ("name", "model", "rate") if key not in given]
     if missing:
         raise ConfigError(f"a service must have {missing[0]!r} (got {dict(given)!r}).")
@@ -56,7 +63,7 @@ def make_service(given: Mapping[str, Any], seed: int) -> Service:
     model_of(str(given["model"]))
     numbers = {
         key: positive_number(str(given[key]), f"{key} of service {name}")
-        for key in KEYS[2:]
+        for key in _NUMBERS
         if key in given
     }
     if "ttft" not in numbers and "tpot" not in numbers:
@@ -73,7 +80,37 @@ def make_service(given: Mapping[str, Any], seed: int) -> Service:
     slo = SloTarget(
         ttft_s=numbers.get("ttft", math.inf) / 1e3, tpot_s=numbers.get("tpot", math.inf) / 1e3
     )
-    return Service(name, str(given["model"]), numbers["rate"], lengths, slo)
+    engine = _engine(name, given.get("engine", {}))
+    return Service(name, str(given["model"]), numbers["rate"], lengths, slo, engine=engine)
+
+
+def _engine(name: str, given: Any) -> dict[str, Any]:
+    """Arguments of the service's engines, by the names that `vllm serve` has with underscores."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"'engine' of service {name} must be an object, in a file of services (got {given!r})."
+        )
+    found = {str(key).replace("-", "_"): value for key, value in given.items()}
+    placed = [key for key in _PLACED if key in found]
+    if placed:
+        raise ConfigError(
+            f"'engine' of service {name} must leave {', '.join(_PLACED)} to the placement "
+            f"(got {placed[0]!r})."
+        )
+    additional = found.get("additional_config", {})
+    sola = additional.get("sola_sched", {}) if isinstance(additional, Mapping) else None
+    if not isinstance(sola, Mapping):
+        raise ConfigError(
+            f"'additional_config' in 'engine' of service {name} must be an object, and "
+            f"'sola_sched' in it (got {additional!r})."
+        )
+    ours = [key for key in ("ttft_s", "tpot_s", "turns") if key in sola]
+    if ours:
+        raise ConfigError(
+            f"'sola_sched' in 'engine' of service {name} must not have ttft_s, tpot_s or turns "
+            f"(got {ours[0]!r}); give 'ttft' and 'tpot' of the service."
+        )
+    return found
 
 
 def make_arrivals(services: Sequence[Service], seed: int) -> list[Arrival]:

@@ -19,6 +19,7 @@ from sola_sched.bench.args import Parser
 from sola_sched.bench.values import natural_int, positive_int, positive_number
 from sola_sched.cluster.sharing.placement import Cluster
 from sola_sched.errors import ConfigError, InfeasibleError
+from sola_sched.plan.deploy import FIRST_PORT
 from sola_sched.replacing.follow import Follower
 from sola_sched.replacing.search import Options
 from sola_sched.replacing.serve_api import ServeApi
@@ -37,7 +38,9 @@ def make_follower(argv: Sequence[str]) -> Follower:
     if not path.is_file():
         raise ConfigError(f"'--services' must be a file (got {path}).")
     cluster = Cluster.of(args.num_gpus, args.gpus_per_node)
-    options = Options(args.gpu, cluster, args.most_sharing, args.workers, args.seed)
+    options = Options(
+        args.gpu, cluster, args.most_sharing, args.workers, args.seed, args.first_port
+    )
     return Follower(
         ServeApi(args.address),
         lambda: path.read_text(encoding="utf-8"),
@@ -65,6 +68,8 @@ def _parser() -> Parser:
     add("--most-sharing", type=positive_int, default=2, help="services of a group (default: 2)")
     add("--workers", type=positive_int, default=1, help="processes of the search (default: 1)")
     add("--seed", type=natural_int, default=0)
+    add("--first-port", type=positive_int, default=FIRST_PORT,
+        help="of the services' gateways, each of which has one (default: %(default)s)")  # fmt: skip
     return parser
 
 

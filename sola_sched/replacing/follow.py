@@ -23,6 +23,7 @@ from sola_sched.plan.deploy import (
     Application,
     description,
     engine_applications,
+    engine_options,
     engines_of,
     gateway_application,
     gateways_of,
@@ -30,14 +31,12 @@ from sola_sched.plan.deploy import (
     place_of,
     ports,
     service_of,
-    targets,
 )
 from sola_sched.plan.descriptions import make_service
 from sola_sched.replacing.observe import Observed, Observer
 from sola_sched.replacing.search import Options, Search
 from sola_sched.replacing.serve_api import ServeApi
 from sola_sched.simulator.sharing.cluster import Arrival, Setting
-from sola_sched.simulator.sharing.hardware import model_of
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +222,7 @@ class Follower:
         if leaving:  # what is in flight there may end while its engines run
             self._change(state, leaving, [])
         taken = {name: int(one["args"]["port"]) for name, one in state.gateways.items()}
-        for name, port in ports(sorted(self._wanted), taken).items():
+        for name, port in ports(sorted(self._wanted), taken, self._options.first_port).items():
             if name not in taken:
                 state.add(gateway_application(name, port))
         for stops, starts in _phases(moves(state.seats, seats, changed)):
@@ -323,10 +322,7 @@ class _State:
 
     def changed(self, setting: Setting) -> set[str]:
         """Services whose engines are of another description."""
-        wanted = {
-            name: (model_of(service.model).name, targets(service))
-            for name, service in setting.services.items()
-        }
+        wanted = {name: engine_options(service) for name, service in setting.services.items()}
         return {
             service
             for (service, _), one in self.engines.items()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sola_sched.errors import ConfigError
 from sola_sched.plan.cli import main
+from sola_sched.plan.descriptions import make_service
 
 CHAT = "name=chat,model=llama-3-8b,rate=2,ttft=1500,tpot=80,prompt=200,output=60"
 CODE = "name=code,model=llama-2-7b,rate=0.2,ttft=3000,tpot=100,prompt=400,output=40"
@@ -61,6 +64,42 @@ def test_services_of_a_file_are_planned_like_those_of_flags(tmp_path: Path) -> N
     assert by_file == by_flags
 
 
+def test_engine_of_a_service_gets_its_arguments(tmp_path: Path) -> None:
+    listed = dict(part.split("=") for part in CHAT.split(","))
+    engine = {
+        "model": "/models/mine",
+        "max-num-seqs": 64,
+        "additional_config": {"sola_sched": {"overload": "reject"}},
+    }
+    path = tmp_path / "services.json"
+    path.write_text(json.dumps([listed | {"engine": engine}]))
+
+    *_, config = plan(tmp_path, "--gpu", "a100=1.5", "--services", str(path))
+
+    (args,) = [app["args"] for app in config["applications"] if app["args"]["engines"]]
+    options = args["engines"][0]["options"]
+    assert args["model"] == "/models/mine"
+    assert (options["max_num_seqs"], options["max_model_len"]) == (64, "auto")
+    assert options["additional_config"]["sola_sched"] == {
+        "overload": "reject", "ttft_s": 1.5, "tpot_s": 0.08,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"tensor-parallel-size": 2}, "(got 'tensor_parallel_size')"),
+        ({"additional_config": {"sola_sched": {"turns": {}}}}, "(got 'turns')"),
+        ({"additional_config": 3}, "'additional_config' in 'engine' of service chat must be"),
+    ],
+)  # fmt: skip
+def test_what_the_placement_decides_cannot_be_given(engine: dict[str, Any], message: str) -> None:
+    given = dict(part.split("=") for part in CHAT.split(","))
+
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_service(given | {"engine": engine}, 0)
+
+
 def test_busy_service_is_served_by_several_groups(tmp_path: Path) -> None:
     busy = CHAT.replace("rate=2,", "rate=20,").replace("prompt=200", "prompt=1000")
 
@@ -93,6 +132,7 @@ def test_added_and_removed_service_changes_the_plan_and_no_other_application(
         (["--service", CHAT.replace("ttft=1500,tpot=80,", "")], "must have a target"),
         (["--service", "chat"], "takes KEY=VALUE"),
         (["--service", CHAT + ",colour=red"], "got 'colour'"),
+        (["--service", CHAT + ",engine=big"], "'engine' of service chat must be an object"),
         (["--service", "name=a,model=llama-3-8b,ttft=1"], "must have 'rate'"),
         (["--service", CHAT, "--service", CHAT], "must be unique (got 'chat' twice)"),
         (["--services", "no-such-file.json"], "must be a JSON file"),

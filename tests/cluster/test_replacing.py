@@ -192,6 +192,21 @@ def test_changed_target_starts_that_service_anew_and_no_other(world) -> None:
     assert config == pytest.approx(0.12)
 
 
+def test_changed_arguments_of_its_engine_start_a_service_anew(world) -> None:
+    engine = {"model": "/models/mine", "additional_config": {"sola_sched": {"overload": "reject"}}}
+    world.describe(CHAT | {"engine": engine}, CODE)
+    world.serve.started.clear()
+
+    world.follower = world.make()
+    world.follower.tick()
+    assert world.serve.started == []
+
+    world.describe(CHAT | {"engine": engine | {"model": "/models/other"}}, CODE)
+    assert any(name.startswith("chat--") for name in world.serve.started)
+    models = {n.partition("--")[0]: args["model"] for n, args in world.serve.engines.items()}
+    assert models["chat"] == "/models/other"
+
+
 def test_a_controller_that_starts_anew_goes_on_from_what_is_deployed(world) -> None:
     world.describe(CHAT, CODE)
     world.serve.started.clear()

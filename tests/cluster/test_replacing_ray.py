@@ -98,9 +98,9 @@ def test_services_come_move_and_go_and_no_stream_is_lost(
 ) -> None:
     first = free_port()
     monkeypatch.setattr(deploy, "_IMPORT_PATH", "fake_apps:build")
-    monkeypatch.setattr(deploy, "_FIRST_PORT", first)
     described = Described()
-    follower = Follower(api, described.read, Options("a100", Cluster.of(4)), limit_s=120.0)
+    options = Options("a100", Cluster.of(4), first_port=first)
+    follower = Follower(api, described.read, options, limit_s=120.0)
     url = f"http://127.0.0.1:{first}"
 
     async def while_it_changes(*services: dict[str, Any]) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError
@@ -22,6 +23,8 @@ class Service:
         slo: TTFT and TPOT targets, seconds.
         slo_scale: Most end-to-end latency, in mean execution times of the service (Eq. 5); inf
             for none.
+        engine: Arguments of `vllm serve` for its engines, by name; `model` among them where the
+            weights are not the model's own.
     """
 
     name: str
@@ -30,6 +33,7 @@ class Service:
     lengths: Sequence[tuple[int, int]] = field(repr=False)
     slo: SloTarget = field(default_factory=SloTarget)
     slo_scale: float = math.inf
+    engine: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if not self.name:
