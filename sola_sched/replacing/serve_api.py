@@ -77,7 +77,7 @@ class ServeApi:
                 name, each = next(iter(failed.items()))
                 raise DeploymentError(
                     f"application {name!r} must start (Serve says {each['status']}: "
-                    f"{_short(each.get('message', ''))}).",
+                    f"{_reason(each)}).",
                     failed,
                 )
             late = [name for name, each in states.items() if each.get("status") != "RUNNING"]
@@ -110,6 +110,13 @@ class ServeApi:
                 f"Serve must be reached at {self._address} (got {error}); is Ray's dashboard there?"
             ) from error
         return dict(json.loads(text)) if text.strip() else {}
+
+
+def _reason(application: dict[str, Any]) -> str:
+    """Why it has failed: a deployment's message tells more than the application's."""
+    deployments = application.get("deployments", {}).values()
+    messages = [each.get("message", "") for each in deployments]
+    return _short(next(filter(None, messages), application.get("message", "")))
 
 
 def _short(text: str) -> str:

@@ -9,11 +9,13 @@ import logging
 import os
 import sys
 import time
+import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
 
+from sola_sched.errors import ConfigError
 from sola_sched.serving.delivery import GatewayOptions
 from sola_sched.serving.gateway import Gateway
 from sola_sched.serving.policies import DEFAULT, NAMES, make_router
@@ -24,23 +26,43 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m sola_sched.serving", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     gateway = commands.add_parser("gateway", help="a gateway before vLLM servers that run already")
-    gateway.add_argument("--replica", action="append", required=True, metavar="URL")
+    gateway.add_argument("--replica", action="append", required=True, type=_url, metavar="URL")
     whole = commands.add_parser(
         "ray", help="engines and gateway on Ray Serve; further arguments are those of `vllm serve`"
     )
     whole.add_argument("model")
-    whole.add_argument("--num-replicas", type=int, default=2)
-    whole.add_argument("--num-gpus", type=float, default=1.0, help="of each replica")
+    whole.add_argument("--num-replicas", type=_positive, default=2)
+    whole.add_argument("--num-gpus", type=float,
+        help="of each replica (default: 1 where Ray has GPUs, else 0)")  # fmt: skip
     whole.add_argument("--address", help="of a Ray cluster; a local one is started without")
     for each in (gateway, whole):
         each.add_argument("--host", default="127.0.0.1")
-        each.add_argument("--port", type=int, default=8000)
+        each.add_argument("--port", type=_port, default=8000)
         each.add_argument("--router", choices=NAMES, default=DEFAULT)
         for field in dataclasses.fields(GatewayOptions):
             name = "--" + field.name.replace("_", "-")
             kind = int if field.name == "max_failures" else float
             each.add_argument(name, type=kind, default=field.default)
     return parser
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**16:
+        raise argparse.ArgumentTypeError(f"must be a port, 0 to 65535 (got {text!r})")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1 (got {text!r})")
+    return int(text)
+
+
+def _url(text: str) -> str:
+    parts = urllib.parse.urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+        raise argparse.ArgumentTypeError(f"must be http://HOST:PORT without a path (got {text!r})")
+    return text.rstrip("/")
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -53,7 +75,14 @@ async def _run_gateway(args: argparse.Namespace) -> None:
     gateway.sync({url: url for url in args.replica})
     runner = web.AppRunner(gateway.app(), handler_cancellation=True, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, args.host, args.port).start()
+    try:
+        await web.TCPSite(runner, args.host, args.port).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise ConfigError(
+            f"'--host' and '--port' must be free to listen on (got {args.host}:{args.port}: "
+            f"{error.strerror or error}); choose others."
+        ) from error
     print(f"gateway: http://{args.host}:{args.port}", flush=True)
     try:
         await asyncio.Event().wait()
@@ -61,7 +90,7 @@ async def _run_gateway(args: argparse.Namespace) -> None:
         await runner.cleanup()
 
 
-def _run_on_ray(args: argparse.Namespace, more: Sequence[str]) -> None:
+def _run_on_ray(args: argparse.Namespace, options: dict[str, Any]) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
     from ray import serve
@@ -70,10 +99,13 @@ def _run_on_ray(args: argparse.Namespace, more: Sequence[str]) -> None:
 
     ray.init(address=args.address, ignore_reinit_error=True)
     serve.start(proxy_location="Disabled")
-    group = {"num_replicas": args.num_replicas, "num_gpus": args.num_gpus}
+    num_gpus = args.num_gpus
+    if num_gpus is None:
+        num_gpus = float(ray.cluster_resources().get("GPU", 0.0) > 0.0)
+    group = {"num_replicas": args.num_replicas, "num_gpus": num_gpus}
     cluster = {
         "model": args.model,
-        "options": _by_name(more),
+        "options": options,
         "engines": [group],
         "router": args.router,
         "host": args.host,
@@ -91,18 +123,21 @@ def _run_on_ray(args: argparse.Namespace, more: Sequence[str]) -> None:
 
 
 def _by_name(arguments: Sequence[str]) -> dict[str, Any]:
-    """`--max-num-seqs 8 --enforce-eager` as options by name."""
-    options: dict[str, Any] = {}
+    """`--max-num-seqs 8 --enforce-eager --lora-modules a=x b=y` as options by name."""
+    found: dict[str, list[str]] = {}
     name = ""
     for each in arguments:
         if each.startswith("--"):
-            name, _, value = each[2:].partition("=")
-            options[name] = value or True
+            name, sign, value = each[2:].partition("=")
+            found.setdefault(name, []).extend([value] if sign else [])
         elif name:
-            options[name] = each
+            found[name].append(each)
         else:
-            raise SystemExit(f"arguments of `vllm serve` must begin with -- (got {each!r}).")
-    return options
+            raise ConfigError(f"arguments of `vllm serve` must begin with -- (got {each!r}).")
+    return {
+        name: True if not values else values[0] if len(values) == 1 else values
+        for name, values in found.items()
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -110,13 +145,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     parser = make_parser()
     args, more = parser.parse_known_args(argv)
-    if args.command == "ray":
-        _run_on_ray(args, more)
-        return
-    if more:
+    if more and args.command == "gateway":
         parser.error(f"unknown arguments: {' '.join(more)}")
     try:
-        asyncio.run(_run_gateway(args))
+        GatewayOptions(**options_of(args))
+        if args.command == "ray":
+            _run_on_ray(args, _by_name(more))
+        else:
+            asyncio.run(_run_gateway(args))
+    except ConfigError as error:
+        parser.error(str(error))
     except KeyboardInterrupt:
         return
 

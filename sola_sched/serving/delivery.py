@@ -9,7 +9,9 @@ soonest. The SLO clock is the first arrival's: later attempts tell the engine ho
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from typing import Any, Protocol
 import aiohttp
 
 from sola_sched.config.slo import BEGAN_KEY, RESUMED_KEY, WAITED_KEY
+from sola_sched.errors import ConfigError
 from sola_sched.serving import events
 from sola_sched.serving.call import Call, Lengths
 from sola_sched.serving.replicas import Attempt, Replica, Replicas
@@ -50,6 +53,14 @@ class GatewayOptions:
     avoid_s: float = 1.0
     connect_s: float = 5.0
     max_failures: int = 4
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if not 0.0 < value < math.inf or (name == "max_failures" and value < 1):
+                raise ConfigError(
+                    f"'{name}' must be {'>= 1' if name == 'max_failures' else 'finite and > 0'} "
+                    f"(got {value!r}); correct it."
+                )
 
 
 class Client(Protocol):

@@ -20,6 +20,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 #: Seconds between two reports of the load, where the configuration says nothing of it.
 LOAD_INTERVAL_S = 0.1
 _SCHEDULER = "sola_sched.Scheduler"
+#: Lists that `vllm serve` takes as JSON, and those whose flag comes once for each value.
+_JSON_LISTS = ("allowed-origins", "allowed-methods", "allowed-headers")
+_REPEATED = ("middleware",)
 
 
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
@@ -105,11 +108,17 @@ class _no_signals:
 def to_arguments(options: dict[str, Any]) -> list[str]:
     """Options by name as command-line arguments: `max_num_seqs: 8` is `--max-num-seqs 8`.
 
-    A value of true is a flag, false its `--no-` form; objects become JSON.
+    A value of true is a flag, false its `--no-` form; objects become JSON, lists several values.
     """
     arguments = []
     for name, value in options.items():
         flag = name.replace("_", "-")
+        if isinstance(value, list) and flag in _REPEATED:
+            arguments += [part for each in value for part in (f"--{flag}", str(each))]
+            continue
+        if isinstance(value, list) and flag not in _JSON_LISTS:
+            arguments += [f"--{flag}", *map(str, value)]
+            continue
         if isinstance(value, bool):
             arguments.append(f"--{flag}" if value else f"--no-{flag}")
         elif isinstance(value, dict | list):

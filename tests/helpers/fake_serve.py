@@ -59,11 +59,11 @@ class FakeServe:
             status = "DEPLOYING" if left else "DEPLOY_FAILED" if is_bad else "RUNNING"
             shown[name] = {
                 "status": status,
-                "message": "no such model" if is_bad else "",
+                "message": "Failed to update the deployments ['engine-0']." if is_bad else "",
                 "deployed_app_config": config,
                 "deployments": {"gateway": {"replicas": [{"node_ip": "127.0.0.1"}]}}
                 if args.get("follows")
-                else {},
+                else {"engine-0": {"message": "no such model" if is_bad else ""}},
             }
         return {"applications": shown}
 

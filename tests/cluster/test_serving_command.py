@@ -1,0 +1,68 @@
+"""`python -m sola_sched.serving`: what it refuses, and what it passes on to `vllm serve`."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from sola_sched.serving.__main__ import _by_name, main
+
+REPLICA = ["gateway", "--replica", "http://localhost:8001"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["gateway", "--replica", "localhost:8001"], "must be http://HOST:PORT without a path"),
+        (["gateway", "--replica", "http://h:1/v1"], "(got 'http://h:1/v1')"),
+        ([*REPLICA, "--port", "70000"], "must be a port, 0 to 65535 (got '70000')"),
+        ([*REPLICA, "--patience-s", "nan"], "'patience_s' must be finite and > 0 (got nan)"),
+        ([*REPLICA, "--stall-s", "-5"], "'stall_s' must be finite and > 0 (got -5.0)"),
+        ([*REPLICA, "--max-failures", "0"], "'max_failures' must be >= 1 (got 0)"),
+        ([*REPLICA, "--colour", "red"], "unknown arguments: --colour red"),
+        (["ray", "m", "--num-replicas", "0"], "must be a whole number >= 1 (got '0')"),
+        (["ray", "m", "n"], "must begin with -- (got 'n')"),
+        (["ray", "m", "--avoid-s", "0"], "'avoid_s' must be finite and > 0 (got 0.0)"),
+    ],
+)
+def test_bad_arguments_are_refused_with_rule_and_value(
+    capsys: pytest.CaptureFixture[str], args: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SystemExit) as ended:
+            main([*REPLICA, "--port", str(port)])
+
+    assert ended.value.code == 2
+    assert f"must be free to listen on (got 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+@pytest.mark.vllm
+def test_arguments_of_vllm_serve_pass_through_whole() -> None:
+    pytest.importorskip("vllm")
+    from sola_sched.serving.engine import parse_arguments, to_arguments
+
+    given = (
+        "--max-num-seqs 8 --enforce-eager --enable-lora --lora-modules a=./a b=./b "
+        "--middleware=x.Y --middleware=z.W --served-model-name m n"
+    )
+    options = {"model": "m", **_by_name(given.split()), "allowed_origins": ["http://here"]}
+
+    args = parse_arguments(to_arguments(options))
+
+    assert (args.max_num_seqs, args.enforce_eager) == (8, True)
+    assert [(each.name, each.path) for each in args.lora_modules] == [("a", "./a"), ("b", "./b")]
+    assert args.middleware == ["x.Y", "z.W"]
+    assert args.served_model_name == ["m", "n"]
+    assert args.allowed_origins == ["http://here"]
