@@ -115,28 +115,5 @@ def test_compiled_and_not_those_kept_are_on_time_and_find_slots(
     assert ((num_taken - free) * interval <= deadline[kept])[needs].all() or not interval
 
 
-PLACES = st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 9)), max_size=12)
-
-
-@given(PLACES, st.integers(1, 6), st.integers(0, 12))
-def test_the_near_ones_are_the_first_by_class_and_deadline(places, most, first_waiting) -> None:
-    is_candidate = np.array([candidate for candidate, _, _ in places], dtype=np.bool_)
-    rank = np.array([rank for _, rank, _ in places], dtype=np.int64)
-    due_s = np.array([float(due_s) for _, _, due_s in places])
-    service_s = np.arange(float(len(places)))
-    (candidates,) = is_candidate.nonzero()
-    for loop in (loops.find_near, loops.load().find_near):
-        near = np.empty(most, dtype=np.int64)
-        count, num_waiting, num_near, mean_s = loop(
-            is_candidate, first_waiting, service_s, due_s, rank, near
-        )
-
-        order = np.lexsort((due_s[candidates], rank[candidates]))
-        assert near[:num_near].tolist() == candidates[order][:most].tolist()
-        assert count == len(candidates)
-        assert num_waiting == (candidates >= first_waiting).sum()
-        assert mean_s == (service_s[near[:num_near]].mean() if num_near else 0.0)
-
-
 def test_no_jobs() -> None:
     assert keep([], []) == []

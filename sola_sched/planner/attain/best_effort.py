@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sola_sched.core.state import FloatArray, IntArray
+from sola_sched.core.state import IntArray
 from sola_sched.planner.attain.entry import Entry, tokens_in
 from sola_sched.planner.attain.lost import Judged
 
@@ -71,7 +71,7 @@ class Share:
 def serve_lost(
     judged: Judged, entry: Entry, limit_s: float, account: Account, *, rejects: bool
 ) -> Share:
-    """Serve the lost, by arrival: the oldest also on credit, the others from what is left over.
+    """Serve the lost from what is left over, decodes before prompts, and the oldest on credit.
 
     Args:
         judged: The requests.
@@ -80,50 +80,41 @@ def serve_lost(
         account: Of the lost; what they get is booked.
         rejects: Whether those without a first token in time will not be there any more.
     """
-    decodes, prefills = judged.decodes, judged.prefills
+    state, decodes, prefills = judged.state, judged.decodes, judged.prefills
     was_blocked, account.is_blocked = account.is_blocked, False
-    if prefills.num_feasible == len(prefills.rows) and decodes.num_alive == len(decodes.rows):
-        account.forget()
-        return Share(decodes.rows[:0], decodes.rows[:0])
     is_lost = ~prefills.feasible
     if rejects:
-        is_lost[prefills.num_started :] &= ~prefills.hopeless[prefills.num_started :]
+        is_lost = prefills.without_rejected(is_lost)
     (places,), (held,) = is_lost.nonzero(), decodes.lost.nonzero()
     if not len(places) and not len(held):
         account.forget()
         return Share(held, places)
-    account.earn(judged.state.elapsed_s)
+    account.earn(state.elapsed_s)
+    held_since, since = (
+        state.table.arrival_s[rows] for rows in (decodes.rows[held], prefills.rows[places])
+    )
+    if len(places) > judged.tuning.num_lost:
+        first = since.argpartition(judged.tuning.num_lost)[: judged.tuning.num_lost]
+        places, since = places[first], since[first]
+    places, held = (x[y.argsort(kind="stable")] for x, y in ((places, since), (held, held_since)))
+    num_older = int(np.count_nonzero(held_since <= since.min(initial=np.inf)))
     step = _LostStep(judged, entry, limit_s, account)
-    arrival_s, first, most = judged.state.table.arrival_s, len(held), judged.tuning.num_lost
-    if len(places) > most:
-        places = places[arrival_s[prefills.rows[places]].argpartition(most)[:most]]
-    rows = np.concatenate([decodes.rows[held], prefills.rows[places]])
-    places = np.concatenate([held, places])
-    cost, ctx = judged.state.cost, decodes.ctx[held]
-    added_s = cost.decode_s(2.0, ctx) - cost.decode_s(1.0, 0.0)
-    order = arrival_s[rows].argsort(kind="stable")
-    num_before = int((order >= first).argmax()) if len(rows) > first else first
-    num_first = step.add_decodes(held[order[:num_before]], added_s[order[:num_before]])
-    for index in order[num_first:].tolist():
-        if step.is_full:
-            break
-        if index < first:
-            step.add_decode(int(places[index]), float(added_s[index]))
-        else:
-            step.add_prefill(int(places[index]))
+    num_run = step.add_decodes(held, num_older)
+    if len(places) and num_run >= num_older:
+        step.add_prefills(places.tolist())
     if step.is_blocked:  # what others get from slack while the oldest finds no room is no debt
         account.is_blocked = was_blocked or account.is_full
     else:
         account.receive(step.received_s)
-    run, chosen = (np.array(x, dtype=np.int64) for x in (step.run, step.chosen))
-    return Share(run, chosen, step.tokens, step.is_alone)
+    chosen = np.array(step.chosen, dtype=np.int64)
+    return Share(held[:num_run], chosen, step.tokens, step.is_alone)
 
 
 class _LostStep:
     """What the lost get in one step, and what is left over for the next of them.
 
     Attributes:
-        run, chosen, tokens, is_alone: As in `Share`.
+        chosen, tokens, is_alone: The prefills, as in `Share`.
         is_blocked: The oldest lost prefill finds neither slot nor memory, also of those that sit
             out.
         received_s: Time of what the others left over that they got, seconds.
@@ -132,12 +123,9 @@ class _LostStep:
     def __init__(self, judged: Judged, entry: Entry, limit_s: float, account: Account) -> None:
         self.judged, self.account, self.limit_s = judged, account, limit_s
         state, decodes, prefills = judged.state, judged.decodes, judged.prefills
-        self.run: list[int] = []
         self.chosen: list[int] = []
         self.tokens, self.received_s = 0, 0.0
-        self.is_alone = self.is_blocked = self.is_full = False
-        self._is_passed = False  # somebody older waits: those after it get leftovers only
-        self._is_closed = False  # for prompts: the next one does not fit
+        self.is_alone = self.is_blocked = False
         self._starts = entry.served[entry.served >= prefills.num_started]
         self._room, self._entry_tokens = judged.token_room - entry.tokens, entry.tokens
         self._spare_s = 0.0
@@ -145,140 +133,110 @@ class _LostStep:
             chunk_s = float(state.cost.prefill_marginal_s(float(entry.tokens), 0.0))
             self._spare_s = limit_s - decodes.decode_s - chunk_s
         self._blocks = prefills.size / state.block_size + 1.0  # one to spare
+        self._starting = float(self._blocks[self._starts].sum())
         # Free, and what decodes that sit out could give.
         self._slots = judged.num_free_slots - len(self._starts)
-        self._free = state.num_free_blocks - float(self._blocks[self._starts].sum())
-        self._held_slots = len(decodes.rows) - decodes.num_alive
+        self._free = state.num_free_blocks - self._starting
+        self._held_slots = decodes.num_lost
         self._held_blocks = float(decodes.ctx[decodes.lost].sum()) / state.block_size
 
-    def add_decodes(self, places: IntArray, added_s: FloatArray) -> int:
-        """The first of these, for which the leftovers are enough; how many."""
+    def add_decodes(self, held: IntArray, num_older: int) -> int:
+        """How many of the lost decodes, by arrival, go on in what is left over.
+
+        Of the `num_older` that came before any lost prefill also those that credit pays for. Of
+        the others none whose slot or KV those who start may need.
+        """
+        decodes, state = self.judged.decodes, self.judged.state
+        added_s = state.cost.decode_s(2.0, decodes.ctx[held]) - state.cost.decode_s(1.0, 0.0)
         ends_s = added_s.cumsum()
+        can = max(0, min(self._room // state.tokens_per_decode, len(held) + min(0, self._slots)))
+        if self._free < len(decodes.rows):
+            can = 0
         count = int(ends_s.searchsorted(self._spare_s, side="right"))
+        count = min(count, max(can, num_older))
         if count:
-            self._spare_s -= float(ends_s[count - 1])
-            self.received_s += float(ends_s[count - 1])
-            self.run += places[:count].tolist()
-            self._room -= count * self.judged.state.tokens_per_decode
-            self._held_slots -= count
-            tokens = float(self.judged.decodes.ctx[places[:count]].sum())
-            self._held_blocks -= tokens / self.judged.state.block_size
+            self.received_s = float(ends_s[count - 1])
+            self._spare_s -= self.received_s
+        while count < num_older and self.account.credit_s > 0.0:
+            self.account.credit_s -= float(added_s[count])
+            count += 1
+        self._room -= count * state.tokens_per_decode
+        self._held_slots -= count
+        self._held_blocks -= float(decodes.ctx[held[:count]].sum()) / state.block_size
         return count
 
-    def add_decode(self, place: int, added_s: float) -> None:
-        """One that goes on for so many seconds; on credit only while nobody older waits."""
-        judged, account = self.judged, self.account
-        is_next = not self._is_passed and not self.chosen
-        if self.is_alone:
-            return
-        if added_s <= self._spare_s and (is_next or self._keeps_its_kv()):
-            self._spare_s -= added_s
-            self.received_s += added_s
-        elif is_next and account.credit_s > 0:
-            account.credit_s -= added_s
-        else:
-            self._is_passed = True
-            return
-        self.run.append(place)
-        self._room -= judged.state.tokens_per_decode
-        self._held_slots -= 1
-        self._held_blocks -= float(judged.decodes.ctx[place]) / judged.state.block_size
+    def add_prefills(self, places: list[int]) -> None:
+        """The oldest of these, which are by arrival, and others that end in the step.
 
-    def _keeps_its_kv(self) -> bool:
-        """Whether one more of those that sit out may go on: nobody who starts needs its KV."""
-        is_room = self._room >= self.judged.state.tokens_per_decode
-        has_slot = self._held_slots + min(0, self._slots) > 0
-        return is_room and has_slot and self._free >= len(self.judged.decodes.rows)
-
-    def add_prefill(self, place: int) -> None:
-        """One that goes on or starts: the oldest also in part, on credit, and for held KV."""
-        judged = self.judged
-        if self._is_passed or self.chosen:
-            self._add_beside(place)
-            return
-        self._is_passed = True
-        is_waiting = place >= judged.prefills.num_started
-        blocks = float(self._blocks[place])
-        starting = float(self._blocks[self._starts].sum())
+        The oldest also in part, on credit, and for the KV of decodes that sit out. No prompt passes
+        an older one, but for those that have begun while the oldest finds no room.
+        """
+        judged, prefills = self.judged, self.judged.prefills
+        oldest, blocks = places[0], float(self._blocks[places[0]])
         slots, free = self._slots + self._held_slots, self._free + self._held_blocks
-        self.is_blocked = is_waiting and (
-            slots + len(self._starts) <= 0 or free + starting <= blocks
+        has_room = oldest < prefills.num_started or (slots > 0 and free > blocks)
+        self.is_blocked = not has_room and (
+            slots + len(self._starts) <= 0 or free + self._starting <= blocks
         )
         if self.is_blocked:
+            places = [place for place in places if place < prefills.num_started]
+        tokens = self._left_over(places[0]) if places and (has_room or self.is_blocked) else 0
+        if not tokens and not self.is_blocked:
+            tokens = self._on_credit(oldest)
+            self.is_alone = tokens > 0
+        if not tokens:
             return
-        tokens = 0
-        if not is_waiting or (slots > 0 and free > blocks):
-            tokens = self._tokens_in(place, judged.decodes.decode_s + self._spare_s, self._room)
-        if tokens and not self._takes_from_others(place, tokens):
-            self._take(place, tokens)
-            return
-        tokens = self._on_credit(place)
-        if tokens:
-            self.is_alone = True
+        if self.is_alone:
             self._slots += len(self._starts)
-            self._free += starting
+            self._free += self._starting
             self._room += self._entry_tokens
             # With the next ones, as far as such a step costs anyway.
             self._spare_s = min(self.limit_s, 2.0 * judged.mixed_s) - judged.mixed_s
-            self._take(place, tokens, on_credit=True)
+        self._take(places[0], tokens)
+        if self.is_alone:
             self._spare_s = min(self._spare_s, self.account.credit_s)
+        for place in places[1:]:  # nothing comes between the chunks of one
+            if tokens < prefills.new[places[0]] or not self._ends_beside(place):
+                break
+            self._take(place, int(prefills.new[place]))
 
-    def _add_beside(self, place: int) -> None:
-        """One that ends in this step and displaces nobody; no prompt passes an older one.
+    def _left_over(self, place: int) -> int:
+        """Tokens of one for which what is left over is enough.
 
-        It starts with slots and memory to spare, so that those that arrive next find room. While
-        the oldest finds no room, one that has begun goes on.
+        None if it has begun, would go on later, and others start: vLLM serves running requests
+        before waiting ones, so that it would get their tokens too.
         """
-        judged, prefills = self.judged, self.judged.prefills
-        has_begun = place < prefills.num_started
-        if self._spare_s <= 0 or self._room <= 0:
-            self.is_full = True
-        if self.is_full or self._is_closed:
-            return
-        need = int(prefills.new[place])
-        if self.chosen:
-            fits = prefills.service_s[place] <= self._spare_s and need <= self._room
-            self._is_closed = not fits or not (has_begun or self._has_spare_room(place))
-        elif self.is_blocked and has_begun:
-            limit_s = judged.decodes.decode_s + self._spare_s
-            need = self._tokens_in(place, limit_s, self._room)
-            self._is_closed = not need or self._takes_from_others(place, need)
-        else:
-            self._is_closed = not self.is_blocked
-            return
-        if not self._is_closed:
-            self._take(place, need)
+        prefills, decode_s = self.judged.prefills, self.judged.decodes.decode_s
+        tokens = self._tokens_in(place, decode_s + self._spare_s, self._room)
+        goes_on = place < prefills.num_started and tokens < prefills.new[place]
+        return 0 if goes_on and len(self._starts) else tokens
 
-    def _has_spare_room(self, place: int) -> bool:
-        """Whether one may start and leave slots and memory for those that arrive next."""
-        state, tuning = self.judged.state, self.judged.tuning
+    def _ends_beside(self, place: int) -> bool:
+        """Whether one ends in this step and displaces nobody.
+
+        It starts with slots and memory to spare, so that those that arrive next find room.
+        """
+        state, tuning, prefills = self.judged.state, self.judged.tuning, self.judged.prefills
+        if prefills.service_s[place] > self._spare_s or prefills.new[place] > self._room:
+            return False
         slots = self._slots - int(tuning.spare_slots * state.max_num_running)
         blocks = self._free - int(tuning.spare_blocks * state.num_blocks)
-        return slots > 0 and float(self._blocks[place]) <= blocks
+        return place < prefills.num_started or (slots > 0 and self._blocks[place] <= blocks)
 
-    def _take(self, place: int, tokens: int, *, on_credit: bool = False) -> None:
+    def _take(self, place: int, tokens: int) -> None:
         """Put a chunk into the step."""
         prefills = self.judged.prefills
         has = float(prefills.has[place])
         chunk_s = float(self.judged.state.cost.prefill_marginal_s(float(tokens), has))
-        self.chosen.append(place)
-        self.tokens += tokens
         self._room -= tokens
         self._spare_s -= chunk_s
-        self.received_s += 0.0 if on_credit else chunk_s
+        if self.chosen or not self.is_alone:  # the first one alone is paid for
+            self.received_s += chunk_s
+        self.chosen.append(place)
+        self.tokens += tokens
         if place >= prefills.num_started:
             self._slots -= 1
             self._free -= float(self._blocks[place])
-        self.is_full = tokens < prefills.new[place]  # nothing may come between its chunks
-
-    def _takes_from_others(self, place: int, tokens: int) -> bool:
-        """Whether more of it would go in than planned, from those admitted beside it.
-
-        vLLM serves running requests before waiting ones, as long as there is budget.
-        """
-        prefills = self.judged.prefills
-        has_begun = place < prefills.num_started
-        return has_begun and tokens < prefills.new[place] and len(self._starts) > 0
 
     def _tokens_in(self, place: int, limit_s: float, room: int) -> int:
         """Tokens of one that a step of `limit_s` has time for; all or none of a whole prompt."""

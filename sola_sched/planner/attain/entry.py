@@ -47,25 +47,18 @@ def let_in(judged: Judged, pace: Pace, *, is_blocked: bool) -> Entry:
         pace: The step.
         is_blocked: Whether nobody may start for the time being.
     """
-    order, none = pace.order, pace.order[:0]
-    if not len(order):
-        return Entry(none, none, 0, has_backlog=False)
-    if not judged.state.chunks_prefills:
-        order = order[: judged.tuning.num_examined]
-        order = admissible(judged, order, is_blocked=is_blocked)
-        served, tokens = _whole(judged, order, pace.limit_s)
-        return Entry(served, none, tokens, len(served) < len(pace.order))
-    served, tokens, is_cut = _first_that_fit(judged, order, pace.limit_s)
-    if not len(served):
-        return Entry(none, none, 0, has_backlog=True)
-    candidates = order[: len(served) + judged.tuning.num_spare_offers]
-    may = admissible(judged, candidates, is_blocked=is_blocked)
-    if may is not candidates:  # those that have begun go on meanwhile
+    order, tuning = pace.order, judged.tuning
+    may = admissible(judged, order[: tuning.num_examined], is_blocked=is_blocked)
+    if judged.state.chunks_prefills:
         served, tokens, is_cut = _first_that_fit(judged, may, pace.limit_s)
+    else:
+        (served, tokens), is_cut = _whole(judged, may, pace.limit_s), False
     has_backlog = is_cut or len(served) < len(order)
-    offered, first = may[len(served) :], judged.prefills.num_started
-    if len(offered):  # budget is left over if those served hit, not if they have begun
-        offered = offered[offered >= first] if (served >= first).any() else none
+    offered, first = may[:0], judged.prefills.num_started
+    # Budget is left over if those served hit a cache, not if they have begun.
+    if judged.state.chunks_prefills and (served >= first).any():
+        offered = may[len(served) : len(served) + tuning.num_spare_offers]
+        offered = offered[offered >= first]
     return Entry(served, offered, tokens, has_backlog)
 
 
@@ -134,9 +127,7 @@ def _whole(judged: Judged, order: IntArray, limit_s: float) -> tuple[IntArray, i
             room -= prefills.new[place]
     if taken[:1] != [first]:
         need_s = judged.mixed_s + float(prefills.service_s[first])
-        steps = decodes.left / judged.state.accepted_per_decode
-        most_s = decodes.bank_s + (steps - 1.0) * (decodes.token_s - decodes.decode_s)
-        if need_s <= most_s[decodes.alive].min(initial=np.inf):
+        if need_s <= decodes.most_lent_s():
             taken = [first]
     return np.array(taken, dtype=np.int64), int(prefills.new[taken].sum())
 
@@ -164,22 +155,12 @@ def admissible(judged: Judged, candidates: IntArray, *, is_blocked: bool) -> Int
 
 def _num_sustained(judged: Judged, waiting: list[int]) -> int:
     """How many of `waiting` may start before bare decode steps outgrow a TPOT target."""
-    decodes, prefills = judged.decodes, judged.prefills
-    if not decodes.num_alive + prefills.num_started:
-        return len(waiting)
-    count = _num_borne(judged, waiting, decodes.least_token_s)
-    if count == len(waiting):
-        return count  # as nearly always; no lengths are needed to see it
-    return _num_borne(judged, waiting, float(decodes.sustain_s[decodes.alive].min(initial=np.inf)))
-
-
-def _num_borne(judged: Judged, waiting: list[int], bear_s: float) -> int:
-    """How many may start where the decodes bear steps of `bear_s`."""
     state, decodes, prefills = judged.state, judged.decodes, judged.prefills
-    num, ctx = decodes.num_alive + prefills.num_started, float(decodes.ctx_alive)
-    if prefills.num_started:
-        ctx += float(prefills.size[: prefills.num_started].sum())
-    longest_s, per_target = bear_s, judged.keep * state.accepted_per_decode
+    num, ctx = decodes.num_alive + prefills.num_started, decodes.ctx_alive
+    if not num:
+        return len(waiting)
+    ctx += float(prefills.size[: prefills.num_started].sum())
+    longest_s, per_target = decodes.bear_s, judged.keep * state.accepted_per_decode
     for count, place in enumerate(waiting):
         num, ctx = num + 1, ctx + float(prefills.size[place])
         longest_s = min(longest_s, per_target * float(state.table.tpot_s[prefills.rows[place]]))

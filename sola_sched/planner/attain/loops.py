@@ -15,6 +15,7 @@ from sola_sched.core.compiled import BoolArray, FloatArray, IntArray, compile_lo
 def follow_schedules(
     rows: IntArray,
     ahead: IntArray,
+    left: FloatArray,
     now_s: float,
     keep: float,
     per_step: float,
@@ -23,29 +24,39 @@ def follow_schedules(
     first_token_s: FloatArray,
     due_s: FloatArray,
     tpot_s: FloatArray,
+    e2e_due_s: FloatArray,
     ctx: IntArray,
     bank_s: FloatArray,
     token_s: FloatArray,
+    sustain_s: FloatArray,
     lost: BoolArray,
-) -> tuple[int, int]:
-    """Where each decode stands; how many are not lost by their TTFT, and their KV tokens.
+) -> None:
+    """Where each decode stands.
 
-    `rows` and `ahead`, the tokens in flight, are of the decodes; a share `keep` of targets is
-    planned for, and a step brings `per_step` tokens. Then come columns. Written are, as in
-    `Decodes`, `ctx`, `bank_s`, `token_s` and `lost`.
+    `rows`, `ahead` and `left` are of the decodes; a share `keep` of targets is planned for, and a
+    step brings `per_step` tokens. Then come columns. Where an end is due, the pace that it takes is
+    a target for the next step and all others. Written is the rest, as in `Decodes`.
     """
-    num_alive = ctx_alive = 0
     for place in range(len(rows)):
         row = rows[place]
         out = max(num_output[row] + ahead[place], 1)
         first_s = first_token_s[row]
         if not first_s <= now_s:  # NaN: it comes with the step in flight
             first_s = now_s
-        target_s = keep * tpot_s[row]
+        target_s, pace_s = keep * tpot_s[row], keep * (e2e_due_s[row] - now_s) / left[place]
         ctx[place] = num_prompt[row] + out
-        bank_s[place] = first_s + target_s * (out + (per_step - 1.0)) - now_s
-        token_s[place] = per_step * target_s
-        lost[place] = first_s > due_s[row]
+        bank = min(first_s + target_s * (out + (per_step - 1.0)) - now_s, per_step * pace_s)
+        token = per_step * min(target_s, pace_s)
+        lost[place] = first_s > due_s[row] or pace_s <= 0.0
+        steps = max(left[place] / per_step, 1.0 + 1e-9)  # no further step x no target is no number
+        bank_s[place], token_s[place] = bank, token
+        sustain_s[place] = (bank + (steps - 1.0) * token) / steps
+
+
+def count_alive(ctx: IntArray, lost: BoolArray) -> tuple[int, int]:
+    """How many are not lost, and their KV tokens."""
+    num_alive = ctx_alive = 0
+    for place in range(len(ctx)):
         if not lost[place]:
             num_alive += 1
             ctx_alive += ctx[place]
@@ -53,25 +64,22 @@ def follow_schedules(
 
 
 def find_slack(
-    bank_s: FloatArray, token_s: FloatArray, lost: BoolArray, decode_s: float, behind: BoolArray
-) -> tuple[int, float, float]:
-    """How many of those not lost are `behind`; slack of the others, and what they bear at least.
+    bank_s: FloatArray, token_s: FloatArray, sustain_s: FloatArray, lost: BoolArray, decode_s: float
+) -> tuple[float, float]:
+    """The longest next step, and the longest mean step, that all bear who are not lost.
 
-    What one bears for long lies between its bank and its target. Behind is who has less in the bank
-    than halfway from `decode_s` to that, or a target that such steps miss: then the length of its
-    output decides. Of the others it does not.
+    One that has more in the bank than halfway from a bare step to what it sustains is on course.
+    One that has less catches up by steps of that length.
     """
-    num_behind, least_bank_s, least_token_s = 0, float("inf"), float("inf")
+    slack_s = bear_s = float("inf")
     for place in range(len(bank_s)):
-        bank, token = bank_s[place], token_s[place]
-        is_ahead = token >= decode_s and bank >= 0.5 * (decode_s + token)
-        behind[place] = not lost[place] and not is_ahead
-        if behind[place]:
-            num_behind += 1
-        elif not lost[place]:
-            least_bank_s = min(least_bank_s, bank)
-            least_token_s = min(least_token_s, min(bank, token))
-    return num_behind, least_bank_s, least_token_s
+        if lost[place]:
+            continue
+        bank, sustain = bank_s[place], sustain_s[place]
+        halfway = decode_s + 0.5 * max(sustain - decode_s, 0.0)
+        slack_s = min(slack_s, bank if bank >= halfway else min(halfway, token_s[place]))
+        bear_s = min(bear_s, sustain)
+    return slack_s, bear_s
 
 
 def judge_prefills(
@@ -128,46 +136,6 @@ def judge_prefills(
         if left_s < float("inf") and mixed_s + time_s > min(tight * ttft_s[row], left_s):
             num_urgent += 1
     return num_feasible, num_urgent
-
-
-def find_near(
-    candidates: BoolArray,
-    first_waiting: int,
-    service_s: FloatArray,
-    deadline_s: FloatArray,
-    rank: IntArray,
-    near: IntArray,
-) -> tuple[int, int, int, float]:
-    """The first of the candidates by (rank, deadline), as many as `near` has places for.
-
-    Returns:
-        How many candidates there are, how many of them wait for a slot (they are in the places
-        from `first_waiting` on), how many are near, and the mean time of those.
-    """
-    count = num_waiting = num_near = 0
-    for place in range(len(candidates)):
-        if not candidates[place]:
-            continue
-        count += 1
-        if place >= first_waiting:
-            num_waiting += 1
-        at = num_near
-        while at > 0:
-            before = near[at - 1]
-            if rank[before] < rank[place] or (
-                rank[before] == rank[place] and deadline_s[before] <= deadline_s[place]
-            ):
-                break
-            if at < len(near):
-                near[at] = before
-            at -= 1
-        if at < len(near):
-            near[at] = place
-            num_near = min(num_near + 1, len(near))
-    total_s = 0.0
-    for at in range(num_near):
-        total_s += service_s[near[at]]
-    return count, num_waiting, num_near, total_s / max(1, num_near)
 
 
 def keep_on_time(
@@ -237,4 +205,4 @@ def keep_on_time(
 @functools.cache
 def load() -> SimpleNamespace:
     """The loops by name; call before the first step."""
-    return compile_loops(follow_schedules, find_slack, judge_prefills, find_near, keep_on_time)
+    return compile_loops(follow_schedules, count_alive, find_slack, judge_prefills, keep_on_time)

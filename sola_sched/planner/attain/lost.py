@@ -8,9 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from sola_sched.core.state import DECODE, PREFILL, BoolArray, FloatArray, IntArray, StepState
-from sola_sched.planner.attain.ends import bear_s, start_by_s
 from sola_sched.planner.attain.loops import load
 from sola_sched.planner.attain.tuning import AttainTuning
+
+#: Share of the time left per token at which a prefill with a deadline for its last token plans for
+#: its tokens at most: one that cannot have the usual pace is to start soon, not to be given up.
+_PROMPT = 0.8
 
 
 @dataclass
@@ -19,48 +22,37 @@ class Decodes:
 
     Attributes:
         rows, ahead, ctx: Rows of the table, output tokens in flight, KV tokens.
+        left: Predicted output tokens after those in flight, >= 1.
         bank_s: Time until the next token is due; < 0 behind the schedule.
         token_s: Target for a step: TPOT x tokens of a step.
+        sustain_s: Longest mean step with which each meets TPOT at its predicted end.
         lost: Whether it missed a target or cannot meet one any more.
         num_alive, ctx_alive, decode_s: Of the others: how many, their KV tokens, and the time of a
             step of them alone.
         slack_s: The longest next step that keeps, or brings, all of them on course; inf without
             any.
-        least_token_s: A lower bound of what they sustain, 0 if there is none.
+        bear_s: The longest bare step that all of them sustain; inf without any.
     """
 
     state: StepState
     rows: IntArray
     ahead: IntArray
     ctx: IntArray
+    left: FloatArray
     bank_s: FloatArray
     token_s: FloatArray
+    sustain_s: FloatArray
     lost: BoolArray
     num_alive: int = 0
     ctx_alive: float = 0.0
     decode_s: float = 0.0
     slack_s: float = np.inf
-    least_token_s: float = np.inf
+    bear_s: float = np.inf
 
     @functools.cached_property
     def alive(self) -> IntArray:
         """Places of those that are not lost."""
         return (~self.lost).nonzero()[0]
-
-    @functools.cached_property
-    def mixed_s(self) -> float:
-        """Time of a step of those alive and a chunk, but for the chunk."""
-        return self.decode_s + (self.state.cost.chunk_overhead_s if self.num_alive else 0.0)
-
-    @functools.cached_property
-    def left(self) -> FloatArray:
-        """Predicted output tokens of each after those in flight."""
-        return self.state.remaining(self.rows, self.ahead)
-
-    @functools.cached_property
-    def sustain_s(self) -> FloatArray:
-        """Longest mean step with which each meets TPOT at its predicted end."""
-        return _sustained_s(self.left / self.state.accepted_per_decode, self.bank_s, self.token_s)
 
     @property
     def num_lost(self) -> int:
@@ -73,19 +65,23 @@ class Decodes:
         Their later steps are to be halfway between bare ones and their targets: the other half is
         for the prefills that come then.
         """
-        steps = self.left[self.alive] / self.state.accepted_per_decode
-        gain_s = 0.5 * np.maximum(self.token_s[self.alive] - self.decode_s, 0.0)
-        more = np.maximum(steps - 1.0, 1e-9)  # no further step x no target is no number
-        lent_s: FloatArray = self.bank_s[self.alive] + more * gain_s
+        alive = self.alive
+        gain_s = 0.5 * np.maximum(self.token_s[alive] - self.decode_s, 0.0)
+        # No further step x no target is no number.
+        more = np.maximum(self.left[alive] / self.state.accepted_per_decode - 1.0, 1e-9)
+        lent_s: FloatArray = self.bank_s[alive] + more * gain_s
         return float(lent_s.min(initial=np.inf))
 
-    def count(self, num_alive: int, ctx_alive: float) -> None:
-        """Note who is left."""
-        for known in ("alive", "mixed_s"):
-            self.__dict__.pop(known, None)
-        self.num_alive, self.ctx_alive = num_alive, ctx_alive
-        cost = self.state.cost
-        self.decode_s = float(cost.decode_s(num_alive, ctx_alive)) if num_alive else 0.0
+    def weigh(self) -> None:
+        """Sum up those alive: the time of their step, and what they allow."""
+        self.__dict__.pop("alive", None)
+        loops, cost = load(), self.state.cost
+        self.num_alive, ctx = loops.count_alive(self.ctx, self.lost)
+        self.ctx_alive = float(ctx)
+        self.decode_s = float(cost.decode_s(self.num_alive, ctx)) if self.num_alive else 0.0
+        self.slack_s, self.bear_s = loops.find_slack(
+            self.bank_s, self.token_s, self.sustain_s, self.lost, self.decode_s
+        )
 
 
 @dataclass
@@ -120,12 +116,13 @@ class Prefills:
     @property
     def num_kept(self) -> int:
         """Those with a slot that are feasible."""
-        is_any_lost = self.num_feasible < len(self.rows)
-        return (
-            int(np.count_nonzero(self.feasible[: self.num_started]))
-            if is_any_lost
-            else self.num_started
-        )
+        return int(np.count_nonzero(self.feasible[: self.num_started]))
+
+    def without_rejected(self, places: BoolArray) -> BoolArray:
+        """These, but for those that wait and cannot have their first token in time any more."""
+        stay = places.copy()
+        stay[self.num_started :] &= ~self.hopeless[self.num_started :]
+        return stay
 
     @functools.cached_property
     def size(self) -> FloatArray:
@@ -158,7 +155,7 @@ class Judged:
 
     @property
     def mixed_s(self) -> float:
-        return self.decodes.mixed_s
+        return _mixed_s(self.decodes)
 
     @property
     def token_room(self) -> int:
@@ -213,107 +210,42 @@ def judge_decodes(
     keep: float,
     lowest: int,
 ) -> Decodes:
-    """Judge the decodes in `rows`; arguments as in `judge`, `lowest` is the lowest class there."""
+    """Judge the decodes in `rows`; arguments as in `judge`, `lowest` is the lowest rank there.
+
+    Ranks are strict: one of an upper rank is served even when it has lost.
+    """
     table, count = state.table, len(rows)
     decodes = Decodes(
-        state, rows, ahead, np.empty(count, dtype=np.int64), np.empty(count), np.empty(count),
-        np.empty(count, dtype=np.bool_),
+        state, rows, ahead, np.empty(count, dtype=np.int64), state.remaining(rows, ahead),
+        np.empty(count), np.empty(count), np.empty(count), np.empty(count, dtype=np.bool_),
     )  # fmt: skip
-    num_alive, ctx_alive = load().follow_schedules(
-        rows, ahead, state.now_s, keep, state.accepted_per_decode,
+    load().follow_schedules(
+        rows, ahead, decodes.left, state.now_s, keep, state.accepted_per_decode,
         table.num_prompt, table.num_output, table.first_token_s, table.due_s, table.tpot_s,
-        decodes.ctx, decodes.bank_s, decodes.token_s, decodes.lost,
+        table.e2e_due_s,
+        decodes.ctx, decodes.bank_s, decodes.token_s, decodes.sustain_s, decodes.lost,
     )  # fmt: skip
-    decodes.count(num_alive, float(ctx_alive))
-    if state.has_e2e:
-        _follow_ends(decodes, keep)
-    behind = np.empty(count, dtype=np.bool_)
-    num_behind, decodes.slack_s, decodes.least_token_s = load().find_slack(
-        decodes.bank_s, decodes.token_s, decodes.lost, decodes.decode_s, behind
-    )
-    is_easy = not state.has_ranks
-    if is_easy and num_behind:
-        is_easy = _catch_up(decodes, behind.nonzero()[0], tuning)
-    if not is_easy:
-        judge_by_length(decodes, tuning, lowest)
+    decodes.weigh()
+    if decodes.decode_s * tuning.decode_margin > decodes.bear_s:
+        _lose_too_slow(decodes, tuning.decode_margin)
+    if state.has_ranks and decodes.num_lost:
+        free = decodes.lost & (state.rank_of(rows) < lowest)
+        decodes.bank_s[free] = decodes.sustain_s[free] = np.inf
+        decodes.lost &= ~free
+        decodes.weigh()
     return decodes
 
 
-def _follow_ends(decodes: Decodes, keep: float) -> None:
-    """Where an end is due, the pace that it takes is a target for the next step and all others."""
-    state = decodes.state
-    step_s = state.accepted_per_decode * bear_s(state, decodes.rows, keep, decodes.ahead)
-    np.minimum(decodes.bank_s, step_s, out=decodes.bank_s)
-    np.minimum(decodes.token_s, step_s, out=decodes.token_s)
-    if (step_s <= 0.0).any():
-        decodes.lost |= step_s <= 0.0
-        _count(decodes)
-
-
-def _catch_up(decodes: Decodes, behind: IntArray, tuning: AttainTuning) -> bool:
-    """Let these few catch up; false if some may be too slow for that, and all must be judged."""
-    left = decodes.state.remaining(decodes.rows[behind], decodes.ahead[behind])
-    bank_s, token_s = decodes.bank_s[behind], decodes.token_s[behind]
-    sustain_s = _sustained_s(left / decodes.state.accepted_per_decode, bank_s, token_s)
-    least_s = float(sustain_s.min())
-    if decodes.decode_s * tuning.decode_margin > least_s:
-        return False
-    allowed_s = _allowed_s(decodes.decode_s, sustain_s, bank_s, token_s)
-    decodes.slack_s = min(decodes.slack_s, float(allowed_s.min()))
-    decodes.least_token_s = min(decodes.least_token_s, least_s)
-    return True
-
-
-def _sustained_s(steps: FloatArray, bank_s: FloatArray, token_s: FloatArray) -> FloatArray:
-    """Longest mean step that meets TPOT after so many steps, seconds."""
-    steps = np.maximum(steps, 1.0 + 1e-9)  # no further step x no target is no number
-    sustain_s: FloatArray = (bank_s + (steps - 1.0) * token_s) / steps
-    return sustain_s
-
-
-def _allowed_s(
-    decode_s: float, sustain_s: FloatArray, bank_s: FloatArray, token_s: FloatArray
-) -> FloatArray:
-    """The longest next step that keeps each on course, or brings it there, seconds.
-
-    One behind its schedule catches up by steps halfway to what it could bear for long.
-    """
-    behind_s = decode_s + 0.5 * np.maximum(sustain_s - decode_s, 0.0)
-    return np.where(bank_s >= behind_s, bank_s, np.minimum(behind_s, token_s))
-
-
-def judge_by_length(decodes: Decodes, tuning: AttainTuning, lowest: int) -> None:
-    """Tell who is too slow, and how long a step those behind their schedules allow."""
-    state, sustain_s = decodes.state, decodes.sustain_s
-    _lose_too_slow(decodes, tuning)
-    allowed_s = _allowed_s(decodes.decode_s, sustain_s, decodes.bank_s, decodes.token_s)
-    if state.has_ranks:  # they are strict: an upper one is served even when it has lost
-        is_upper = state.rank_of(decodes.rows) < lowest
-        is_free = is_upper & decodes.lost
-        sustain_s[is_free] = allowed_s[is_free] = np.inf
-        decodes.lost &= ~is_upper
-        _count(decodes)
-    decodes.slack_s = float(allowed_s[decodes.alive].min(initial=np.inf))
-    decodes.least_token_s = 0.0
-
-
-def _lose_too_slow(decodes: Decodes, tuning: AttainTuning) -> None:
+def _lose_too_slow(decodes: Decodes, margin: float) -> None:
     """Keep, of those not lost, the most whose bare steps are short enough for all of them."""
-    order, sustain_s, margin = decodes.alive, decodes.sustain_s, tuning.decode_margin
-    if not len(order) or decodes.decode_s * margin <= float(sustain_s[order].min()):
-        return
+    order, sustain_s = decodes.alive, decodes.sustain_s
     order = order[np.argsort(-sustain_s[order], kind="stable")]
     step_s = decodes.state.cost.decode_s(
         np.arange(1.0, len(order) + 1), np.cumsum(decodes.ctx[order]).astype(np.float64)
     )
     fits = np.flatnonzero(step_s * margin <= sustain_s[order])
     decodes.lost[order[(fits[-1] + 1 if len(fits) else 0) :]] = True
-    _count(decodes)
-
-
-def _count(decodes: Decodes) -> None:
-    alive = (~decodes.lost).nonzero()[0]
-    decodes.count(len(alive), float(decodes.ctx[alive].sum()))
+    decodes.weigh()
 
 
 def judge_prefills(
@@ -324,7 +256,7 @@ def judge_prefills(
     keep: float,
     lowest: int,
 ) -> Prefills:
-    """Judge the prefills in `started` and the waiting requests; arguments as in `judge`.
+    """Judge the prefills in `started` and the waiting requests; arguments as in `judge_decodes`.
 
     Args:
         decodes: Those beside them.
@@ -339,7 +271,7 @@ def judge_prefills(
     )  # fmt: skip
     linear, gamma = cost.coefficients, cost.gamma.mixed
     prefills.num_feasible, prefills.num_urgent = load().judge_prefills(
-        rows, state.now_s, decodes.decode_s, decodes.mixed_s, keep, tuning.prefill_margin,
+        rows, state.now_s, decodes.decode_s, _mixed_s(decodes), keep, tuning.prefill_margin,
         tuning.tight, gamma * linear.a0, gamma * linear.b0, gamma * linear.c0,
         table.prefill_target, table.num_computed, table.num_output, table.ttft_s, table.due_s,
         _limits(state, rows, decodes.decode_s, keep),
@@ -354,6 +286,11 @@ def judge_prefills(
     return prefills
 
 
+def _mixed_s(decodes: Decodes) -> float:
+    cost = decodes.state.cost
+    return decodes.decode_s + (cost.chunk_overhead_s if decodes.num_alive else 0.0)
+
+
 def _limits(state: StepState, rows: IntArray, decode_s: float, keep: float) -> FloatArray:
     """Time left until each prefill must end, but for its TTFT, seconds; -inf if it is lost."""
     table = state.table
@@ -366,10 +303,14 @@ def _limits(state: StepState, rows: IntArray, decode_s: float, keep: float) -> F
         gain = np.where(np.isinf(tpot), 0.0, gain)
         due = first + tpot * table.num_output[back] + gain * (state.remaining(back) - 1)
         limit_s[again] = np.where(first > table.due_s[back], -np.inf, due - state.now_s)
-    if state.has_e2e:
+    if state.has_e2e:  # its tokens have to come in time too, at the pace of now
+        left_s = keep * (table.e2e_due_s[rows] - state.now_s)
+        (ends,) = (left_s < np.inf).nonzero()
+        left = state.remaining(rows[ends])
         step_s = max(decode_s, float(state.cost.decode_s(1.0, 0.0)))  # it will be one of them
-        least_s, usual_s = step_s / state.accepted_per_decode, usual_token_s(state, step_s)
-        limit_s = np.minimum(limit_s, start_by_s(state, rows, keep, least_s, usual_s))
+        least_s = np.maximum(step_s / state.accepted_per_decode, _PROMPT * left_s[ends] / left)
+        token_s = np.minimum(usual_token_s(state, step_s), least_s)
+        limit_s[ends] = np.minimum(limit_s[ends], left_s[ends] - (left - 1.0) * token_s)
     return limit_s
 
 

@@ -44,8 +44,7 @@ def find_pace(judged: Judged, *, rejects: bool) -> Pace:
     prefills, limit_s = judged.prefills, judged.decodes.slack_s
     candidates = prefills.feasible
     if rejects:
-        candidates = candidates.copy()
-        candidates[prefills.num_started :] &= ~prefills.hopeless[prefills.num_started :]
+        candidates = prefills.without_rejected(candidates)
     jobs = Jobs(judged, candidates)
     if not jobs.count:
         return Pace(jobs.near, 0, limit_s)
@@ -79,21 +78,21 @@ class Jobs:
     def __init__(self, judged: Judged, candidates: BoolArray, delay_s: float = 0.0) -> None:
         self.judged, self.candidates = judged, candidates
         prefills, state = judged.prefills, judged.state
-        near = np.empty(min(len(candidates), judged.tuning.num_examined), dtype=np.int64)
-        self.count, num_waiting, num_near, mean_s = load().find_near(
-            candidates, prefills.num_started, prefills.service_s, prefills.deadline_s,
-            prefills.rank, near,
-        )  # fmt: skip
-        self.near: IntArray = near[:num_near]
+        (places,) = candidates.nonzero()
+        self.count = len(places)
+        first = np.lexsort((prefills.deadline_s[places], prefills.rank[places]))
+        self.near: IntArray = places[first[: judged.tuning.num_examined]]
         self.delay_s = judged.decodes.decode_s + delay_s
         # Slots are a second machine, which is ahead by the free ones; nobody knows how long one is
         # held before the first has ended.
         num_open = judged.num_open_slots
+        num_waiting = int(np.count_nonzero(places >= prefills.num_started))
         self.are_slots_short = num_waiting > num_open and not math.isnan(state.end_interval_s)
         self.slot_s = state.end_interval_s if self.are_slots_short else 0.0
         self.slots_busy_s = -num_open * self.slot_s
         # The step ends with the deadline of its first prefill. Where one could hold many, those
         # who are to be on time are so a step early, or steps would end with one each.
+        mean_s = prefills.service_s[self.near].sum() / max(1, len(self.near))
         self.lead_s = judged.mixed_s if mean_s < judged.mixed_s else 0.0
 
     @functools.cached_property

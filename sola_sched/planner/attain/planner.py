@@ -11,7 +11,6 @@ from sola_sched.core.state import IntArray, StepPlan, StepState
 from sola_sched.planner.attain import loops
 from sola_sched.planner.attain.alone import find_prompts_alone
 from sola_sched.planner.attain.best_effort import Account, Share, find_victims, serve_lost
-from sola_sched.planner.attain.ends import bear_s
 from sola_sched.planner.attain.entry import Entry, let_in
 from sola_sched.planner.attain.lost import Judged, judge
 from sola_sched.planner.attain.pace import Pace, find_pace
@@ -33,7 +32,6 @@ class AttainPlanner:
         self.tuning = tuning = tuning or AttainTuning()
         self.rejects = config.overload == "reject"
         self.account = Account(config.best_effort_share, tuning.most_credit_s)
-        self._num_settled = 0
         self._did_wait = False  # the decodes, in the step before
 
     def plan(self, state: StepState) -> StepPlan:
@@ -120,17 +118,15 @@ class AttainPlanner:
     def _is_settled(self, state: StepState) -> bool:
         """Nothing can be decided: only decodes, all served within their targets, no free slot."""
         rows, table = state.running, state.table
+        if state.has_e2e:
+            return False
         if len(state.waiting):
             if self.rejects or len(rows) < state.max_num_running:
                 return False
             # One that is late could give its slot to a request that is still on time.
             if np.count_nonzero(table.first_token_s[rows] > table.due_s[rows]):
-                self._num_settled += 1
-                if self._num_settled % self.tuning.slot_review_steps == 1:
-                    return False
+                return False
         tpot_s = table.shortest_tpot_s(rows)
-        if state.has_e2e:
-            tpot_s = min(tpot_s, float(bear_s(state, rows, 1.0, state.num_ahead).min()))
         return state.decode_step_s(rows) <= self.keep * tpot_s * state.accepted_per_decode
 
 

@@ -29,8 +29,6 @@ class AttainTuning:
         num_lost: Lost prefills looked at in a step, by arrival; bounds the time of a plan.
         spare_slots, spare_blocks: Shares of slots and KV blocks that stay free when several lost
             requests start at once, for those that arrive next.
-        slot_review_steps: While slots are all that is short, the swap of a late decode for a
-            waiting request is weighed once in so many steps; bounds the time of a plan.
     """
 
     decode_margin: float = 0.9
@@ -45,4 +43,3 @@ class AttainTuning:
     num_lost: int = 128
     spare_slots: float = 0.125
     spare_blocks: float = 0.5
-    slot_review_steps: int = 8
