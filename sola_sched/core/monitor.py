@@ -28,16 +28,12 @@ from sola_sched.core.state import (
     RequestTable,
     StepState,
 )
-from sola_sched.core.turnover import SlotTurnover
 from sola_sched.cost.model import CostModel, StepShape
 from sola_sched.prediction.length import LEVELS, LengthPrediction
 from sola_sched.prediction.trust import PredictionTrust
 
 #: Weight of the newest step in the running averages of the system state.
 _AVERAGING = 0.05
-
-#: Phases of requests that hold a slot.
-_HOLD_SLOT = (PREFILL, DECODE)
 
 _NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 _NO_SHAPE = StepShape(0, 0, 0, 0.0, 0.0)
@@ -94,8 +90,6 @@ class StateMonitor:
         self._next_pos = 1
         self._front_pos = -1
         self._num_limited = self._num_due = self._num_ranked = 0
-        self._num_running = 0
-        self._turnover = SlotTurnover(_AVERAGING)
         self._parked: set[int] = set()
         self._outcomes: dict[int, ClassOutcomes] = {}  # by row, where not those of the default
         self._waiting, self._waiting_epoch = _NO_ROWS, -1
@@ -321,7 +315,6 @@ class StateMonitor:
         elapsed = now - start
         self._last_update_s = now
         self._elapsed_s += elapsed
-        self._turnover.hold(self._num_running, elapsed)
         self.stats.num_steps += 1
         shape = record.shape
         if record.parts is not None:
@@ -376,8 +369,6 @@ class StateMonitor:
             self.lengths.observe(int(table.length_class[row]), num_output)
             self.services.observe(int(table.service[row]), int(table.num_prompt[row]), num_output)
         self.services.num_live[table.service[row]] -= 1
-        if table.phase[row] in _HOLD_SLOT:
-            self._turnover.free()
         if num_in_flight := table.num_in_flight[row]:
             for record in self._in_flight:
                 is_in = num_in_flight == len(self._in_flight) or record.samples(row)
@@ -435,7 +426,6 @@ class StateMonitor:
         elif self._waiting_epoch != table.epoch:
             (self._waiting,) = (table.phase == WAITING).nonzero()
             self._waiting_epoch = table.epoch
-        self._num_running = len(rows)
         now = self.clock()
         start = now
         if self._in_flight:
@@ -462,7 +452,6 @@ class StateMonitor:
             accepted_per_decode=self.accepted_per_decode,
             elapsed_s=elapsed,
             prefill_share=self.prefill_share,
-            end_interval_s=self._turnover.average(max_num_running),
             has_slo=self._num_limited > 0,
             has_e2e=self._num_due > 0,
             has_classes=self._num_ranked > 0,

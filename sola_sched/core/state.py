@@ -302,8 +302,6 @@ class StepState:
         accepted_per_decode: Mean output tokens per decode step, >= 1.
         elapsed_s: Measured engine time since the previous plan, seconds.
         prefill_share: Recent share of engine time spent on prefill, in [0, 1).
-        end_interval_s: Recent mean time between two ends of requests that held a slot, seconds,
-            as it is while all slots are held; NaN at first.
         has_slo: Whether any live request has a target.
         has_e2e: Whether any live request has a target for its last token.
         has_classes: Whether the priorities of live requests may differ.
@@ -332,7 +330,6 @@ class StepState:
     accepted_per_decode: float = 1.0
     elapsed_s: float = 0.0
     prefill_share: float = 0.0
-    end_interval_s: float = math.nan
     has_slo: bool = True
     has_e2e: bool = False
     has_classes: bool = True

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 from random_states import random_builder
@@ -43,7 +41,6 @@ def test_the_budget_covers_every_prompt_that_is_let_in(policy: str, seed: int) -
     rng = np.random.default_rng(seed)
     b = random_builder(rng, num_classes=1 + 2 * (seed % 2))
     state = b.build(
-        end_interval_s=float(rng.choice([math.nan, 0.05, 1.0])),
         max_num_tokens=3000,
         tokens_per_decode=int(rng.choice([1, 4])),
         chunks_prefills=False,
@@ -108,3 +105,30 @@ def test_decodes_sit_out_for_a_prompt_that_fits_no_step_beside_them() -> None:
         check_whole(state, plan)
         assert b.names(plan.admit) == ["long"], policy
         assert len(plan.run) <= 6, policy
+
+
+@pytest.mark.parametrize(("prompt_class", "run"), [(0, ["upper"]), (1, ["upper"]), (-1, [])])
+def test_decodes_of_the_lowest_class_sit_out_for_a_prompt_and_none_of_a_higher_one(
+    prompt_class: int, run: list[str]
+) -> None:
+    b = StateBuilder(max_num_tokens=1000)
+    b.decode("lower", first_ago_s=0.1, out=2, priority=1)
+    b.decode("upper", first_ago_s=0.1, out=2, priority=0)
+    b.waiting("w", waited_s=0.1, prompt=999 if run else 1000, priority=prompt_class)
+    state = b.build(chunks_prefills=False, has_classes=True)
+    plan = StepPlan(run=state.running, admit=state.waiting, token_budget=1000)
+    plan = pass_through(state, plan)
+    check_whole(state, plan)
+    assert b.names(plan.run) == run
+    assert b.names(plan.admit) == ["w"]
+
+
+def test_a_prompt_waits_where_decodes_of_a_higher_class_leave_too_little() -> None:
+    b = StateBuilder(max_num_tokens=1000)
+    b.decode("upper", first_ago_s=0.1, out=2, priority=0)
+    b.waiting("w", waited_s=0.1, prompt=1000, priority=1)
+    state = b.build(chunks_prefills=False, has_classes=True)
+    plan = StepPlan(run=state.running, admit=state.waiting, token_budget=1000)
+    plan = pass_through(state, plan)
+    assert plan.run is None or b.names(plan.run) == ["upper"]
+    assert not len(plan.admit)

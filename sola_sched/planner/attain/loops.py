@@ -146,17 +146,13 @@ def keep_on_time(
     rank: IntArray,
     share: float,
     early_s: float,
-    first_slot: int,
-    slot_s: float,
-    slots_busy_s: float,
     kept: BoolArray,
 ) -> int:
     """Mark the most jobs that can be on time; how many.
 
     Source: Moore and Hodgson (1968), for the fewest late jobs on one machine: take the jobs by
     deadline and, whenever the last one taken would be late, give up the one that costs most. Here
-    the cost is a weight of its own, and slots are a second machine: a job that is late for a slot
-    makes the costliest go of those that wait for one.
+    the cost is a weight of its own.
 
     Args:
         jobs: Places in the arrays that follow, by (rank, deadline), [n].
@@ -166,39 +162,28 @@ def keep_on_time(
         rank: Class; nobody is given up for one of a lower class (a larger number).
         share: Share of its time that the machine has for them.
         early_s: They are to end so much before their deadlines.
-        first_slot, slot_s: Jobs in places from this one on take a slot for so long.
-        slots_busy_s: Slots are taken until then; < 0 while some are free.
         kept: Who is kept, [n].
     """
     busy_s, num_kept = 0.0, 0
     for last in range(len(jobs)):
         job = jobs[last]
-        ends_s = due_s[job] - early_s
         kept[last] = True
         num_kept += 1
         busy_s += service_s[job]
-        needs_slot = slot_s > 0.0 and job >= first_slot
-        if needs_slot:
-            slots_busy_s += slot_s
-        while True:
-            lacks_slot = needs_slot and slots_busy_s > ends_s
-            if not lacks_slot and busy_s <= share * ends_s:
-                break
+        while busy_s > share * (due_s[job] - early_s):
             worst = -1
             for at in range(last + 1):
-                if not kept[at] or rank[jobs[at]] != rank[job]:
-                    continue
-                if lacks_slot and jobs[at] < first_slot:
-                    continue
-                if worst < 0 or weight_s[jobs[at]] > weight_s[jobs[worst]]:
+                if (
+                    kept[at]
+                    and rank[jobs[at]] == rank[job]
+                    and (worst < 0 or weight_s[jobs[at]] > weight_s[jobs[worst]])
+                ):
                     worst = at
             if worst < 0:  # what a higher class has kept is too much by itself
                 break
             kept[worst] = False
             num_kept -= 1
             busy_s -= service_s[jobs[worst]]
-            if slot_s > 0.0 and jobs[worst] >= first_slot:
-                slots_busy_s -= slot_s
     return num_kept
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from sola_sched.core.state import BoolArray, FloatArray, IntArray
 from sola_sched.planner.attain.loops import load
-from sola_sched.planner.attain.lost import Judged, usual_token_s
+from sola_sched.planner.attain.lost import Judged
 
 #: Share of the time that prefills have in a step at least, as far as anybody counts on it.
 _LEAST_SHARE = 0.02
@@ -83,28 +81,12 @@ class Jobs:
         first = np.lexsort((prefills.deadline_s[places], prefills.rank[places]))
         self.near: IntArray = places[first[: judged.tuning.num_examined]]
         self.delay_s = judged.decodes.decode_s + delay_s
-        # Slots are a second machine, which is ahead by the free ones; nobody knows how long one is
-        # held before the first has ended.
-        num_open = judged.num_open_slots
-        num_waiting = int(np.count_nonzero(places >= prefills.num_started))
-        self.are_slots_short = num_waiting > num_open and not math.isnan(state.end_interval_s)
-        self.slot_s = state.end_interval_s if self.are_slots_short else 0.0
-        self.slots_busy_s = -num_open * self.slot_s
         # The step ends with the deadline of its first prefill. Where one could hold many, those
         # who are to be on time are so a step early, or steps would end with one each.
         mean_s = prefills.service_s[self.near].sum() / max(1, len(self.near))
         self.lead_s = judged.mixed_s if mean_s < judged.mixed_s else 0.0
-
-    @functools.cached_property
-    def weight_s(self) -> FloatArray:
-        """What serving each prefill costs for what it is worth, seconds: its service and, if
-        slots are short, its share of the time of all slots."""
-        judged, state, prefills = self.judged, self.judged.state, self.judged.prefills
-        weight_s: FloatArray = prefills.service_s
-        if self.are_slots_short:
-            usual_s = usual_token_s(state, judged.decodes.decode_s) / state.max_num_running
-            weight_s = weight_s + usual_s * state.remaining(prefills.rows)
-        return weight_s / state.table.weight[prefills.rows]
+        #: What serving each costs for what it is worth, seconds.
+        self.weight_s: FloatArray = prefills.service_s / state.table.weight[prefills.rows]
 
     def keep(self, limit_s: float) -> tuple[int, BoolArray]:
         """The most of `near` that are on time together in steps of `limit_s`: how many, and which.
@@ -122,9 +104,10 @@ class Jobs:
 
     def all_on_time_s(self) -> float:
         """The shortest steps in which all are on time together, seconds; inf if there are none."""
-        if len(self.near) < self.count or self.are_slots_short:
-            return np.inf
         prefills, near = self.judged.prefills, self.near
+        num_starts = np.count_nonzero(near >= prefills.num_started)
+        if len(near) < self.count or num_starts > self.judged.num_open_slots:
+            return np.inf
         left_s = prefills.deadline_s[near] - self.delay_s
         share = float((prefills.service_s[near].cumsum() / np.maximum(left_s, 1e-9)).max())
         cost, mixed_s = self.judged.state.cost, self.judged.mixed_s
@@ -135,8 +118,7 @@ class Jobs:
         prefills = self.judged.prefills
         count: int = load().keep_on_time(
             self.near, prefills.service_s, prefills.deadline_s, weight_s, prefills.rank,
-            share, self.delay_s + lead_s, prefills.num_started, self.slot_s, self.slots_busy_s,
-            kept,
+            share, self.delay_s + lead_s, kept,
         )  # fmt: skip
         return count
 

@@ -15,7 +15,7 @@ def with_whole_prompts(state: StepState, plan: StepPlan) -> StepPlan:
 
     The first one starts whatever its length. The others do where what is planned is enough for
     them too; one that is too long waits, and is in nobody's way. Where the tokens of a step would
-    not do for the first one, the last decodes of the plan sit out.
+    not do for the first one, the last decodes of the lowest classes sit out, none of a higher one.
 
     Args:
         state: The step's state.
@@ -32,11 +32,14 @@ def with_whole_prompts(state: StepState, plan: StepPlan) -> StepPlan:
     started = run[~is_decode]
     tokens = int(np.maximum(table.prefill_target[started] - table.num_computed[started], 1).sum())
     (decodes,) = is_decode.nonzero()
-    num_fitting = max(0, most - tokens - new[0]) // state.tokens_per_decode
-    if num_fitting < len(decodes) and tokens + new[0] <= most:
-        run = np.delete(run, decodes[num_fitting:])
-        decodes = decodes[:num_fitting]
     tokens += len(decodes) * state.tokens_per_decode
+    num_over = -(-(tokens + new[0] - most) // state.tokens_per_decode)
+    priority = table.priority[run[decodes]]
+    order = priority.argsort(kind="stable")
+    may_wait = decodes[order[priority[order] >= table.priority[plan.admit[0]]]]
+    if 0 < num_over <= len(may_wait):
+        run = np.delete(run, may_wait[-num_over:])
+        tokens -= num_over * state.tokens_per_decode
     admit: list[int] = []
     budget = most if plan.token_budget is None else plan.token_budget
     for row, num_tokens in zip(plan.admit.tolist(), new, strict=True):
