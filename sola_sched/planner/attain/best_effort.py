@@ -147,6 +147,8 @@ class _LostStep:
         the others none whose slot or KV those who start may need.
         """
         decodes, state = self.judged.decodes, self.judged.state
+        if not len(held):
+            return 0
         added_s = state.cost.decode_s(2.0, decodes.ctx[held]) - state.cost.decode_s(1.0, 0.0)
         ends_s = added_s.cumsum()
         can = max(0, min(self._room // state.tokens_per_decode, len(held) + min(0, self._slots)))

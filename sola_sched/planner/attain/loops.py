@@ -110,9 +110,9 @@ def judge_prefills(
 
     A step without prefill takes `decode_s`, one with a chunk `mixed_s` and the chunk. Lost is who
     misses its deadline by more than a share `1 - margin` of its time; urgent is who would be late
-    beside the decodes, or `tight`. The next three are SOLA's Eq. 3. Then come columns, and what
-    else limits each. Written are, as in `Prefills`, `deadline_s` (less the margin of `keep` where
-    there is time for it) and the others.
+    beside the decodes, or `tight`, and need not be. The next three are SOLA's Eq. 3. Then come
+    columns, and what else limits each. Written are, as in `Prefills`, `deadline_s` (less the margin
+    of `keep` where there is time for it) and the others.
     """
     num_feasible = num_urgent = 0
     for place in range(len(rows)):
@@ -133,7 +133,7 @@ def judge_prefills(
             if is_first and need_s <= early_s:
                 left_s = early_s
         deadline_s[place] = left_s
-        if left_s < float("inf") and mixed_s + time_s > min(tight * ttft_s[row], left_s):
+        if time_s <= left_s < float("inf") and mixed_s + time_s > min(tight * ttft_s[row], left_s):
             num_urgent += 1
     return num_feasible, num_urgent
 
