@@ -43,15 +43,13 @@ def test_the_lost_run_on_what_is_left_over() -> None:
     assert b.names(plan.admit) == ["lost too"]
 
 
-def test_lost_prompts_start_together_where_others_leave_room_but_for_an_eighth_of_the_slots() -> (
-    None
-):
+def test_lost_prompts_start_together_where_others_leave_room() -> None:
     b = StateBuilder(max_num_running=64)
     for i in range(100):
         b.waiting(f"lost {i:02}", waited_s=100.0 - i, prompt=4)
     plan = make_attain().plan(b.build())
-    assert b.names(plan.admit) == [f"lost {i:02}" for i in range(56)]
-    assert plan.token_budget == 56 * 4
+    assert b.names(plan.admit) == [f"lost {i:02}" for i in range(64)]
+    assert plan.token_budget == 64 * 4
 
 
 def test_lost_prefills_that_hold_a_slot_end_before_others_start() -> None:

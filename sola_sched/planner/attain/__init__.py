@@ -7,7 +7,6 @@ requests that meet all their targets, each counted as what it is worth. One plan
 part has a module and a result:
 
     lost         who is lost?                       -> Judged (Decodes, Prefills)
-    ends         (deadlines for the last token, as limits for the pace before it)
     pace         how long may the step be,
                  and which prefills are on time?    -> Pace
     alone        (prompts without decodes, if all decodes can wait for them)

@@ -90,14 +90,12 @@ def serve_lost(
         account.forget()
         return Share(held, places)
     account.earn(state.elapsed_s)
-    held_since, since = (
-        state.table.arrival_s[rows] for rows in (decodes.rows[held], prefills.rows[places])
-    )
-    if len(places) > judged.tuning.num_lost:
-        first = since.argpartition(judged.tuning.num_lost)[: judged.tuning.num_lost]
-        places, since = places[first], since[first]
-    places, held = (x[y.argsort(kind="stable")] for x, y in ((places, since), (held, held_since)))
-    num_older = int(np.count_nonzero(held_since <= since.min(initial=np.inf)))
+    arrival_s = state.table.arrival_s
+    held = held[arrival_s[decodes.rows[held]].argsort(kind="stable")]
+    places = places[arrival_s[prefills.rows[places]].argsort(kind="stable")]
+    places = places[: judged.tuning.num_lost]
+    oldest_s = arrival_s[prefills.rows[places]].min(initial=np.inf)
+    num_older = int(np.count_nonzero(arrival_s[decodes.rows[held]] <= oldest_s))
     step = _LostStep(judged, entry, limit_s, account)
     num_run = step.add_decodes(held, num_older)
     if len(places) and num_run >= num_older:
@@ -214,16 +212,12 @@ class _LostStep:
         return 0 if goes_on and len(self._starts) else tokens
 
     def _ends_beside(self, place: int) -> bool:
-        """Whether one ends in this step and displaces nobody.
-
-        It starts with slots and memory to spare, so that those that arrive next find room.
-        """
-        state, tuning, prefills = self.judged.state, self.judged.tuning, self.judged.prefills
+        """Whether one ends in this step and displaces nobody."""
+        prefills = self.judged.prefills
         if prefills.service_s[place] > self._spare_s or prefills.new[place] > self._room:
             return False
-        slots = self._slots - int(tuning.spare_slots * state.max_num_running)
-        blocks = self._free - int(tuning.spare_blocks * state.num_blocks)
-        return place < prefills.num_started or (slots > 0 and self._blocks[place] <= blocks)
+        has_room = self._slots > 0 and self._blocks[place] <= self._free
+        return place < prefills.num_started or has_room
 
     def _take(self, place: int, tokens: int) -> None:
         """Put a chunk into the step."""

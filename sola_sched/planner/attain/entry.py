@@ -17,9 +17,6 @@ from sola_sched.planner.base import num_that_fit
 
 #: Tokens and times are turned into each other and back.
 _ROUNDING = 1.0 + 1e-6
-#: Chunks of fewer than eight tiles come in smaller multiples: what rounding down to a tile leaves
-#: out would be a large share of them.
-_MANY_TILES, _SUB_TILE = 8, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +75,8 @@ def tokens_in(
     if room <= 0 or math.isinf(limit_s):
         return max(0, room)
     tokens = _most_tokens(judged, limit_s, has)
-    step = judged.tile if tokens >= _MANY_TILES * judged.tile else _SUB_TILE
+    tuning = judged.tuning
+    step = judged.tile if tokens >= tuning.many_tiles * judged.tile else tuning.sub_tile
     rounded = tokens // step * step
     num_whole = bisect.bisect_right(ends, tokens * _ROUNDING)
     if num_whole:

@@ -11,10 +11,6 @@ from sola_sched.core.state import DECODE, PREFILL, BoolArray, FloatArray, IntArr
 from sola_sched.planner.attain.loops import load
 from sola_sched.planner.attain.tuning import AttainTuning
 
-#: Share of the time left per token at which a prefill with a deadline for its last token plans for
-#: its tokens at most: one that cannot have the usual pace is to start soon, not to be given up.
-_PROMPT = 0.8
-
 
 @dataclass
 class Decodes:
@@ -274,7 +270,7 @@ def judge_prefills(
         rows, state.now_s, decodes.decode_s, _mixed_s(decodes), keep, tuning.prefill_margin,
         tuning.tight, gamma * linear.a0, gamma * linear.b0, gamma * linear.c0,
         table.prefill_target, table.num_computed, table.num_output, table.ttft_s, table.due_s,
-        _limits(state, rows, decodes.decode_s, keep),
+        _limits(state, rows, decodes.decode_s, keep, tuning.prompt_pace),
         prefills.deadline_s, prefills.new, prefills.has, prefills.service_s, prefills.feasible,
         prefills.hopeless,
     )  # fmt: skip
@@ -291,7 +287,9 @@ def _mixed_s(decodes: Decodes) -> float:
     return decodes.decode_s + (cost.chunk_overhead_s if decodes.num_alive else 0.0)
 
 
-def _limits(state: StepState, rows: IntArray, decode_s: float, keep: float) -> FloatArray:
+def _limits(
+    state: StepState, rows: IntArray, decode_s: float, keep: float, prompt_pace: float
+) -> FloatArray:
     """Time left until each prefill must end, but for its TTFT, seconds; -inf if it is lost."""
     table = state.table
     limit_s = np.full(len(rows), np.inf)
@@ -308,7 +306,7 @@ def _limits(state: StepState, rows: IntArray, decode_s: float, keep: float) -> F
         (ends,) = (left_s < np.inf).nonzero()
         left = state.remaining(rows[ends])
         step_s = max(decode_s, float(state.cost.decode_s(1.0, 0.0)))  # it will be one of them
-        least_s = np.maximum(step_s / state.accepted_per_decode, _PROMPT * left_s[ends] / left)
+        least_s = np.maximum(step_s / state.accepted_per_decode, prompt_pace * left_s[ends] / left)
         token_s = np.minimum(usual_token_s(state, step_s), least_s)
         limit_s[ends] = np.minimum(limit_s[ends], left_s[ends] - (left - 1.0) * token_s)
     return limit_s

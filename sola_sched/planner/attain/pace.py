@@ -10,9 +10,6 @@ from sola_sched.core.state import BoolArray, FloatArray, IntArray
 from sola_sched.planner.attain.loops import load
 from sola_sched.planner.attain.lost import Judged
 
-#: Share of the time that prefills have in a step at least, as far as anybody counts on it.
-_LEAST_SHARE = 0.02
-
 
 @dataclass(frozen=True, slots=True)
 class Pace:
@@ -94,7 +91,7 @@ class Jobs:
         All a step early, if that is possible; else as many as are on time at all.
         """
         kept = np.zeros(len(self.near), dtype=np.bool_)
-        share = max(_LEAST_SHARE, 1.0 - self.judged.mixed_s / max(limit_s, 1e-9))
+        share = max(self.judged.tuning.least_share, 1.0 - self.judged.mixed_s / max(limit_s, 1e-9))
         count = self._keep(0.0, self.judged.prefills.service_s, share, kept)
         if count < len(kept):
             count = self._keep(self.lead_s, self.weight_s, share, kept)
