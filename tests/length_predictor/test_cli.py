@@ -24,6 +24,8 @@ from sola_sched.length_predictor.corpus import Corpus, load
 from sola_sched.length_predictor.evaluation import copy_of, evaluate, make, warm_up_split
 from sola_sched.length_predictor.scoring import score
 
+pytestmark = pytest.mark.usefixtures("short_training")
+
 
 @pytest.fixture
 def words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,12 @@ from sola_sched.length_predictor import protocol, service
 from sola_sched.length_predictor.client import MAX_BACKLOG, PredictionClient
 from sola_sched.length_predictor.lexical_predictor import LexicalPredictor
 from sola_sched.length_predictor.predictor import RetrievalPredictor
-from sola_sched.length_predictor.protocol import ServiceSettings
 from sola_sched.length_predictor.service import Service
 from sola_sched.length_predictor.text import SharedStart, load_tokenizer, readable
 from sola_sched.prediction.length import LengthPrediction
 
+#: At its own niceness, 19, the process may not get far on a busy machine.
+ServiceSettings = partial(protocol.ServiceSettings, niceness=1)
 #: A process starts in about a second; a busy machine may take its time.
 PATIENCE_S = 60.0
 #: A call of the client on the scheduler's path, median of many; measured 1 to 10 µs.

@@ -26,6 +26,8 @@ from sola_sched.length_predictor.storage import (
     write_file,
 )
 
+pytestmark = pytest.mark.usefixtures("short_training")
+
 CORPUS = make_corpus(120)
 
 
@@ -37,7 +39,7 @@ def lexical_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def retrieval_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def retrieval_file(short_training: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("retrieval") / "past.sola"
     predictor = build_retrieval(CORPUS, WordEncoder(), capacity=200)
     _, pending = predictor.consider(CORPUS.prompts[:40])
