@@ -28,7 +28,7 @@ test-slow: install  ## Run the tests that the fast run leaves out, with every se
 	$(VENV)/bin/pytest $$(.ci/parallel) -m "slow and not gpu and not timing" $(ARGS)
 
 test-timing: install  ## Run the tests that compare times; leave the machine to them
-	$(VENV)/bin/pytest -m timing $(ARGS)
+	$(VENV)/bin/pytest -m timing $$(grep -rl --include='*.py' mark.timing tests) $(ARGS)
 
 test-gpu: install  ## Run the tests that need a CUDA device
 	$(VENV)/bin/pytest -m gpu $(ARGS)
