@@ -12,8 +12,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from hypothesis import HealthCheck, Phase, example, given, settings
-from hypothesis import strategies as st
 from virtual_model import TINY_MODEL
 from virtual_runs import STEP_TIME, attained, make_workload
 from vllm.sampling_params import SamplingParams
@@ -181,124 +179,6 @@ def test_the_log_tells_of_each_burst_by_itself_and_of_the_first_and_the_last(
     assert finished[2] == 5
     assert "attained 100.0%" in lines[-1]
     assert engine.scheduler.sola_stats()["num_finished"] == 35
-
-
-class Starts:
-    """Which requests had lost their TTFT SLO when they started, and which of them out of turn."""
-
-    def __init__(self, workload: list[VirtualRequest], slo_s: float) -> None:
-        self.arrival_s = {r.req_id: r.arrival_s for r in workload}
-        self.to_start_s = dict(self.arrival_s)
-        self.lost: set[str] = set()
-        self.out_of_turn: list[str] = []
-        self._slo_s = slo_s
-
-    def note(self, trace: StepTrace, now_s: float) -> None:
-        """Take the requests that `trace` starts at `now_s`."""
-        for request in trace.output.scheduled_new_reqs:
-            name = request.req_id
-            if now_s - self.arrival_s[name] > self._slo_s:
-                self.lost.add(name)
-                oldest = min(self.to_start_s, key=self.to_start_s.__getitem__)
-                self.out_of_turn.extend([name] if name != oldest else [])
-            del self.to_start_s[name]
-
-
-@pytest.mark.parametrize("share", [0.05, 0.2])
-def test_the_best_effort_share_is_honoured_and_the_oldest_is_next(share: float) -> None:
-    """Under lasting overload the lost get their share of engine time, oldest first."""
-    slo_s = 0.3
-    sola = {"ttft_s": slo_s, "tpot_s": 0.05, "best_effort_share": share}
-    engine = make_engine(sola=sola)
-    workload = make_workload(600, 60.0)
-    starts = Starts(workload, slo_s)
-    busy_s = lost_s = 0.0
-
-    def note(trace: StepTrace) -> None:
-        nonlocal busy_s, lost_s
-        if trace.start_s > 9.0:  # arrivals end at about 10 s
-            return
-        starts.note(trace, trace.start_s)
-        busy_s += trace.end_s - trace.start_s
-        lost_s += sum(
-            STEP_TIME.per_prefill_token_s * tokens
-            for name, tokens in trace.output.num_scheduled_tokens.items()
-            if name in starts.lost
-        )
-
-    records = engine.run(workload, on_step=note)
-    assert all(r.is_finished for r in records)
-    assert not starts.out_of_turn
-    assert lost_s / busy_s >= 0.9 * share  # more where nobody else could use the time
-
-
-@given(
-    share=st.sampled_from([0.05, 0.1, 0.2, 0.4]),
-    slo_s=st.sampled_from([0.15, 0.3, 0.8]),
-    overload=st.sampled_from([2.0, 3.0, 5.0]),
-    prompt=st.sampled_from([40, 150, 400]),
-    options=st.fixed_dictionaries(
-        {
-            "max_num_batched_tokens": st.sampled_from([256, 1024, 2048]),
-            "max_num_seqs": st.sampled_from([32, 64, 256]),
-            "async_scheduling": st.booleans(),
-        }
-    ),
-    seed=st.integers(0, 2**20),
-)
-@example(  # one prompt of 40 tokens a step does not use up a share of 0.4
-    share=0.4, slo_s=0.3, overload=3.0, prompt=40, seed=1156,
-    options={"max_num_seqs": 256, "max_num_batched_tokens": 256, "async_scheduling": False},
-)  # fmt: skip
-@settings(
-    max_examples=15,
-    deadline=None,
-    phases=(Phase.explicit, Phase.generate),  # nothing smaller would overload the engine
-    suppress_health_check=[HealthCheck.too_slow],
-)
-def test_the_best_effort_share_is_honoured_whatever_is_short(
-    share: float, slo_s: float, overload: float, prompt: int, options: dict[str, Any], seed: int
-) -> None:
-    """Under lasting overload the lost get their share of engine time, oldest first."""
-    sola = {"ttft_s": slo_s, "tpot_s": 0.5, "best_effort_share": share}
-    engine = make_engine(sola=sola, **options)
-    mean_prompt_s = STEP_TIME.per_prefill_token_s * 1.125 * prompt
-    workload = make_workload(600, overload / (mean_prompt_s + 60 * 6e-4), seed, prompt)
-    starts = Starts(workload, slo_s)
-    arrival, lost = starts.arrival_s, starts.lost
-    left = {r.req_id: r.prompt_len or 0 for r in workload}
-    last_s = max(arrival.values())
-    busy_s = lost_s = 0.0
-
-    def note(trace: StepTrace) -> None:
-        nonlocal busy_s, lost_s
-        if trace.scheduled_s > 0.9 * last_s:
-            return
-        starts.note(trace, trace.scheduled_s)
-        if any(trace.scheduled_s - arrived_s > slo_s for arrived_s in starts.to_start_s.values()):
-            busy_s += trace.end_s - trace.start_s
-            num_decodes = sum(left[name] <= 0 for name in trace.output.num_scheduled_tokens)
-            decode_s = STEP_TIME.base_s + STEP_TIME.per_decode_s * num_decodes
-            for name, tokens in trace.output.num_scheduled_tokens.items():
-                need_s = decode_s + STEP_TIME.per_prefill_token_s * left[name]
-                if left[name] > 0 and trace.scheduled_s + need_s - arrival[name] > slo_s:
-                    lost.add(name)
-                if name in lost:
-                    is_decode = left[name] <= 0
-                    lost_s += tokens * (
-                        STEP_TIME.per_decode_s if is_decode else STEP_TIME.per_prefill_token_s
-                    )
-        for name, tokens in trace.output.num_scheduled_tokens.items():
-            is_first_token = 0 < left[name] <= tokens
-            left[name] -= tokens
-            if is_first_token and trace.end_s - arrival[name] > slo_s:
-                lost.add(name)
-
-    records = engine.run(workload, on_step=note)
-    assert all(r.is_finished for r in records)
-    assert not starts.out_of_turn
-    # The account holds half a second of credit or debt at most: what was had before counts.
-    assert lost_s >= share * busy_s - 1.0, (lost_s, busy_s, share * busy_s, last_s)
 
 
 @pytest.mark.parametrize(("num_blocks", "is_told"), [(2000, True), (250, False)])
