@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 
 from engine_harness import STOCK, TIGHT_BLOCKS, RunResult, make_workload, num_different, run
 from faults import SITES, SWAP_SITES, Faults
-from needs import NEEDS_SWAPPING
+from needs import MODES, NEEDS_SWAPPING
 
 pytestmark = [pytest.mark.vllm, pytest.mark.injects_failures]
 
@@ -51,9 +51,9 @@ def assert_nothing_is_lost(result: RunResult, model_dir: Path) -> None:
     assert result.swap_problems == []
 
 
-@pytest.mark.parametrize("async_scheduling", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("async_scheduling", MODES)
 @pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("policy", ["attain", "alise"])
+@pytest.mark.parametrize("policy", ["attain", pytest.param("alise", marks=pytest.mark.slow)])
 def test_failures_everywhere_change_no_token(
     policy: str, caching: bool, async_scheduling: bool, model_dir: Path
 ) -> None:
@@ -69,9 +69,17 @@ def test_failures_everywhere_change_no_token(
     assert_nothing_is_lost(result, model_dir)
 
 
-@pytest.mark.parametrize("async_scheduling", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("async_scheduling", MODES)
 @pytest.mark.parametrize(
-    "site", ["attain", "monitor state", "monitor scheduled", "monitor completed", "cost observe"]
+    "site",
+    [
+        "attain",
+        "monitor completed",
+        *(
+            pytest.param(site, marks=pytest.mark.slow)
+            for site in ("monitor state", "monitor scheduled", "cost observe")
+        ),
+    ],
 )
 def test_a_part_that_always_fails_leaves_the_engine_to_vllm(
     site: str, async_scheduling: bool, model_dir: Path
@@ -84,7 +92,7 @@ def test_a_part_that_always_fails_leaves_the_engine_to_vllm(
 
 
 @NEEDS_SWAPPING
-@pytest.mark.parametrize("async_scheduling", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("async_scheduling", MODES)
 @pytest.mark.parametrize("share", [0.01, 0.2], ids=["it goes on", "it steps aside"])
 def test_with_swapping_no_copy_is_left_behind(
     share: float, async_scheduling: bool, model_dir: Path

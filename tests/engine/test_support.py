@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 
 import torch
 from engine_harness import STOCK, TIGHT_BLOCKS, EngineRequest, RunResult, make_workload, run
+from needs import MODES
 from tiny_llama import write_byte_tokenizer, write_tiny_llama
 from vllm import LLM
 
@@ -48,7 +49,7 @@ def interrupted(actions: Mapping[int, Action], model_dir: Path, **options: Any) 
     )
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("is_async", MODES)
 def test_a_paused_engine_goes_on_where_it_was(is_async, model_dir, reference) -> None:
     idle: list[int] = []
 
@@ -69,7 +70,7 @@ def test_a_paused_engine_goes_on_where_it_was(is_async, model_dir, reference) ->
     assert_served_as(reference, result)
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("is_async", MODES)
 def test_an_engine_that_slept_computes_again_what_it_dropped(
     is_async, model_dir, reference
 ) -> None:
@@ -86,7 +87,7 @@ def test_an_engine_that_slept_computes_again_what_it_dropped(
     assert result.num_recomputed > 100
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("is_async", MODES)
 @pytest.mark.parametrize("running", [False, True], ids=["cache", "running"])
 def test_a_reset_of_the_prefix_cache_changes_no_token(
     running, is_async, model_dir, reference
@@ -116,7 +117,7 @@ def sessions(count: int) -> list[EngineRequest]:
     return [*others, *parts]
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("is_async", MODES)
 def test_inputs_that_stream_in_are_answered_as_by_stock(is_async, model_dir) -> None:
     requests = sessions(4)
     stock = run(STOCK, requests, model_dir, async_scheduling=is_async)

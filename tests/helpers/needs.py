@@ -1,4 +1,4 @@
-"""Marks of tests that take more of vLLM than every supported release has; import vLLM first."""
+"""Marks that several test modules share; import vLLM first."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import pytest
 
 from sola_sched.vllm_adapter.plugin_swap import missing_hooks
 
+#: More of vLLM than every supported release has.
 NEEDS_SWAPPING = pytest.mark.skipif(
     bool(missing_hooks()), reason="KV swapping takes vLLM 0.32 or later"
+)
+#: Asynchronous scheduling, which is vLLM's default, and in slower runs without it.
+MODES = (
+    pytest.param(True, id="async"),
+    pytest.param(False, id="sync", marks=pytest.mark.slow),
 )

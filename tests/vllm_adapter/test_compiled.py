@@ -28,6 +28,7 @@ print(numba.njit(lambda x: x + 1)(1))
 """
 
 
+@pytest.mark.slow
 def test_vllm_looks_through_all_modules_after_a_planner_has_compiled() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", _LOOK], capture_output=True, text=True)
 

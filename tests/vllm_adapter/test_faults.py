@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from faults import SITES, Faults
+from needs import MODES
 from virtual_model import TINY_MODEL
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import PriorityRequestQueue
@@ -87,7 +88,7 @@ def assert_nothing_is_lost(engine: VirtualEngine, records: list[RequestRecord]) 
     assert not engine.scheduler.requests
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("async_scheduling", MODES)
 @pytest.mark.parametrize("site", sorted(SITES))
 def test_a_failure_at_any_call_loses_no_request_and_no_block(
     site: str, async_scheduling: bool
@@ -137,7 +138,7 @@ class EndlessAnswers:
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_failures_everywhere_at_random_lose_nothing(async_scheduling: bool) -> None:
-    for seed in range(6):
+    for seed in range(3):
         engine = make_engine(async_scheduling=async_scheduling)
         with Faults(*SITES, share=0.01, seed=seed, first=20).injected() as faults:
             records = engine.run(make_workload())

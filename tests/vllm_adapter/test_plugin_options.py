@@ -164,6 +164,7 @@ def test_an_option_error_that_ends_the_process_is_its_message_alone(
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("additional", "words"),
     [
@@ -171,7 +172,7 @@ def test_an_option_error_that_ends_the_process_is_its_message_alone(
         pytest.param(
             {"sola_sched": {"profile": "/no/such/profile.json"}},
             "'/no/such/profile.json' must be",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
     ],
     ids=["misplaced", "missing profile"],

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from needs import MODES
 from virtual_model import TINY_MODEL
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import RequestStatus
@@ -97,7 +98,7 @@ def make_workload(
     ]
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("async_scheduling", MODES)
 @pytest.mark.parametrize("policy", ["attain", "paper"])
 @pytest.mark.parametrize("num_blocks", [2000, 140])
 @pytest.mark.parametrize("num_classes", [1, 4])
@@ -112,7 +113,7 @@ def test_without_slos_the_schedule_is_stock_vllms_by_priority_step_by_step(
 
         options = {"num_blocks": num_blocks, "max_num_seqs": 16}
         engine = make_engine(scheduler_cls, sola, async_scheduling=async_scheduling, **options)
-        engine.run(make_workload(60, 12.0, num_classes), on_step=note)
+        engine.run(make_workload(40, 12.0, num_classes), on_step=note)
         return steps
 
     stock = schedules(StockOutOfOrder, None)
@@ -120,7 +121,7 @@ def test_without_slos_the_schedule_is_stock_vllms_by_priority_step_by_step(
     assert ours == stock
 
 
-@pytest.mark.parametrize("async_scheduling", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("async_scheduling", MODES)
 @pytest.mark.parametrize(
     "policy",
     [

@@ -18,6 +18,7 @@ from sola_sched.simulator import VirtualEngine, VirtualRequest
 pytestmark = pytest.mark.vllm
 
 POLICIES = ["attain", "paper", "alise", "doubling"]
+SLOW_POLICIES = [pytest.param(policy, marks=pytest.mark.slow) for policy in POLICIES[1:]]
 
 
 def make_engine(scheduler_cls: type[Any], sola: dict[str, Any], **options: Any) -> VirtualEngine:
@@ -50,7 +51,7 @@ def test_a_long_prompt_beside_many_decodes_holds_nobody_up(policy: str) -> None:
     assert first_end_s > 5.5, "decodes ran all the time"
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["attain", *SLOW_POLICIES])
 def test_a_lost_long_prompt_is_served_beside_lasting_decodes(policy: str) -> None:
     """Its target cannot be met; it gets its first token long before the decodes end."""
     decodes = [VirtualRequest(f"d{i}", 0.01 * i, 2000, prompt_len=50) for i in range(40)]
