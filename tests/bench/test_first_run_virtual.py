@@ -24,7 +24,10 @@ def test_targets_are_ten_times_the_latency_of_a_request_alone() -> None:
 
 
 @pytest.mark.slow
-def test_every_share_has_an_interval_and_the_picture_is_where_it_says(tmp_path: Path) -> None:
+def test_every_share_has_an_interval_and_the_picture_is_where_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_run_virtual, "_NUM_WORKERS", 1)  # each imports vLLM
     said: list[str] = []
 
     found = first_run_virtual.run(

@@ -110,7 +110,7 @@ def test_no_bound_where_none_was_asked_for(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_hindsight_lies_between_the_scheduler_and_the_bound(tmp_path: Path) -> None:
     names = (sim_hindsight.SCHEDULER, HINDSIGHT, BOUND)
-    overload = [replace(BASE, rate_per_s=60.0, num_requests=60, scheduler=n) for n in names]
+    overload = [replace(BASE, rate_per_s=60.0, num_requests=30, scheduler=n) for n in names]
 
     (row,) = sweep.run(overload, tmp_path / "runs.jsonl", is_hidden=True)
 
@@ -120,7 +120,7 @@ def test_hindsight_lies_between_the_scheduler_and_the_bound(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_what_can_be_done_with_hindsight_is_done_in_a_run() -> None:
     """The best selection is that of a run: one run serves all, and more are never worse."""
-    point = replace(BASE, rate_per_s=60.0, num_requests=60)
+    point = replace(BASE, rate_per_s=60.0, num_requests=30)
     backend = sweep.make_backend(point.profile)
     workload = make_workload(point, backend.limits)
     plain = backend.run(workload, parse_scheduler(sim_hindsight.SCHEDULER), point.slo)

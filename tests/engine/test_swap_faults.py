@@ -48,7 +48,7 @@ def disturbed(seed: int) -> dict[str, Any]:
 
 
 #: The rest in `make test-slow` only.
-NUM_SHORT = 8
+NUM_SHORT = 4
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ both_classes = pytest.mark.parametrize("scheduler_cls", [CheckedScheduler, Check
 @both_modes
 @both_classes
 @given(requests=workloads(), chosen=options())
-@settings(max_examples=60, **SETTINGS)
+@settings(max_examples=25, **SETTINGS)
 def test_every_request_ends_and_every_block_returns(
     requests, chosen, async_scheduling, scheduler_cls
 ):
