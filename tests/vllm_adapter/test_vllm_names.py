@@ -60,7 +60,7 @@ def test_the_installed_vllm_has_everything_that_our_source_touches(world, scan) 
 
 @NEEDS_SWAPPING  # types are followed through a vLLM that has all of it
 def test_it_is_known_whose_attributes_a_step_reads(world, scan) -> None:
-    """Or a name of vLLM could be touched unseen; `vllm_use.BY_NAME` tells types by names."""
+    """Or a name of vLLM could be touched unseen; `vllm_known.BY_NAME` tells types by names."""
     unclear = vllm_use.unclear(*scan, world)
 
     assert [place for place in unclear if not place.startswith(TOOLS)] == []
