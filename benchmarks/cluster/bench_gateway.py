@@ -2,8 +2,9 @@
 
 Three parts, `--only` names some:
 
-- `ways`: requests of `vllm bench serve` at the same arrival times through Serve's own proxy with
-  Ray's power of two and with our router in it, and through the gateway with either rule;
+- `ways`: what both replicas bear with all requests at once; then requests of `vllm bench serve` at
+  the same arrival times through Serve's own proxy with Ray's power of two and with our router in
+  it, and through the gateway with either rule, in one order and back;
 - `kill`: the replica with more requests is killed while they run;
 - `cost`: one plain `vllm serve` asked directly and through a gateway by eight clients at once.
 """
@@ -33,6 +34,8 @@ WAYS = {
     "gateway, power-of-two": ("power-of-two", ""),
     "gateway, least-ttft": ("least-ttft", ""),
 }
+ALL_AT_ONCE = "gateway, all at once"
+_AT_ONCE = 100
 _NUM_CLIENTS = 8
 _COST_REQUESTS = 100
 Row = dict[str, Any]
@@ -46,12 +49,18 @@ def gateway(setup: Setup) -> Outcome:
         SystemExit: A request was lost.
     """
     setup.check_only(PARTS)
-    rows = setup.all_rows() if setup.is_stored else list(setup.keep(_measured(setup)))
+    rows = setup.all_rows() if setup.is_stored else list(setup.keep(_loaded(_measured(setup))))
     latest = _latest(rows)
     lost = sum(row["failed"] for row in latest)
     if lost:
         raise SystemExit(f"error: {lost} requests were lost.")
     return Outcome(latest, table(latest))
+
+
+def _loaded(rows: Iterator[Row]) -> Iterator[Row]:
+    """The rows with the machine's mean load over the minute before."""
+    for row in rows:
+        yield row | {"load": round(os.getloadavg()[0], 1)}
 
 
 def _latest(rows: Sequence[Row]) -> list[Row]:
@@ -82,10 +91,19 @@ def _measured(setup: Setup) -> Iterator[Row]:
 
 
 def _ways(setup: Setup, there: servers.Cluster, model_dir: Path, traffic: Traffic) -> Iterator[Row]:
-    """Each way in turn, a round for each seed."""
+    """What the replicas bear; then each way in turn, a round for each seed, every second back."""
     rate = setup.options["request_rate"]
-    for seed in setup.seeds:
-        for way, (router, header) in WAYS.items():
+    Bench(
+        there.gateway_url, model_dir, traffic, num_prompts=20, request_rate="inf"
+    ).finish()  # warm
+    row = Bench(
+        there.gateway_url, model_dir, traffic, num_prompts=min(setup.num_requests, _AT_ONCE),
+        request_rate="inf",
+    ).finish()  # fmt: skip
+    yield {"way": ALL_AT_ONCE, "seed": 0, "request_rate": None} | row
+    for number, seed in enumerate(setup.seeds):
+        ways = list(WAYS.items())
+        for way, (router, header) in ways if number % 2 == 0 else reversed(ways):
             with ExitStack() as stack:
                 url, between = there.proxy_url, there.proxies
                 if router:
@@ -168,10 +186,14 @@ def _cost(setup: Setup, model_dir: Path, traffic: Traffic) -> Iterator[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """A line for each way: attainment of all rounds together, else means over rounds."""
-    head = ("way", "requests", "both targets met", "median TTFT", "P99 TTFT", "median TPOT",
-            "tokens/s", "between, ms a token", "front, ms a token")  # fmt: skip
+    head = (
+        "way", "req/s", "requests", "both targets met", "median TTFT", "P99 TTFT", "median TPOT",
+        "tokens/s", "between, ms a token", "front, ms a token",
+    )  # fmt: skip
     lines = []
-    for way in dict.fromkeys(row["way"] for row in rows):
+    order = (ALL_AT_ONCE, *WAYS)
+    ways = dict.fromkeys(row["way"] for row in rows)
+    for way in [way for way in order if way in ways] + [way for way in ways if way not in order]:
         own = [row for row in rows if row["way"] == way]
 
         def mean(name: str, own: Sequence[Row] = own) -> float:
@@ -184,12 +206,19 @@ def table(rows: Sequence[Row]) -> str:
             spent = [f"{mean(f'{name}_ms_per_token'):.2f}" for name in ("between", "front")]
         lines.append(
             [
-                way, f"{num_requests:,}", f"{attained:.1%}", f"{mean('median_ttft_ms'):,.0f} ms",
+                way, str(own[0].get("request_rate") or ""), f"{num_requests:,}",
+                f"{attained:.1%}", f"{mean('median_ttft_ms'):,.0f} ms",
                 f"{mean('p99_ttft_ms'):,.0f} ms", f"{mean('median_tpot_ms'):.1f} ms",
                 f"{mean('tokens_per_s'):.0f}", *spent,
             ]
         )  # fmt: skip
     text = markdown(head, lines)
+    loads = [row["load"] for row in rows if "load" in row]
+    if loads:
+        text += (
+            f"\n\nLoad average of the machine, with these processes: {min(loads):.1f} to "
+            f"{max(loads):.1f} on {os.cpu_count()} cores."
+        )
     killed = [row for row in rows if row["part"] == "kill"]
     if killed:
         counts = killed[0]["counts"]

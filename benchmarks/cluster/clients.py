@@ -21,6 +21,7 @@ QUIET = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_DEDUP_LOGS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # replicas count as much as the clients and the gateway
     "VLLM_CPU_CI_ENV": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
