@@ -24,6 +24,8 @@ _DEFAULTS = {"prompt": 500.0, "output": 250.0}
 LENGTH_STD = 0.7
 _NUM_LENGTHS = 400
 _SPAN_S = 60.0
+#: Of the minute that is planned for.
+_MOST_REQUESTS = 200_000
 
 
 def parse_service(text: str) -> dict[str, Any]:
@@ -114,7 +116,17 @@ def _engine(name: str, given: Any) -> dict[str, Any]:
 
 
 def make_arrivals(services: Sequence[Service], seed: int) -> list[Arrival]:
-    """Poisson arrivals of a minute, at least one of each service."""
+    """Poisson arrivals of a minute, at least one of each service.
+
+    Raises:
+        ConfigError: They are too many to be tried.
+    """
+    wanted = _SPAN_S * sum(service.rate for service in services)
+    if wanted > _MOST_REQUESTS:
+        raise ConfigError(
+            f"'rate' of all services must give at most {_MOST_REQUESTS:,} requests a minute (got "
+            f"{wanted:,.0f}); plan for a part of them."
+        )
     rng = np.random.default_rng([seed, 23])
     made: list[Arrival] = []
     for service in services:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from sola_sched.errors import ConfigError
+from sola_sched.cluster.sharing.services import Service
+from sola_sched.errors import ConfigError, InfeasibleError
 from sola_sched.plan.configurations import Configuration, profile
 from sola_sched.plan.evaluate import TARGETS, Outcome, excess
 from sola_sched.plan.load import Load
-from sola_sched.simulator.cluster.engine import ClusterRequest
 from sola_sched.simulator.cluster.step_model import BatchTime
+from sola_sched.simulator.sharing.hardware import Hardware
 
 
 class ImpossibleError(ConfigError):
@@ -25,9 +26,10 @@ def require_possible(model: str, choices: Sequence[Configuration], load: Load, g
         ImpossibleError: Names the target, and what it would have to be.
     """
     requests = load.requests()
+    lengths = [(one.request.num_prompt_tokens, one.request.output_len) for one in requests]
     places = dict.fromkeys((choice.gpu, choice.tensor_parallel) for choice in choices)
     alone = {
-        place: _alone(BatchTime(profile(model, *place).step_time), requests) for place in places
+        place: _alone(BatchTime(profile(model, *place).step_time), lengths) for place in places
     }
     for name, field, _ in TARGETS:
         targets = [getattr(request.slo, field) for request in requests]
@@ -41,11 +43,60 @@ def require_possible(model: str, choices: Sequence[Configuration], load: Load, g
             )
 
 
-def _alone(steps: BatchTime, requests: Sequence[ClusterRequest]) -> dict[str, np.ndarray]:
+def require_possible_services(
+    services: Sequence[Service], gpus: Collection[str], most_gpus: int, goal: float
+) -> None:
+    """Refuse targets that too many requests miss even when each is alone on the fastest GPUs.
+
+    Args:
+        services: All of them; those that fit nowhere are for the search to refuse.
+        gpus: Kinds that there are.
+        most_gpus: Of one engine.
+        goal: Share of all requests that has to meet its targets.
+
+    Raises:
+        InfeasibleError: Names each such service, its target, and what it would have to be.
+    """
+    degrees = [1 << i for i in range(most_gpus.bit_length()) if 1 << i <= most_gpus]
+    shares, reasons = [], []
+    for service in services:
+        places = {
+            f"{degree} {gpu}": _alone(Hardware(gpu).steps(service.model, degree), service.lengths)
+            for gpu in gpus
+            for degree in degrees
+            if Hardware(gpu).fits(degree, [service])
+        }
+        wanted = {name: getattr(service.slo, field) for name, field, _ in TARGETS}
+        met = [
+            np.mean(np.all([taken[name] <= wanted[name] for name in wanted], axis=0))
+            for taken in places.values()
+        ]
+        shares.append(service.rate * max(met, default=1.0))
+        for name, target in wanted.items() if places else ():
+            needs = {
+                place: excess(taken[name], [target] * len(service.lengths), goal)
+                for place, taken in places.items()
+            }
+            place = min(needs, key=needs.__getitem__)
+            if needs[place] > 1.0:
+                reasons.append(
+                    f"service {service.name!r}: its {name} target must be at least "
+                    f"{needs[place]:.3g} times what it is, so long take {goal:.0%} of its requests "
+                    f"even alone on the fastest choice, {place}"
+                )
+    most = sum(shares) / sum(service.rate for service in services)
+    if most < goal:
+        raise InfeasibleError(
+            f"at most {most:.1%} of the requests can meet their targets, {goal:.1%} must: "
+            f"{'; '.join(reasons)}; raise the targets or name faster GPUs."
+        )
+
+
+def _alone(steps: BatchTime, lengths: Sequence[tuple[int, int]]) -> dict[str, np.ndarray]:
     """Least seconds of each request by target, with an instance for itself."""
     taken: dict[str, list[float]] = {name: [] for name, _, _ in TARGETS}
-    for request in requests:
-        prompt, more = request.request.num_prompt_tokens, request.request.output_len - 1
+    for prompt, output in lengths:
+        more = output - 1
         ttft_s, step_s = float(steps.prefill_s(prompt)), float(steps.decode_s(1, prompt))
         taken["ttft"].append(ttft_s)
         taken["tpot"].append(step_s if more else 0.0)

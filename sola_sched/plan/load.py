@@ -18,6 +18,8 @@ from sola_sched.simulator.cluster.engine import ClusterRequest
 from sola_sched.simulator.request import VirtualRequest
 
 _MIN_REQUESTS, _MAX_REQUESTS, _SPAN_S = 400, 2000, 60.0
+#: TTFT targets that the arrivals must span, for a queue to be able to outgrow one.
+_LEAST_SPANS = 20.0
 #: Share of the time at the start that is not counted: engines fill up first.
 FILLING = 0.2
 
@@ -93,4 +95,12 @@ def make_load(args: argparse.Namespace, max_model_len: int, vocab_size: int) -> 
     arrivals = [request.arrival_s for request in workload.requests]
     if not all(math.isfinite(at) and at >= 0.0 for at in arrivals) or arrivals[-1] <= 0.0:
         raise ConfigError("Arrival times must be finite, >= 0 and not all at once.")
-    return Load(workload, slo, (*notes, *workload.notes))
+    notes += workload.notes
+    if arrivals[-1] < _LEAST_SPANS * slo.ttft_s < math.inf:
+        enough = math.ceil(len(arrivals) * _LEAST_SPANS * slo.ttft_s / arrivals[-1])
+        notes.append(
+            f"The {len(arrivals)} requests come within {arrivals[-1]:.3g} s: too short for a queue "
+            f"to outgrow a TTFT target of {slo.ttft_s:g} s, so that too few GPUs may seem enough; "
+            f"give --num-prompts {enough} or more."
+        )
+    return Load(workload, slo, tuple(notes))

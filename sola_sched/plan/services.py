@@ -31,6 +31,7 @@ from sola_sched.config.output_file import require_writable
 from sola_sched.errors import ConfigError, InfeasibleError
 from sola_sched.plan.deploy import serve_config_of
 from sola_sched.plan.descriptions import KEYS, make_arrivals, make_service, parse_service
+from sola_sched.plan.impossible import require_possible_services
 from sola_sched.simulator.sharing.cluster import Arrival, Evaluator, Setting, SharedCluster
 from sola_sched.simulator.sharing.hardware import GPUS, Hardware
 
@@ -55,6 +56,8 @@ def plan_services(argv: Sequence[str]) -> int:
             require_writable(path, flag)
     services = _services(args)
     prices = _prices(args.gpu)
+    node = min(args.gpus_per_node, args.max_gpus)
+    require_possible_services(services, prices, node, args.attainment)
     arrivals = make_arrivals(services, args.seed)
     tried: list[dict[str, Any]] = []
     best: _Plan | None = None
@@ -81,6 +84,8 @@ def plan_services(argv: Sequence[str]) -> int:
                 served = _Served.real(setting, served.placement, arrivals)
                 attained = line["real_attainment"] = served.attainment
                 said += f"  {attained:7.1%} with the real schedulers"
+            worst = min(served.attained, key=served.attained.__getitem__)
+            line |= {"worst_service": worst, "worst_attained": served.attained[worst]}
             tried.append(line)
             print(said, flush=True)
             if attained >= args.attainment:
@@ -119,6 +124,11 @@ class _Served:
     def attainment(self) -> float:
         return score(self.outcomes).attainment
 
+    @property
+    def attained(self) -> dict[str, float]:
+        """Share of each service's requests that met their targets."""
+        return {n: 1 - o.num_missed / max(1, o.num_requests) for n, o in self.outcomes.items()}
+
 
 @dataclass(frozen=True)
 class _Plan:
@@ -134,7 +144,7 @@ def _report(args: argparse.Namespace, best: _Plan, tried: Sequence[dict[str, Any
     print(f"Best: {cluster.num_gpus} {best.gpu}, {best.cost:.2f} per hour.")
     for number, group in enumerate(placement.groups):
         print(f"  group {number}: {group.degree} GPU(s): {', '.join(group.services)}")
-    attained = {n: 1 - o.num_missed / max(1, o.num_requests) for n, o in outcomes.items()}
+    attained = best.served.attained
     for name, share in attained.items():
         print(f"  {name}: {share:.1%} of {outcomes[name].num_requests} requests within targets")
     document = {
@@ -196,8 +206,9 @@ def _none(
         most = tried[shares.index(max(shares))]
         return (
             f"up to {args.max_gpus} GPUs must attain {args.attainment:.1%} (the best, "
-            f"{most['num_gpus']} {most['gpu']}, attain {max(shares):.1%}); raise "
-            "--max-gpus or the targets, or lower the rates."
+            f"{most['num_gpus']} {most['gpu']}, attain {max(shares):.1%}, service "
+            f"{most['worst_service']!r} {most['worst_attained']:.1%}); raise --max-gpus or the "
+            "targets, or lower the rates."
         )
     return f"no placement was found. {problems[-1]}"
 

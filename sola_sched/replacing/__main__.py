@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sola_sched.bench.args import Parser
-from sola_sched.bench.values import natural_int, positive_int, positive_number
+from sola_sched.bench.values import natural_int, port, positive_int, positive_number
 from sola_sched.cluster.sharing.placement import Cluster
 from sola_sched.errors import ConfigError, InfeasibleError
 from sola_sched.plan.deploy import FIRST_PORT
@@ -37,6 +37,8 @@ def make_follower(argv: Sequence[str]) -> Follower:
     path: Path = args.services
     if not path.is_file():
         raise ConfigError(f"'--services' must be a file (got {path}).")
+    if not args.address.startswith(("http://", "https://")):
+        raise ConfigError(f"'--address' must be http://HOST:PORT (got {args.address!r}).")
     cluster = Cluster.of(args.num_gpus, args.gpus_per_node)
     options = Options(
         args.gpu, cluster, args.most_sharing, args.workers, args.seed, args.first_port
@@ -68,7 +70,7 @@ def _parser() -> Parser:
     add("--most-sharing", type=positive_int, default=2, help="services of a group (default: 2)")
     add("--workers", type=positive_int, default=1, help="processes of the search (default: 1)")
     add("--seed", type=natural_int, default=0)
-    add("--first-port", type=positive_int, default=FIRST_PORT,
+    add("--first-port", type=port, default=FIRST_PORT,
         help="of the services' gateways, each of which has one (default: %(default)s)")  # fmt: skip
     return parser
 

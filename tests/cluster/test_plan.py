@@ -165,6 +165,16 @@ def test_neither_rate_nor_trace_is_an_error(tmp_path, capsys) -> None:
     assert "--request-rate" in capsys.readouterr().err
 
 
+def test_arrivals_too_short_for_a_queue_to_grow_are_told(tmp_path, capsys) -> None:
+    args = ["--dataset-name", "random", "--gpu", "a100=1", "--request-rate"]
+    _, short = plan(tmp_path, *FAST, *args, "1000", *SLO)
+    _, long = plan(tmp_path, *FAST, *args, "3", *SLO)
+
+    assert "give --num-prompts" in short["notes"][-1]
+    assert "too short for a queue to outgrow a TTFT target of 1 s" in capsys.readouterr().out
+    assert not any("--num-prompts" in note for note in long["notes"])
+
+
 @pytest.mark.parametrize("rows", ["", "nan,10,10\n1.0,10,10\n"])
 def test_empty_traces_and_times_that_are_no_numbers_are_errors(tmp_path, capsys, rows: str) -> None:
     trace = tmp_path / "trace.csv"

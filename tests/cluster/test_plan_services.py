@@ -142,7 +142,13 @@ def test_added_and_removed_service_changes_the_plan_and_no_other_application(
         (["--service", CHAT.replace("llama-3-8b", "qwen1.5-72b"), "--max-gpus", "1"],
          "service 'chat' must fit on the GPUs of a node"),
         (["--service", CHAT.replace("ttft=1500", "ttft=1"), "--max-gpus", "2"],
-         "up to 2 GPUs must attain 95.0%"),
+         "service 'chat': its ttft target must be at least"),
+        (["--service", CHAT.replace("ttft=1500", "ttft=1"), "--service", CODE],
+         "% of the requests can meet their targets, 95.0% must: service 'chat'"),
+        (["--service", CHAT.replace("rate=2,", "rate=60,"), "--max-gpus", "1"],
+         "up to 1 GPUs must attain 95.0%"),
+        (["--service", CHAT.replace("rate=2,", "rate=1e9,")],
+         "at most 200,000 requests a minute (got 60,000,000,000)"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_by_name(

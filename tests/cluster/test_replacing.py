@@ -14,6 +14,7 @@ from fake_serve import FakeServe
 from sola_sched.cluster.sharing.placement import Cluster
 from sola_sched.errors import DeploymentError, InfeasibleError
 from sola_sched.plan.deploy import engines_of
+from sola_sched.replacing.__main__ import main
 from sola_sched.replacing.follow import Follower
 from sola_sched.replacing.observe import Observed, Observer, counts
 from sola_sched.replacing.search import Options
@@ -266,6 +267,26 @@ def test_trouble_with_serve_is_an_error_and_nothing_is_changed(world) -> None:
     assert world.serve.names == before
     with pytest.raises(DeploymentError, match="must be reached"):
         ServeApi("http://127.0.0.1:9").details()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--address", "here:8265"], "'--address' must be http://HOST:PORT (got 'here:8265')"),
+        (["--first-port", "70000"], "must be a port, 0 to 65535"),
+        (["--num-gpus", "12"], "'num_gpus' must fill nodes of 8 (got 12)"),
+        (["--interval-s", "nan"], "'--interval-s' must hold finite numbers > 0"),
+        (["--services", "nowhere.json"], "'--services' must be a file (got nowhere.json)"),
+    ],
+)
+def test_bad_arguments_end_the_command_with_2(tmp_path, capsys, args, message) -> None:
+    services = tmp_path / "services.json"
+    services.write_text(json.dumps([CHAT]))
+
+    code = main(["--services", str(services), "--gpu", "a100", "--num-gpus", "8", *args])
+
+    assert code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_counters_of_engines_are_read_and_differences_taken() -> None:
