@@ -60,7 +60,7 @@ def mixed(setup: Setup) -> Outcome:
             for scheduler in (*_FCFS, *_EDF, *_OURS, BOUND)
             for seed in setup.seeds
         ]
-        found = setup.rows_of(cases, _key, partial(_run, data=setup.data), name)
+        found = setup.rows_of(cases, _key, partial(run_case, data=setup.data), name)
         rows += found
         for group in (_FCFS, _EDF, _OURS):
             lines.append([name, *_line(MIXES[name], found, group)])
@@ -73,7 +73,7 @@ def mixed(setup: Setup) -> Outcome:
     return Outcome(rows, "\n".join([markdown(head, lines, 2), "", *about]))
 
 
-def _run(case: Case, data: Path | None) -> Row:
+def run_case(case: Case, data: Path | None) -> Row:
     """One run, in this process."""
     environment.prepare(None, is_random=True)
     mix = MIXES[case.mix]

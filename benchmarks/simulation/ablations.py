@@ -1,7 +1,9 @@
-"""Schedulers with one part left out, for the benefit breakdown of SOLA's section 6.3.1."""
+"""Schedulers with one part left out: SOLA's section 6.3.1, and every mechanism of `attain`."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 from unittest import mock
 
@@ -9,7 +11,7 @@ import numpy as np
 
 from sola_sched.config.sola_config import CONFIG_KEY
 from sola_sched.planner import paper
-from sola_sched.planner.attain import entry
+from sola_sched.planner.attain import best_effort, entry, lost, pace, planner
 from sola_sched.planner.base import peak_tokens
 from sola_sched.simulator.baselines.base import STOCK, Rule
 from sola_sched.simulator.baselines.rules import ShortestJobFirst
@@ -65,3 +67,55 @@ class PeakMemoryAlone(ShortestJobFirst):
 
 def _all_fit(state: Any, growing: Any, index: Any, *_args: Any, **_kwargs: Any) -> int:
     return len(index)
+
+
+def _without(owner: Any, name: str, value: Any) -> type[Scheduler]:
+    """`attain` in which a name of its planner has another value."""
+
+    class Without(Scheduler):
+        def schedule(self, *args: Any, **kwargs: Any) -> Any:
+            with mock.patch.object(owner, name, value):
+                return super().schedule(*args, **kwargs)
+
+    return Without
+
+
+def _tuned(**constants: Any) -> type[Scheduler]:
+    """`attain` with other constants."""
+
+    class Tuned(Scheduler):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.sola_planner.tuning = dataclasses.replace(self.sola_planner.tuning, **constants)
+
+    return Tuned
+
+
+class _JobsWithoutLead(pace.Jobs):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.lead_s = 0.0
+
+
+_weigh = lost.Decodes.weigh
+
+
+def _weigh_banks(decodes: lost.Decodes) -> None:
+    """A step is never longer than the smallest bank, or than a bare one where that is empty."""
+    _weigh(decodes)
+    least_s = float(decodes.bank_s[decodes.alive].min(initial=math.inf))
+    decodes.slack_s = max(decodes.decode_s, least_s)
+
+
+WithoutCatchingUp = _without(lost.Decodes, "weigh", _weigh_banks)
+WithoutPromptsAlone = _without(planner, "find_prompts_alone", lambda *_, **__: None)
+WithoutLead = _without(pace, "Jobs", _JobsWithoutLead)
+WithoutLending = _without(lost.Decodes, "most_lent_s", lambda _: -math.inf)
+WithoutFirstDeadline = _without(pace, "first_due_s", lambda *_: math.inf)
+WithoutTooSlow = _without(lost, "_lose_too_slow", lambda *_: None)
+WithoutTpotAtEntry = _without(entry, "_num_sustained", lambda _, waiting: len(waiting))
+WithoutOthersLost = _without(best_effort._LostStep, "_ends_beside", lambda *_: False)
+WithoutBlocking = _without(best_effort.Account, "is_full", property(lambda _: False))
+WithoutTiles = _tuned(many_tiles=0, sub_tile=1)
+WithPlannedMemory97 = _tuned(planned_memory=0.97)
+WithoutMargins = _tuned(decode_margin=1.0, prefill_margin=1.0)

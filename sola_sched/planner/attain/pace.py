@@ -51,10 +51,14 @@ def find_pace(judged: Judged, *, rejects: bool) -> Pace:
             num_on_time, limit_s = jobs.count, need_s
     order = jobs.order(num_on_time, kept)
     if num_on_time:
-        first = order[0]
-        need_s = judged.mixed_s + float(prefills.service_s[first])
-        limit_s = min(limit_s, max(float(prefills.deadline_s[first]), need_s))
+        limit_s = min(limit_s, first_due_s(judged, order[0]))
     return Pace(order, num_on_time, limit_s)
+
+
+def first_due_s(judged: Judged, first: int) -> float:
+    """When a step with this prefill first has to end: by its deadline, if it can."""
+    need_s = judged.mixed_s + float(judged.prefills.service_s[first])
+    return max(float(judged.prefills.deadline_s[first]), need_s)
 
 
 class Jobs:
