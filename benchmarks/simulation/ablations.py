@@ -86,7 +86,8 @@ def _tuned(**constants: Any) -> type[Scheduler]:
     class Tuned(Scheduler):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.sola_planner.tuning = dataclasses.replace(self.sola_planner.tuning, **constants)
+            attain: Any = self.sola_planner
+            attain.tuning = dataclasses.replace(attain.tuning, **constants)
 
     return Tuned
 
