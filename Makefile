@@ -11,6 +11,8 @@ export VENV PYTHON DEVICE WORKERS
 
 # Keeps the repository root off sys.path: its `kernels` folder would shadow Hugging Face's package.
 export PYTHONSAFEPATH := 1
+# Compiled code is kept, or every process that a test starts would compile the sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install test test-slow test-timing test-gpu test-versions test-cluster check cluster bench clean
