@@ -88,7 +88,7 @@ def v2_results(model_dir: Path) -> Callable[[str], list[RunResult]]:
 
     @cache
     def results_of(which: str) -> list[RunResult]:
-        requests = make_workload(30)
+        requests = make_workload(12, output_len=60)  # steps are slow, see `run_on_v2`
         cases: list[dict[str, Any]] = [{"scheduler_cls": STOCK, "requests": requests}]
         scarce = {"requests": requests, "num_blocks": 20}
         for is_async, caching in V2_CASES[which]:
@@ -106,7 +106,7 @@ def test_v2_runner(which, v2_results):
     stock, *results = v2_results(which)
 
     for result in results[: len(V2_CASES[which])]:
-        assert result.num_preemptions >= 20
+        assert result.num_preemptions >= 3
         assert result.num_recomputed == 0
         assert_exact(result, stock)
 
