@@ -5,7 +5,7 @@ Three parts, `--only` names some:
 - `ways`: what both replicas bear with all requests at once; then requests of `vllm bench serve` at
   the same arrival times through Serve's own proxy with Ray's power of two and with our router in
   it, and through the gateway with either rule, in one order and back;
-- `kill`: the replica with more requests is killed while they run;
+- `kill`: the replica with more requests is killed while they run, at half the rate;
 - `cost`: one plain `vllm serve` asked directly and through a gateway by eight clients at once.
 """
 
@@ -36,6 +36,8 @@ WAYS = {
 }
 ALL_AT_ONCE = "gateway, all at once"
 _AT_ONCE = 100
+#: Of what the replicas bear, where no rate is given.
+_LOAD = 0.85
 _NUM_CLIENTS = 8
 _COST_REQUESTS = 100
 Row = dict[str, Any]
@@ -83,24 +85,32 @@ def _measured(setup: Setup) -> Iterator[Row]:
                 yield {"run": run, "part": "cost"} | row
         if {"ways", "kill"} & set(parts):
             there = stack.enter_context(servers.cluster(model_dir, traffic))
+            row = _all_at_once(there, model_dir, traffic)
+            yield {"run": run, "part": "capacity"} | row
+            per_request = row["output_tokens"] / row["num_requests"]
+            rate = setup.options["request_rate"] or round(
+                _LOAD * row["tokens_per_s"] / per_request, 1
+            )
             if "ways" in parts:
-                for row in _ways(setup, there, model_dir, traffic):
+                for row in _ways(setup, there, model_dir, traffic, rate):
                     yield {"run": run, "part": "ways"} | row
             if "kill" in parts:
-                yield {"run": run, "part": "kill"} | _kill(setup, there, model_dir, traffic)
+                row = _kill(setup, there, model_dir, traffic, rate / 2)
+                yield {"run": run, "part": "kill"} | row
 
 
-def _ways(setup: Setup, there: servers.Cluster, model_dir: Path, traffic: Traffic) -> Iterator[Row]:
-    """What the replicas bear; then each way in turn, a round for each seed, every second back."""
-    rate = setup.options["request_rate"]
-    Bench(
-        there.gateway_url, model_dir, traffic, num_prompts=20, request_rate="inf"
-    ).finish()  # warm
-    row = Bench(
-        there.gateway_url, model_dir, traffic, num_prompts=min(setup.num_requests, _AT_ONCE),
-        request_rate="inf",
-    ).finish()  # fmt: skip
-    yield {"way": ALL_AT_ONCE, "seed": 0, "request_rate": None} | row
+def _all_at_once(there: servers.Cluster, model_dir: Path, traffic: Traffic) -> Row:
+    """What the replicas bear."""
+    url = there.gateway_url
+    Bench(url, model_dir, traffic, num_prompts=20, request_rate="inf").finish()  # warm
+    bench = Bench(url, model_dir, traffic, num_prompts=_AT_ONCE, request_rate="inf")
+    return {"way": ALL_AT_ONCE, "seed": 0, "request_rate": None} | bench.finish()
+
+
+def _ways(
+    setup: Setup, there: servers.Cluster, model_dir: Path, traffic: Traffic, rate: float
+) -> Iterator[Row]:
+    """Each way in turn, a round for each seed, every second one back."""
     for number, seed in enumerate(setup.seeds):
         ways = list(WAYS.items())
         for way, (router, header) in ways if number % 2 == 0 else reversed(ways):
@@ -128,9 +138,11 @@ def _ways(setup: Setup, there: servers.Cluster, model_dir: Path, traffic: Traffi
             )
 
 
-def _kill(setup: Setup, there: servers.Cluster, model_dir: Path, traffic: Traffic) -> Row:
+def _kill(
+    setup: Setup, there: servers.Cluster, model_dir: Path, traffic: Traffic, rate: float
+) -> Row:
     """The way is Ray's gateway; the replica dies after a fifth of all rounds' requests."""
-    rate, url = setup.options["request_rate"], there.gateway_url
+    url = there.gateway_url
     num_requests = setup.num_requests * len(setup.seeds)
     bench = Bench(
         url, model_dir, traffic, num_prompts=num_requests, request_rate=rate, seed=setup.seeds[0]

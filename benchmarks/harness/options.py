@@ -67,7 +67,10 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "num_tokens": {"type": positive_int, "help": "of KV"},
     "sizes": {"type": positive_int, "nargs": "+", "help": "MiB of KV"},
-    "request_rate": {"type": positive_float, "help": "requests per second"},
+    "request_rate": {
+        "type": positive_float,
+        "help": "requests per second (default: 0.85 of what can be borne)",
+    },
 }
 
 
