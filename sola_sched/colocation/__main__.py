@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 
@@ -40,6 +41,9 @@ def main(argv: Sequence[str]) -> int:
         found = status()
         print(found)
         return 0 if found.is_usable else 1
+    names = [part.partition("=")[0] for part in args.service]
+    if len(set(names)) < len(names):
+        parser.error(f"--service must have each NAME once (got {', '.join(names)})")
     urls = dict(part.partition("=")[::2] for part in args.service)
     if not all(name and url.startswith("http") for name, url in urls.items()):
         parser.error(f"--service must be NAME=URL (got {' '.join(args.service)})")
@@ -49,10 +53,18 @@ def main(argv: Sequence[str]) -> int:
 
     from sola_sched.colocation.door import Door
 
+    for flag, value in (("--idle-s", args.idle_s), ("--least-s", args.least_s)):
+        if not 0.0 <= value < math.inf:
+            parser.error(f"{flag} must be finite and >= 0 (got {value})")
     options = SleepOptions(args.idle_s, args.max_awake, args.least_s)
     door = Door(urls, options, args.level)
-    web.run_app(door.app(), host=args.host, port=args.port, handler_cancellation=True,
-                access_log=None)  # fmt: skip
+    try:
+        web.run_app(door.app(), host=args.host, port=args.port, handler_cancellation=True,
+                    access_log=None)  # fmt: skip
+    except (OSError, OverflowError, RuntimeError) as error:
+        parser.error(
+            f"every server must run, and {args.host}:{args.port} be free to listen on ({error})"
+        )
     return 0
 
 
