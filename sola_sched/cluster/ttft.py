@@ -75,21 +75,27 @@ def _queue_of(view: InstanceView) -> _Queue:
 
 
 def _wait_s(view: InstanceView) -> float:
-    """Time until a slot and memory are free for one more request, in the order of arrival."""
-    num_running, num_ahead = view.num_running, view.num_waiting
-    short = num_ahead + 1 - view.num_free_slots
+    """Time until a slot and memory are free for one more request, in the order of arrival.
+
+    Who waits takes a slot before it, and holds that for its expected output.
+    """
+    num_ahead = view.num_waiting - (view.num_waiting_lost if view.serves_lost_last else 0)
     needed = view.waiting_ahead.sum() - (view.kv_capacity_tokens - view.kv_used_tokens)
-    if num_running == 0 or (short <= 0 and needed <= 0):
+    if num_ahead < view.num_free_slots and (needed <= 0 or not view.num_running):
         return 0.0
     order = np.argsort(view.running_left)
-    step_s = float(view.model.decode_s(num_running, view.running_ctx.sum()))
+    num_running = max(view.num_running, min(num_ahead, view.max_num_seqs))
+    ctx = view.running_ctx.sum() if view.num_running else view.waiting_ahead.sum()
+    step_s = float(view.model.decode_s(num_running, ctx))
     ends_s = view.running_left[order] * step_s
-    freed = np.cumsum(view.running_ctx[order])
-    for_memory = int(np.searchsorted(freed, needed)) + 1 if needed > 0 else 0
-    ends = max(short, for_memory)
-    if ends <= num_running:
-        return float(ends_s[ends - 1])
-    # Those that wait run and end too: at the rate of the slots, each for its expected output.
-    mean_output = float(view.waiting_outputs.mean()) if num_ahead else 0.0
-    more = (ends - num_running) / view.max_num_seqs
-    return float(ends_s[-1]) + more * mean_output * step_s
+    each_s = float(view.waiting_outputs.mean()) * step_s if view.num_waiting else 0.0
+    starts_s = np.concatenate((np.zeros(view.num_free_slots), ends_s))
+    times, slot = divmod(num_ahead, len(starts_s))
+    wait_s = float(starts_s[slot]) + times * each_s
+    if times:
+        wait_s = max(wait_s, float(starts_s[-1]) + (times - 1) * each_s)
+    if needed > 0 and view.num_running:
+        freed = np.cumsum(view.running_ctx[order])
+        last = min(int(np.searchsorted(freed, needed)), len(freed) - 1)
+        wait_s = max(wait_s, float(ends_s[last]))
+    return wait_s

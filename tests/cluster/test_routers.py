@@ -158,6 +158,32 @@ def test_without_a_slot_the_first_end_comes_before_the_prompt() -> None:
     assert predicted_ttft_s(view, 100, 0.0) == pytest.approx(5 * 0.01 + 0.01 + 100 * 1e-4)
 
 
+def test_who_waits_takes_the_free_slots_and_holds_them_before_the_prompt() -> None:
+    # Two slots, both free: the third that waits begins when the first has run, 100 steps.
+    waits = [predicted_ttft_s(make_view(waiting=[1.0] * num, max_num_seqs=2), 100, 0.0)
+             for num in range(5)]  # fmt: skip
+
+    assert np.array(waits) // 0.5 == pytest.approx([0, 0, 2, 2, 4])
+
+
+def test_a_burst_goes_to_unequal_instances_by_their_speed_whatever_runs_there() -> None:
+    reports = Reports()
+    fast = make_view(model=LinearSteps(0.02), max_num_seqs=4, running=[50.0])
+    for view in (fast, make_view(model=LinearSteps(0.05), max_num_seqs=4)):
+        reports.join(view, 0.0)
+    router = LeastPredictedTtft()
+    chosen: Counter[int] = Counter()
+
+    for i in range(70):
+        request = make_routed(f"r{i}")
+        instance = router.choose(request, reports.views, 0.0)
+        assert isinstance(instance, int)
+        reports.sent(instance, request, 0.0)
+        chosen[instance] += 1
+
+    assert chosen[0] == pytest.approx(50, abs=4)
+
+
 def test_without_memory_as_many_ends_as_the_queue_needs_come_first() -> None:
     view = make_view(
         waiting=[150],
