@@ -222,7 +222,7 @@ EXPERIMENTS = (
     Experiment("gateway", "two unequal engines on Ray Serve: ways to them, a kill, cost per token",
                "25 min", "cluster.bench_gateway:gateway",
                ("seeds", "num_requests", "only", "quick", "request_rate"), "gateway.jsonl",
-               {"seeds": (0, 1, 2, 3), "num_requests": 75, "only": (), "request_rate": None}),
+               {"seeds": _THREE, "num_requests": 75, "only": (), "request_rate": None}),
     _cluster("fast", "the fast engine model beside the real schedulers: error and speed", "5 min",
              "fast_model:error"),
     _cluster("aladdin", "Aladdin Fig. 9, 10: attainment on four GPUs, by placement", "10 min",

@@ -2,9 +2,9 @@
 
 Three parts, `--only` names some:
 
-- `ways`: what both replicas bear with all requests at once; then requests of `vllm bench serve` at
-  the same arrival times through Serve's own proxy with Ray's power of two and with our router in
-  it, and through the gateway with either rule, in one order and back;
+- `ways`: what both replicas bear, with as many clients as they have slots; then requests of `vllm
+  bench serve` at the same arrival times through Serve's own proxy with Ray's power of two and with
+  our router in it, and through the gateway with either rule, in one order and back;
 - `kill`: the replica with more requests is killed while they run, at half the rate;
 - `cost`: one plain `vllm serve` asked directly and through a gateway by eight clients at once.
 """
@@ -34,8 +34,8 @@ WAYS = {
     "gateway, power-of-two": ("power-of-two", ""),
     "gateway, least-ttft": ("least-ttft", ""),
 }
-ALL_AT_ONCE = "gateway, all at once"
-_AT_ONCE = 100
+BORNE = "gateway, a client for each slot"
+_NUM_BORNE = 80
 #: Of what the replicas bear, where no rate is given.
 _LOAD = 0.85
 _NUM_CLIENTS = 8
@@ -85,7 +85,7 @@ def _measured(setup: Setup) -> Iterator[Row]:
                 yield {"run": run, "part": "cost"} | row
         if {"ways", "kill"} & set(parts):
             there = stack.enter_context(servers.cluster(model_dir, traffic))
-            row = _all_at_once(there, model_dir, traffic)
+            row = _borne(there, model_dir, traffic)
             yield {"run": run, "part": "capacity"} | row
             per_request = row["output_tokens"] / row["num_requests"]
             rate = setup.options["request_rate"] or round(
@@ -99,12 +99,16 @@ def _measured(setup: Setup) -> Iterator[Row]:
                 yield {"run": run, "part": "kill"} | row
 
 
-def _all_at_once(there: servers.Cluster, model_dir: Path, traffic: Traffic) -> Row:
+def _borne(there: servers.Cluster, model_dir: Path, traffic: Traffic) -> Row:
     """What the replicas bear."""
     url = there.gateway_url
     Bench(url, model_dir, traffic, num_prompts=20, request_rate="inf").finish()  # warm
-    bench = Bench(url, model_dir, traffic, num_prompts=_AT_ONCE, request_rate="inf")
-    return {"way": ALL_AT_ONCE, "seed": 0, "request_rate": None} | bench.finish()
+    num_slots = len(there.urls) * servers.MAX_NUM_SEQS
+    bench = Bench(
+        url, model_dir, traffic, num_prompts=_NUM_BORNE, request_rate="inf",
+        max_concurrency=num_slots,
+    )  # fmt: skip
+    return {"way": BORNE, "seed": 0, "request_rate": None} | bench.finish()
 
 
 def _ways(
@@ -203,7 +207,7 @@ def table(rows: Sequence[Row]) -> str:
         "tokens/s", "between, ms a token", "front, ms a token",
     )  # fmt: skip
     lines = []
-    order = (ALL_AT_ONCE, *WAYS)
+    order = (BORNE, *WAYS)
     ways = dict.fromkeys(row["way"] for row in rows)
     for way in [way for way in order if way in ways] + [way for way in ways if way not in order]:
         own = [row for row in rows if row["way"] == way]
