@@ -11,11 +11,12 @@ import pytest
 from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import DatasetError
+from sola_sched.plan.args import build_parser
 from sola_sched.plan.cli import main
 from sola_sched.plan.configurations import Configuration, configurations
 from sola_sched.plan.evaluate import Outcome, excess, run_fast
 from sola_sched.plan.impossible import ImpossibleError, require_possible
-from sola_sched.plan.load import Load
+from sola_sched.plan.load import Load, make_load
 from sola_sched.plan.pools import DecodeOnly
 from sola_sched.plan.search import search
 from sola_sched.simulator.steps.time import StepCounts
@@ -165,14 +166,15 @@ def test_neither_rate_nor_trace_is_an_error(tmp_path, capsys) -> None:
     assert "--request-rate" in capsys.readouterr().err
 
 
-def test_arrivals_too_short_for_a_queue_to_grow_are_told(tmp_path, capsys) -> None:
-    args = ["--dataset-name", "random", "--gpu", "a100=1", "--request-rate"]
-    _, short = plan(tmp_path, *FAST, *args, "1000", *SLO)
-    _, long = plan(tmp_path, *FAST, *args, "3", *SLO)
+def test_arrivals_too_short_for_a_queue_to_grow_are_told() -> None:
+    def notes(rate: str) -> tuple[str, ...]:
+        args = ["--dataset-name", "random", "--gpu", "a100=1", "--request-rate", rate]
+        return make_load(build_parser().parse_args([*BASE, *args, *SLO]), 8192, 1000).notes
 
-    assert "give --num-prompts" in short["notes"][-1]
-    assert "too short for a queue to outgrow a TTFT target of 1 s" in capsys.readouterr().out
-    assert not any("--num-prompts" in note for note in long["notes"])
+    (told,) = notes("1000")
+    assert "too short for a queue to outgrow a TTFT target of 1 s" in told
+    assert "give --num-prompts" in told
+    assert notes("3") == ()
 
 
 @pytest.mark.parametrize("rows", ["", "nan,10,10\n1.0,10,10\n"])
