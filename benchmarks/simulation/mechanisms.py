@@ -52,7 +52,6 @@ def _point(
 
 
 TUNED = {
-    "chat": Load("chat, computed steps", _point(_COMPUTED, _CHAT, 3.75, 1.96, 0.105)),
     "articles": Load("arXiv, computed steps", _point(_COMPUTED, _ARTICLES, 3.71, 2.26, 0.106)),
     "little KV": Load(
         "chat, measured A100, a third of the KV memory",
@@ -73,14 +72,8 @@ TUNED = {
 }  # fmt: skip
 HELD_OUT = {
     "chat, measured": Load("chat, measured A100", _point(_MEASURED, _CHAT, 4.91, 1.42, 0.118)),
-    "azure, measured": Load(
-        "azure-conv, measured A100", _point(_MEASURED, _AZURE, 11.7, 0.719, 0.117)
-    ),
     "H100": Load(
         "azure-conv, measured H100", _point("llama-3-8b-h100-measured", _AZURE, 36.9, 0.263, 0.0663)
-    ),
-    "70B": Load(
-        "azure-conv, 70B, measured", _point("llama-3-70b-a100-measured", _AZURE, 4.92, 1.97, 0.277)
     ),
     "code": Load(
         "azure-code by its recorded arrivals, 70B, measured",
@@ -91,7 +84,6 @@ HELD_OUT = {
         "chat, measured A100, TPOT near a bare step", _point(_MEASURED, _CHAT, 1.5, 0.6, 0.02)
     ),
     "three classes": Load(MIXES["40/40/20"].about, mix="40/40/20"),
-    "long ones": Load(MIXES["ten times as long"].about, mix="ten times as long"),
 }
 LOADS = TUNED | HELD_OUT
 
@@ -111,8 +103,8 @@ PARTS = {
     "chunks in multiples": "WithoutTiles",
     "margins for errors of the model": "WithoutMargins",
 }
-_SIMPLE = ("spf:512", "spf:1024")
-"""The simplest rules: the shortest prompt first, in chunks of fixed size."""
+_SIMPLE = ("spf:1024",)
+"""The simplest rule: the shortest prompt first, in chunks of fixed size."""
 
 
 @dataclass(frozen=True)
