@@ -10,8 +10,7 @@ from harness.command import Experiment
 _VIRTUAL = ("data", "workers", "num_requests", "quick", "scheduling_time")
 _SWAP = ("data", "seeds", "workers", "num_requests", "quick")
 #: Of `mechanisms`, unless others are asked for: those on which something has an effect.
-_LOADS = ("little KV", "5 x", "short prompts", "chat, measured", "V100", "low load",
-          "three classes")  # fmt: skip
+_LOADS = ("little KV", "5 x", "short prompts", "chat, measured", "V100", "low load")
 _THREE, _TEN = (0, 1, 2), tuple(range(10))
 
 
@@ -225,7 +224,7 @@ EXPERIMENTS = (
     Experiment("gateway", "two unequal engines on Ray Serve: ways to them, a kill, cost per token",
                "25 min", "cluster.bench_gateway:gateway",
                ("seeds", "num_requests", "only", "quick", "request_rate"), "gateway.jsonl",
-               {"seeds": _THREE, "num_requests": 75, "only": (), "request_rate": None}),
+               {"seeds": (0, 1, 2, 3, 4), "num_requests": 100, "only": (), "request_rate": 2.5}),
     _cluster("fast", "the fast engine model beside the real schedulers: error and speed", "5 min",
              "fast_model:error"),
     _cluster("aladdin", "Aladdin Fig. 9, 10: attainment on four GPUs, by placement", "10 min",

@@ -12,11 +12,9 @@ import numpy as np
 
 from harness import sweep
 from harness.markdown import markdown
-from harness.points import Point
+from harness.points import SYNTHETIC, Point
 from harness.resumable import Row
 from harness.setup import Outcome, Setup
-from mixed import experiment as mixed
-from mixed.mixes import MIXES
 from simulation.setups import DATASETS
 from sola_sched.simulator.steps.profile import load_step_profile
 
@@ -32,14 +30,12 @@ class Load:
 
     Attributes:
         about: In words.
-        point: Everything but the scheduler and the seed; None for a mix.
-        mix: Key of `MIXES`.
+        point: Everything but the scheduler and the seed.
         kv_share: Share of the profile's KV memory.
     """
 
     about: str
-    point: Point | None = None
-    mix: str = ""
+    point: Point
     kv_share: float = 1.0
 
 
@@ -83,7 +79,6 @@ HELD_OUT = {
     "low load": Load(
         "chat, measured A100, TPOT near a bare step", _point(_MEASURED, _CHAT, 1.5, 0.6, 0.02)
     ),
-    "three classes": Load(MIXES["40/40/20"].about, mix="40/40/20"),
 }
 LOADS = TUNED | HELD_OUT
 
@@ -167,29 +162,23 @@ def _mean(values: Sequence[float]) -> str:
 
 
 def _run(case: Case, data: Path | None) -> Row:
-    load = LOADS[case.load]
-    if load.mix:
-        mix = mixed.Case(load.mix, case.scheduler, case.num_requests, case.seed)
-        row = mixed.run_case(mix, data)
-    else:
-        row = sweep.run_point(_point_of(case), data)
-    return asdict(case) | {"attainment": row["attainment"]}
+    return asdict(case) | {"attainment": sweep.run_point(_point_of(case, data), data)["attainment"]}
 
 
-def _point_of(case: Case) -> Point:
-    load = LOADS[case.load]
-    assert load.point is not None
-    scheduler = case.scheduler
+def _point_of(case: Case, data: Path | None) -> Point:
+    load, scheduler = LOADS[case.load], case.scheduler
+    point = load.point
+    if data is None:
+        point = replace(point, dataset=SYNTHETIC, outputs_from="")
     if load.kv_share < 1.0:
-        num_blocks = load_step_profile(load.point.profile).num_blocks
+        num_blocks = load_step_profile(point.profile).num_blocks
         assert num_blocks is not None
         separator = "," if ":" in scheduler else ":"
         scheduler += f"{separator}engine.num_gpu_blocks_override={int(load.kv_share * num_blocks)}"
-    num_requests = round(case.num_requests / 300 * load.point.num_requests)
-    return replace(load.point, scheduler=scheduler, seed=case.seed, num_requests=num_requests)
+    num_requests = round(case.num_requests / 300 * point.num_requests)
+    return replace(point, scheduler=scheduler, seed=case.seed, num_requests=num_requests)
 
 
 def _key(case: Case) -> str:
-    load = LOADS[case.load]
-    profile = MIXES[load.mix].profile if load.mix else load.point.profile  # type: ignore[union-attr]
+    profile = LOADS[case.load].point.profile
     return sweep.make_key(asdict(case), case.scheduler, profile, scripts=[Path(__file__)])

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.vllm
             marks=[pytest.mark.slow, pytest.mark.long],
         ),
         ("cost", "| model | data | req/s |", 3),
-        pytest.param("mechanisms", "| without | three classes |", 7, marks=pytest.mark.slow),
+        pytest.param("mechanisms", "| without | low load |", 7, marks=pytest.mark.slow),
         pytest.param("hindsight", "| data | load | req/s | sola |", 3, marks=pytest.mark.slow),
     ],
 )
