@@ -5,10 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from virtual_model import TINY_MODEL
 
-from sola_sched.simulator import RequestRecord, StepTimeModel, VirtualRequest
+from sola_sched.simulator import RequestRecord, StepTimeModel, VirtualEngine, VirtualRequest
 
 STEP_TIME = StepTimeModel(base_s=0.01, per_decode_s=2e-4, per_prefill_token_s=1e-4)
+
+
+def make_small_engine(
+    scheduler_cls: type[Any], sola: dict[str, Any] | None = None, **options: Any
+) -> VirtualEngine:
+    """64 slots of a tiny model; `sola` is our configuration, None for vLLM's own scheduler."""
+    defaults: dict[str, Any] = {
+        "model": TINY_MODEL,
+        "num_blocks": 2000,
+        "max_model_len": 2048,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 1024,
+        "step_time": STEP_TIME,
+    }
+    if sola is not None:
+        defaults["additional_config"] = {"sola_sched": sola}
+    return VirtualEngine(scheduler_cls, **(defaults | options))
 
 
 def make_workload(

@@ -12,8 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from virtual_model import TINY_MODEL
-from virtual_runs import STEP_TIME, attained, make_workload
+from virtual_runs import attained, make_small_engine, make_workload
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -33,17 +32,8 @@ pytestmark = pytest.mark.vllm
 def make_engine(
     scheduler_cls: type[Any] = sola_sched.Scheduler, sola: dict[str, Any] | None = None, **options
 ) -> VirtualEngine:
-    defaults: dict[str, Any] = {
-        "model": TINY_MODEL,
-        "num_blocks": 2000,
-        "max_model_len": 2048,
-        "max_num_seqs": 64,
-        "max_num_batched_tokens": 1024,
-        "step_time": STEP_TIME,
-    }
-    if scheduler_cls is not AsyncScheduler:
-        defaults["additional_config"] = {"sola_sched": sola or {}}
-    return VirtualEngine(scheduler_cls, **(defaults | options))
+    ours = None if scheduler_cls is AsyncScheduler else sola or {}
+    return make_small_engine(scheduler_cls, ours, **options)
 
 
 def test_without_asynchronous_scheduling_tokens_are_booked_as_by_vllms_synchronous_class() -> None:

@@ -10,26 +10,12 @@ pytest.importorskip("vllm")
 
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
-from virtual_model import TINY_MODEL
-from virtual_runs import STEP_TIME, make_workload
+from virtual_runs import STEP_TIME, make_small_engine, make_workload
 
 import sola_sched
-from sola_sched.simulator import StepTrace, VirtualEngine, VirtualRequest
+from sola_sched.simulator import StepTrace, VirtualRequest
 
 pytestmark = pytest.mark.vllm
-
-
-def make_engine(sola: dict[str, Any], **options: Any) -> VirtualEngine:
-    defaults: dict[str, Any] = {
-        "model": TINY_MODEL,
-        "num_blocks": 2000,
-        "max_model_len": 2048,
-        "max_num_seqs": 64,
-        "max_num_batched_tokens": 1024,
-        "step_time": STEP_TIME,
-        "additional_config": {"sola_sched": sola},
-    }
-    return VirtualEngine(sola_sched.Scheduler, **(defaults | options))
 
 
 class Starts:
@@ -58,7 +44,7 @@ def test_the_best_effort_share_is_honoured_and_the_oldest_is_next(share: float) 
     """Under lasting overload the lost get their share of engine time, oldest first."""
     slo_s = 0.3
     sola = {"ttft_s": slo_s, "tpot_s": 0.05, "best_effort_share": share}
-    engine = make_engine(sola=sola)
+    engine = make_small_engine(sola_sched.Scheduler, sola=sola)
     workload = make_workload(600, 60.0)
     starts = Starts(workload, slo_s)
     busy_s = lost_s = 0.0
@@ -107,7 +93,7 @@ def check_share(
 ) -> None:
     """Under lasting overload the lost get their share of engine time, oldest first."""
     sola = {"ttft_s": slo_s, "tpot_s": 0.5, "best_effort_share": share}
-    engine = make_engine(sola=sola, **options)
+    engine = make_small_engine(sola_sched.Scheduler, sola=sola, **options)
     mean_prompt_s = STEP_TIME.per_prefill_token_s * 1.125 * prompt
     workload = make_workload(600, overload / (mean_prompt_s + 60 * 6e-4), seed, prompt)
     starts = Starts(workload, slo_s)
