@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sola_sched.bench.values import natural_int, positive_float, positive_int
+from sola_sched.config.flags import natural_int, positive_float, positive_int
 from sola_sched.length_predictor.corpus import DATA_VARIABLE
 
 _TWO_CLOCKS = ("cpu", "wall")

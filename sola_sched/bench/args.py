@@ -10,7 +10,7 @@ from sola_sched.bench.backends.base import BASELINES
 from sola_sched.bench.backends.clock import CLOCKS
 from sola_sched.bench.data.datasets import DATASET_NAMES
 from sola_sched.bench.report.results import METRIC_NAMES
-from sola_sched.bench.values import (
+from sola_sched.config.flags import (
     json_object,
     natural_int,
     port,

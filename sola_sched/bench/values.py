@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-from typing import Any
 
-from sola_sched.bench.data.row_values import shown
 from sola_sched.bench.data.workload import SloClass
 from sola_sched.bench.report.results import METRIC_NAMES
 from sola_sched.config.slo import NO_TARGET, TARGETS, SloTarget
 from sola_sched.errors import ConfigError, SloError
-
-_MAX_DIGITS = 18
-_MAX_PORT = 65535
 
 
 def parse_slo(items: list[str]) -> SloTarget:
@@ -99,55 +92,4 @@ def positive_number(text: str, what: str) -> float:
         value = math.nan
     if not 0 < value < math.inf:
         raise ConfigError(f"'{what}' must hold finite numbers > 0 (got {text!r}).")
-    return value
-
-
-def positive_int(text: str) -> int:
-    """``argparse`` type: a whole number >= 1."""
-    if not text.isdecimal() or len(text) > _MAX_DIGITS or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number >= 1 (got {shown(text)})")
-    return int(text)
-
-
-def natural_int(text: str) -> int:
-    """``argparse`` type: a whole number >= 0, of at most 18 digits."""
-    if not text.isdecimal() or len(text) > _MAX_DIGITS:
-        raise argparse.ArgumentTypeError(f"must be a whole number >= 0 (got {shown(text)})")
-    return int(text)
-
-
-def port(text: str) -> int:
-    """``argparse`` type: a port."""
-    if not text.isdecimal() or len(text) > _MAX_DIGITS or int(text) > _MAX_PORT:
-        raise argparse.ArgumentTypeError(f"must be a port, 0 to {_MAX_PORT} (got {shown(text)})")
-    return int(text)
-
-
-def positive_float(text: str) -> float:
-    """``argparse`` type: a finite number > 0."""
-    value = rate(text)
-    if math.isinf(value):
-        raise argparse.ArgumentTypeError(f"must be finite (got {text!r})")
-    return value
-
-
-def rate(text: str) -> float:
-    """``argparse`` type: a number > 0 or ``inf``."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be a number > 0 (got {text!r})")
-    return value
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """``argparse`` type: a JSON object."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"must be JSON (got {shown(text)}: {error})") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object (got {shown(text)})")
     return value

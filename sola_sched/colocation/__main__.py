@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from sola_sched.colocation.sleeping import SleepOptions
+from sola_sched.config.flags import port, positive_int
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -22,9 +23,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="the name that requests give as `model`, and the server; once for each",
     )  # fmt: skip
     door.add_argument("--host", default="127.0.0.1")
-    door.add_argument("--port", type=int, default=8000)
+    door.add_argument("--port", type=port, default=8000)
     door.add_argument("--idle-s", type=float, default=SleepOptions.idle_s)
-    door.add_argument("--max-awake", type=int, default=None, help="that fit into the memory")
+    door.add_argument(
+        "--max-awake", type=positive_int, default=None, help="that fit into the memory"
+    )
     door.add_argument("--least-s", type=float, default=SleepOptions.least_s)
     door.add_argument("--level", type=int, choices=(1, 2), default=1, help="of vLLM's sleep")
     commands.add_parser("memory", help="whether engines here can share KV memory (kvcached)")
@@ -47,8 +50,6 @@ def main(argv: Sequence[str]) -> int:
     urls = dict(part.partition("=")[::2] for part in args.service)
     if not all(name and url.startswith("http") for name, url in urls.items()):
         parser.error(f"--service must be NAME=URL (got {' '.join(args.service)})")
-    if args.max_awake is not None and args.max_awake < 1:
-        parser.error(f"--max-awake must be at least 1 (got {args.max_awake})")
     from aiohttp import web
 
     from sola_sched.colocation.door import Door

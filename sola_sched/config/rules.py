@@ -11,6 +11,8 @@ from typing import Any
 
 from sola_sched.errors import ConfigError
 
+_MAX_SHOWN = 80
+
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Require one of the `allowed` words."""
@@ -77,3 +79,9 @@ def known(cls: type[Any], names: Iterable[str], where: str) -> None:
             f"Unknown option{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))} in "
             f"'{where}'; known options: {', '.join(fields)}{meant}."
         )
+
+
+def shown(value: Any) -> str:
+    """The value for a message, in one short line."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -7,8 +7,9 @@ import math
 from pathlib import Path
 
 from sola_sched.bench.args import Parser, dataset_group
-from sola_sched.bench.values import natural_int, positive_float, positive_int, positive_number
+from sola_sched.bench.values import positive_number
 from sola_sched.cluster.all_routers import ALL_ROUTERS
+from sola_sched.config.flags import natural_int, positive_float, positive_int
 from sola_sched.errors import ConfigError
 from sola_sched.simulator.steps.roofline import GPUS, MODELS
 

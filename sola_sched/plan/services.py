@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from sola_sched.bench.args import Parser
-from sola_sched.bench.values import natural_int, positive_int, positive_number
+from sola_sched.bench.values import positive_number
 from sola_sched.cluster.sharing.placement import Cluster, Placement
 from sola_sched.cluster.sharing.search import Problem, search
 from sola_sched.cluster.sharing.services import Service, by_name
 from sola_sched.cluster.sharing.turns import LeastSlack
 from sola_sched.cluster.sharing.unserved import ServiceOutcome, score
+from sola_sched.config.flags import natural_int, positive_int
 from sola_sched.config.output_file import require_writable
 from sola_sched.errors import ConfigError, InfeasibleError
 from sola_sched.plan.deploy import serve_config_of

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sola_sched.bench.args import Parser
-from sola_sched.bench.values import natural_int, port, positive_int, positive_number
+from sola_sched.bench.values import positive_number
 from sola_sched.cluster.sharing.placement import Cluster
+from sola_sched.config.flags import natural_int, port, positive_int
 from sola_sched.errors import ConfigError, InfeasibleError
 from sola_sched.plan.deploy import FIRST_PORT
 from sola_sched.replacing.follow import Follower

@@ -9,12 +9,12 @@ import logging
 import os
 import sys
 import time
-import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
 
+from sola_sched.config.flags import port, positive_int, server_url
 from sola_sched.errors import ConfigError
 from sola_sched.serving.delivery import GatewayOptions
 from sola_sched.serving.gateway import Gateway
@@ -26,43 +26,26 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m sola_sched.serving", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     gateway = commands.add_parser("gateway", help="a gateway before vLLM servers that run already")
-    gateway.add_argument("--replica", action="append", required=True, type=_url, metavar="URL")
+    gateway.add_argument(
+        "--replica", action="append", required=True, type=server_url, metavar="URL"
+    )
     whole = commands.add_parser(
         "ray", help="engines and gateway on Ray Serve; further arguments are those of `vllm serve`"
     )
     whole.add_argument("model")
-    whole.add_argument("--num-replicas", type=_positive, default=2)
+    whole.add_argument("--num-replicas", type=positive_int, default=2)
     whole.add_argument("--num-gpus", type=float,
         help="of each replica (default: 1 where Ray has GPUs, else 0)")  # fmt: skip
     whole.add_argument("--address", help="of a Ray cluster; a local one is started without")
     for each in (gateway, whole):
         each.add_argument("--host", default="127.0.0.1")
-        each.add_argument("--port", type=_port, default=8000)
+        each.add_argument("--port", type=port, default=8000)
         each.add_argument("--router", choices=NAMES, default=DEFAULT)
         for field in dataclasses.fields(GatewayOptions):
             name = "--" + field.name.replace("_", "-")
             kind = int if field.name == "max_failures" else float
             each.add_argument(name, type=kind, default=field.default)
     return parser
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**16:
-        raise argparse.ArgumentTypeError(f"must be a port, 0 to 65535 (got {text!r})")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number >= 1 (got {text!r})")
-    return int(text)
-
-
-def _url(text: str) -> str:
-    parts = urllib.parse.urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-        raise argparse.ArgumentTypeError(f"must be http://HOST:PORT without a path (got {text!r})")
-    return text.rstrip("/")
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:

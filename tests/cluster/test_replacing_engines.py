@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +23,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("ray.serve")
 
 import aiohttp
+from local_ray import free_port, local_ray_with_dashboard
 from tiny_llama import write_byte_tokenizer, write_tiny_llama
 
 pytestmark = [
@@ -35,12 +34,6 @@ pytestmark = [
     pytest.mark.timeout(2400),
 ]
 
-ENVIRONMENT = {
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_DEDUP_LOGS": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # a busy machine starves what is nice
-}
 LIMIT_S = 900.0
 NUM_TOKENS = 120
 NUM_STREAMS = 6
@@ -86,42 +79,26 @@ class Controller:
 
 @pytest.fixture(scope="module")
 def controller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controller]:
-    os.environ.update(ENVIRONMENT)
-    import ray
-    from ray import serve
-
     folder = tmp_path_factory.mktemp("replacing")
     model = write_tiny_llama(folder / "tiny")
     write_byte_tokenizer(model)
-    made = Controller(folder / "services.json", folder / "log", _free_port(), model)
-    dashboard = _free_port()
-    ray.init(
-        num_cpus=2,
-        include_dashboard=True,
-        dashboard_host="127.0.0.1",
-        dashboard_port=dashboard,
-        resources={"sola_node_0": 1},
-        object_store_memory=80 * 2**20,
-        logging_level="warning",
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-    )
+    made = Controller(folder / "services.json", folder / "log", free_port(), model)
     made.describe(made.service("chat"))
     command = [
         *(sys.executable, "-P", "-m", "sola_sched.replacing", "--services", str(made.services)),
         *("--gpu", "a100", "--num-gpus", "1", "--most-sharing", "3"),
-        *("--address", f"http://127.0.0.1:{dashboard}", "--first-port", str(made.first_port)),
-        *("--start-limit-s", str(LIMIT_S)),
+        *("--first-port", str(made.first_port), "--start-limit-s", str(LIMIT_S)),
     ]
-    with made.log.open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        yield made
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
-        serve.shutdown()
-        ray.shutdown()
+    with local_ray_with_dashboard() as url:
+        with made.log.open("wb") as log:
+            process = subprocess.Popen(
+                [*command, "--address", url], stdout=log, stderr=subprocess.STDOUT
+            )
+        try:
+            yield made
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
 
 
 def test_services_change_under_load_and_every_stream_is_what_it_would_have_been(
@@ -215,13 +192,6 @@ def _is_closed(url: str) -> bool:
             return False
     except OSError:
         return True
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _wait_for(condition: Any, log: Path) -> None:

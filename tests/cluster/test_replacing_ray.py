@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import socket
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +16,7 @@ pytest.importorskip("ray.serve")
 
 import aiohttp
 from fake_replica import output_of
+from local_ray import free_port, local_ray_with_dashboard
 
 from sola_sched.cluster.sharing.placement import Cluster
 from sola_sched.errors import DeploymentError
@@ -34,44 +32,16 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-HELPERS = Path(__file__).resolve().parents[1] / "helpers"
 CHAT = {"name": "chat", "model": "llama-3-8b", "rate": 1, "ttft": 1500, "tpot": 80,
         "prompt": 200, "output": 60}  # fmt: skip
 CODE = CHAT | {"name": "code", "model": "llama-2-7b", "rate": 0.3}
 NUM_TOKENS = 100
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def api() -> Iterator[ServeApi]:
-    os.environ.update(ENVIRONMENT)
-    os.environ["PYTHONPATH"] = str(HELPERS)
-    import ray
-    from ray import serve
-
-    port = free_port()
-    ray.init(
-        num_cpus=2,
-        include_dashboard=True,
-        dashboard_host="127.0.0.1",
-        dashboard_port=port,
-        resources={"sola_node_0": 1},
-        object_store_memory=80 * 2**20,
-        logging_level="warning",
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-    )
-    try:
-        yield ServeApi(f"http://127.0.0.1:{port}")
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    with local_ray_with_dashboard() as url:
+        yield ServeApi(url)
 
 
 class Described:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import socket
 import time
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +15,9 @@ pytest.importorskip("ray.serve")
 
 import aiohttp
 from fake_replica import output_of
+from local_ray import free_port, local_ray
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
-
-ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-HELPERS = Path(__file__).resolve().parents[1] / "helpers"
 
 
 def _url(port: int) -> str:
@@ -38,27 +33,14 @@ def _replicas(url: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """Two fake engines and the gateway; its URL."""
-    os.environ.update(ENVIRONMENT)
-    os.environ["PYTHONPATH"] = str(HELPERS)
-    import ray
     from fake_engine import FakeEngine
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
     from sola_sched.serving.ray_app import ROUTER_CLASS, GatewayServer
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=80 * 2**20,
-        logging_level="warning",
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-    )
-    try:
+    port = free_port()
+    with local_ray():
         serve.start(proxy_location="Disabled")
         light = {"num_cpus": 0}
         engines = serve.deployment(FakeEngine).options(
@@ -72,9 +54,6 @@ def cluster() -> Iterator[str]:
         serve.run(gateway.bind([engines.bind(0.02)], args), name="sola", route_prefix=None)
         _wait_for(lambda: sum(bool(r["has_feed"]) for r in _replicas(_url(port))) == 2)
         yield _url(port)
-    finally:
-        serve.shutdown()
-        ray.shutdown()
 
 
 def _wait_for(condition: Any, limit_s: float = 120.0) -> None:

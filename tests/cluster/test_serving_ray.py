@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -23,6 +22,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("ray.serve")
 
 import aiohttp
+from local_ray import free_port, local_ray
 from tiny_llama import write_byte_tokenizer, write_tiny_llama
 
 pytestmark = [
@@ -35,7 +35,6 @@ pytestmark = [
 
 START_LIMIT_S = 900.0
 NUM_TOKENS = 120
-ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 ENGINE = {
     "served_model_name": "tiny",
     "dtype": "float32",
@@ -62,26 +61,14 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    os.environ.update(ENVIRONMENT)
-    import ray
     from ray import serve
 
     from sola_sched.serving.ray_app import build
 
     model = write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny")
     write_byte_tokenizer(model)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=80 * 2**20,
-        logging_level="warning",
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-    )
-    try:
+    port = free_port()
+    with local_ray():
         serve.start(proxy_location="Disabled")
         env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         args = {
@@ -95,9 +82,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         running = Cluster(f"http://127.0.0.1:{port}")
         _wait_for(lambda: sum(bool(r["has_feed"]) for r in running.replicas()) == 2)
         yield running
-    finally:
-        serve.shutdown()
-        ray.shutdown()
 
 
 def _wait_for(condition: Any) -> None:

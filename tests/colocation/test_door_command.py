@@ -16,7 +16,7 @@ SERVICE = ["door", "--service", "a=http://127.0.0.1:9"]
     [
         (["door", "--service", "a=here:1"], "--service must be NAME=URL (got a=here:1)"),
         ([*SERVICE, "--service", "a=http://b:1"], "must have each NAME once (got a, a)"),
-        ([*SERVICE, "--max-awake", "0"], "--max-awake must be at least 1 (got 0)"),
+        ([*SERVICE, "--max-awake", "0"], "--max-awake: must be a whole number >= 1 (got '0')"),
         ([*SERVICE, "--idle-s", "nan"], "--idle-s must be finite and >= 0 (got nan)"),
         ([*SERVICE, "--least-s", "-1"], "--least-s must be finite and >= 0 (got -1.0)"),
         (SERVICE, "every server must run"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from local_ray import free_port
 from tiny_llama import write_byte_tokenizer, write_tiny_llama
 
 START_LIMIT_S = 240.0
@@ -68,12 +68,6 @@ class Server:
         return self.post("/v1/completions", body | ({"vllm_xargs": xargs} if xargs else {}))
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _wait_until_ready(process: subprocess.Popen[bytes], server: Server) -> None:
     limit = time.monotonic() + START_LIMIT_S
     while time.monotonic() < limit and process.poll() is None:
@@ -96,7 +90,7 @@ def serving(folder: Path, sola: Mapping[str, Any], *arguments: str) -> Iterator[
     """
     model_dir = write_tiny_llama(folder / "tiny")
     write_byte_tokenizer(model_dir)
-    port = _free_port()
+    port = free_port()
     server = Server(f"http://127.0.0.1:{port}", model_dir, folder / "server.log")
     options = json.dumps({"sola_sched": dict(sola)})
     command = [

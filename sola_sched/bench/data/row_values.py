@@ -9,16 +9,10 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+from sola_sched.config.rules import shown
 from sola_sched.errors import DatasetError
 
 _MAX_COUNT = 2**31 - 1
-_MAX_SHOWN = 80
-
-
-def shown(value: Any) -> str:
-    """The value for a message, in one short line."""
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def text_of(value: Any, name: str, where: str) -> str | None:

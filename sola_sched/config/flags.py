@@ -1,0 +1,73 @@
+"""Types for `argparse`: each says what is allowed and what was given."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import urllib.parse
+from typing import Any
+
+from sola_sched.config.rules import shown
+
+_MAX_DIGITS = 18
+_MAX_PORT = 65535
+
+
+def positive_int(text: str) -> int:
+    """A whole number >= 1, of at most 18 digits."""
+    if not text.isdecimal() or len(text) > _MAX_DIGITS or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1 (got {shown(text)})")
+    return int(text)
+
+
+def natural_int(text: str) -> int:
+    """A whole number >= 0, of at most 18 digits."""
+    if not text.isdecimal() or len(text) > _MAX_DIGITS:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 0 (got {shown(text)})")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """A port; 0 lets the system choose."""
+    if not text.isdecimal() or len(text) > _MAX_DIGITS or int(text) > _MAX_PORT:
+        raise argparse.ArgumentTypeError(f"must be a port, 0 to {_MAX_PORT} (got {shown(text)})")
+    return int(text)
+
+
+def positive_float(text: str) -> float:
+    """A finite number > 0."""
+    value = rate(text)
+    if math.isinf(value):
+        raise argparse.ArgumentTypeError(f"must be finite (got {text!r})")
+    return value
+
+
+def rate(text: str) -> float:
+    """A number > 0 or ``inf``."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be a number > 0 (got {text!r})")
+    return value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"must be JSON (got {shown(text)}: {error})") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object (got {shown(text)})")
+    return value
+
+
+def server_url(text: str) -> str:
+    """``http://HOST:PORT``, without a slash at its end."""
+    parts = urllib.parse.urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+        raise argparse.ArgumentTypeError(f"must be http://HOST:PORT without a path (got {text!r})")
+    return text.rstrip("/")
