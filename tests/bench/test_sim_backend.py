@@ -15,38 +15,21 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tiny_sim import SLO, SMALL, TINY, busy_workload, make_backend, make_workload
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import Request
 
-from sola_sched.bench.backends import simulation
 from sola_sched.bench.backends.base import BASELINES, RunOutcome, parse_scheduler
 from sola_sched.bench.backends.simulation import SimBackend, SimOptions
+from sola_sched.bench.backends.virtual_replay import VirtualReplay
 from sola_sched.bench.cli import main
 from sola_sched.bench.data.datasets import DatasetOptions, build
 from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.core.metrics import RequestRecord
-from sola_sched.cost.file import Coefficients, write_profile
 from sola_sched.errors import ConfigError
-from sola_sched.simulator.steps.profile import StepProfile
-from sola_sched.simulator.steps.time import StepTimeModel
 
 pytestmark = pytest.mark.vllm
-
-SHAPE = {
-    "hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4,
-    "num_kv_heads": 2, "vocab_size": 512,
-}  # fmt: skip
-TINY = StepProfile(
-    name="tiny",
-    step_time=StepTimeModel(base_s=1.0, per_decode_s=0.125, per_prefill_token_s=1 / 128),
-    shape=SHAPE,
-    max_model_len=512,
-    num_blocks=200,
-)
-SLO = SloTarget(ttft_s=20.0, tpot_s=2.0)
-#: Few slots, a small budget, and the wide shares of a step that a tiny engine has.
-SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 128}
 
 
 class Watching(AsyncScheduler):
@@ -66,25 +49,6 @@ class Stuck(AsyncScheduler):
         if "1" in self.requests:
             self.max_num_scheduled_tokens = 0
         return super().schedule(*args, **kwargs)
-
-
-def make_backend(profile: StepProfile = TINY, **engine_args: Any) -> SimBackend:
-    return SimBackend(SimOptions(profile, SMALL | engine_args, num_warmups=2))
-
-
-def make_workload(*rows: tuple[float, int, int]) -> Workload:
-    """Requests of (arrival, prompt tokens, output tokens); prompts share nothing."""
-    return Workload(
-        tuple(
-            RequestSpec(str(i), tuple(range(3 + i, 3 + i + prompt)), output, arrival_s)
-            for i, (arrival_s, prompt, output) in enumerate(rows)
-        )
-    )
-
-
-def busy_workload(num_requests: int = 60) -> Workload:
-    rows = [(0.0, 20 + 7 * i % 150, 2 + 5 * i % 40) for i in range(num_requests)]
-    return make_workload(*rows).at_rate(0.4, seed=1)
 
 
 def facts(outcome: RunOutcome) -> Any:
@@ -334,90 +298,6 @@ def test_interrupted_run_keeps_what_it_has() -> None:
     assert outcome.records[1].error == "interrupted by the user"
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--profile", "gpt-5-b300"], r"'--profile' must be a file or one of llama-3-70b-a100"),
-        (["--model", "org/model"], r"'--model' has no meaning with --backend sim \(got 'org"),
-        (["--clock", "cpu"], "'--clock' has no meaning"),
-        (["--tensor-parallel-size", "2"], "'--tensor-parallel-size' has no meaning"),
-        (["--base-url", "http://x"], "'--base-url' has no meaning"),
-        (["--max-model-len", "9000"], r"must be <= 8192 .* \(got 9000\); lower it"),
-        (["--engine-args", '{"dtype": "half"}'], "'dtype' is no engine argument of --backend sim"),
-        (["--engine-args", '{"block_size": 0}'], "'block_size' must be a whole number"),
-        (["--engine-args", '{"async_scheduling": 1}'], "must be true or false"),
-        (["--engine-args", '{"scheduler_cls": "no.such"}'], "dotted name of a class"),
-        (["--engine-args", '{"scheduling_policy": "lifo"}'], "must be fcfs or priority"),
-        (["--schedulers", "stock:64"], r"cannot run on profile .*\(64\) must be greater"),
-        (["--schedulers", "stock:engine.max_num_seqs=x"], "'max_num_seqs' must be a whole"),
-        (["--schedulers", "sjf:x=1"], "'--schedulers' takes"),
-    ],
-)
-def test_arguments_without_a_meaning_here_end_with_one_line(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import re
-
-    code = main(["--backend", "sim", *argv])
-
-    err = capsys.readouterr().err.strip()
-    assert code == 2
-    assert re.search(message, err)
-    assert err.splitlines()[-1].startswith("error: ")
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--profile", "llama-3-8b-a100"], "'--profile' is for --backend sim"),
-        (["--schedulers", "sjf"], "'--schedulers sjf' is for --backend sim"),
-    ],
-)
-def test_arguments_of_virtual_time_are_refused_on_an_engine(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(argv) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_profile_of_a_live_engine_needs_the_memory_it_does_not_hold(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "mine.sola.json"
-    write_profile(path, Coefficients(0.0, 0.0, 1e-5, 1e-3, 1e-4, 1e-7, 1e-3, 1e-3), {})
-    argv = ["--backend", "sim", "--profile", str(path), "--schedulers", "stock:512", "--slo",
-            "ttft:99", "--request-rate", "9", "--num-prompts", "8", "--disable-tqdm",
-            "--result-dir", str(tmp_path)]  # fmt: skip
-
-    assert main(argv) == 2
-    assert "'max_model_len' must be given for profile mine" in capsys.readouterr().err
-    assert main([*argv, "--max-model-len", "512"]) == 2
-    assert "'num_gpu_blocks_override' must be given" in capsys.readouterr().err
-    memory = ["--engine-args", '{"num_gpu_blocks_override": 100}']
-    assert main([*argv, "--max-model-len", "512", *memory]) == 0
-
-
-def test_whole_comparison_with_measured_targets_and_rates(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = ["--backend", "sim", "--profile", "opt-13b-h100", "--schedulers", "stock:512", "sola",
-            "--num-prompts", "40", "--max-num-seqs", "16", "--disable-tqdm", "--slo-class",
-            "chat:1:500:50", "--result-dir", str(tmp_path)]  # fmt: skip
-
-    assert main(argv) == 0
-
-    out = capsys.readouterr().out
-    assert "Model opt-13b-h100, backend sim, data set sharegpt-like." in out
-    assert "lengths x 0.25" in out
-    saved = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
-    assert len(saved) == 6
-    assert {run["clock"] for run in saved} == {"virtual"}
-    assert {run["model_id"] for run in saved} == {"opt-13b-h100"}
-    assert all(run["completed"] == 40 and run["scheduler"]["num_steps"] > 0 for run in saved)
-    assert all(run["attainment_by_class"]["chat"]["num_requests"] == 40 for run in saved)
-    assert len(list(tmp_path.glob("*.png"))) == 2
-
-
 def test_classes_reach_the_scheduler_with_their_targets_and_weights() -> None:
     job = SloTarget(e2e_s=60.0, weight=2.0)
     workload = make_workload((0.0, 64, 3), (0.0, 64, 3))
@@ -425,7 +305,7 @@ def test_classes_reach_the_scheduler_with_their_targets_and_weights() -> None:
     workload = replace(workload, requests=(first, *workload.requests[1:]))
     seen: dict[str, SloTarget] = {}
     engine = make_backend()._engine(parse_scheduler("sola"), SLO, workload)
-    replay = simulation._Replay(engine, None, None, tells_lengths=False)
+    replay = VirtualReplay(engine, None, None, tells_lengths=False)
 
     def look(_: Any) -> None:
         table = engine.scheduler.sola_monitor.table
