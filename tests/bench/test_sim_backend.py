@@ -145,6 +145,7 @@ def test_same_arguments_give_the_same_result_to_the_last_digit(scheduler: str) -
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_another_process_gives_the_same_result(tmp_path: Path) -> None:
     def argv(name: str) -> list[str]:
         return ["--backend", "sim", "--schedulers", "stock:512", "sola", "--num-prompts", "40",

@@ -103,6 +103,7 @@ OF_PLUGIN = (
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_all_that_a_run_imports_is_in_its_key() -> None:
     """The imports are found by reading; here they are found by running, in a fresh process."""
     script = (

@@ -83,6 +83,7 @@ def test_a_line_cut_off_by_a_kill_is_run_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_rows_are_the_same_in_worker_processes(tmp_path: Path) -> None:
     alone = sweep.run(POINTS, tmp_path / "alone.jsonl", is_hidden=True)
     together = sweep.run(POINTS, tmp_path / "together.jsonl", num_workers=2, is_hidden=True)

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 SLO = SloTarget(5.0, 0.5)
 
 
+@pytest.mark.long
 def test_two_engines_in_turns_answer_all_requests() -> None:
     services = (Service("a", 60, 40, 4.0, 1.0, SLO), Service("b", 100, 20, 4.0, 1.0, SLO))
     with group() as name, pair(services, TINY_SHAPE, 0) as engines:

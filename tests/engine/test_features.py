@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,45 +109,16 @@ def test_lora_adapters_never_outnumber_their_slots(
     assert len({tuple(t) for t in tokens(stock)}) > 3, "the adapters make a difference"
 
 
-SPECULATE = """
-import json, sys
-from vllm import LLM, SamplingParams
-model, scheduler_cls, sola, prompts = json.loads(sys.argv[1])
-llm = LLM(
-    model=model, dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=8,
-    max_num_batched_tokens=256, kv_cache_memory_bytes=64 << 20, seed=0,
-    scheduler_cls=scheduler_cls, additional_config=sola if scheduler_cls else {},
-    speculative_config={
+@pytest.mark.slow
+def test_speculative_decoding(generate: Callable[..., list[Any]]) -> None:
+    """Drafts change no token. One drafting engine: vLLM on CPUs starts no second in a process."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    drafts = {
         "method": "ngram", "num_speculative_tokens": 3,
         "prompt_lookup_max": 3, "prompt_lookup_min": 1,
-    },
-)
-params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-print(json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
-"""
-
-
-@pytest.mark.slow
-def test_speculative_decoding(model_dir: Path) -> None:
-    """In processes of their own: vLLM on CPUs starts one drafting engine per process only."""
-    rng = random.Random(1)
-    pattern = [rng.randrange(10, 200) for _ in range(6)]
-    prompts = [[*(pattern * 9)[: 20 + i], i + 20, *pattern[:3]] for i in range(NUM_REQUESTS)]
-
-    def run(scheduler_cls: str | None) -> list[list[int]]:
-        arguments = json.dumps([str(model_dir), scheduler_cls, SOLA, prompts])
-        done = subprocess.run(
-            [sys.executable, "-c", SPECULATE, arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        result: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
-        return result
-
-    assert run("sola_sched.Scheduler") == run(None)
+    }  # fmt: skip
+    ours = generate("sola_sched.Scheduler", params, speculative_config=drafts)
+    assert tokens(ours) == tokens(generate(None, params))
 
 
 def test_vllm_without_hooks_for_swapping_gets_no_connector(model_dir, monkeypatch):

@@ -266,7 +266,9 @@ def v2_results(model_dir: Path) -> Callable[[bool], list[RunResult]]:
     return results_of
 
 
+# Without `long` the V2 runner is in test_swap_matrix.py.
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_v2_runner_and_v1_runner_agree_on_the_reference(v2_results, model_dir):
     reference = run(STOCK, make_workload(**V2_SIZE), model_dir)
@@ -275,12 +277,9 @@ def test_v2_runner_and_v1_runner_agree_on_the_reference(v2_results, model_dir):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "case",
-    [*v2_group(True), *(pytest.param(case, marks=pytest.mark.long) for case in v2_group(False))],
-    ids=name_of,
-)
+@pytest.mark.parametrize("case", [*v2_group(True), *v2_group(False)], ids=name_of)
 def test_tokens_are_stock_on_the_v2_runner(case, v2_results):
     brief = is_brief(case)
     stock, *results = v2_results(brief)

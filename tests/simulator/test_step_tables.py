@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sola_sched.errors import ProfileError
@@ -39,8 +39,9 @@ TABLES = StepTables(
         (StepCounts(1, 7), 13.5),
         # Halfway between two rows and two columns: 2 of 1 and 3, 200 of 100 and 300.
         (StepCounts(2, 200), 1.5 + (10.0 + 10.0 / 99) + 2.1 + (0.0 + 1.0 + 2.0 + 4.0) / 4),
-        # Beyond the last row and column the last slopes go on: row 1 is 3, row 3 is 5.5 at 400.
-        (StepCounts(5, 400), 1.5 + (10.0 + 40.0 / 99) + 2.4 + 3.0 + 2 * 2.5),
+        # Beyond the last column its slope goes on, beyond the last row that of the first column:
+        # row 3 is 5.5 at 400, two more decodes cost 1.
+        (StepCounts(5, 400), 1.5 + (10.0 + 40.0 / 99) + 2.4 + 5.5 + 1.0),
         # A chunk of 50 tokens, 1500 pairs.
         (StepCounts(0, 0, 1, 50, 1500.0), 1.5 + (10.0 + 490.0 / 99) + 2.0 + 2.0 + 0.5),
         # Mixed, and beyond the last token count.
@@ -100,6 +101,7 @@ _COUNTS = st.builds(
 
 
 @given(_COUNTS, st.sampled_from(StepCounts._fields), st.integers(1, 100_000))
+@example(StepCounts(513, 4096, 1, 100, 0.0), "decode_ctx", 1)  # more decodes than were measured
 def test_more_work_never_takes_less_time(counts: StepCounts, name: str, more: int) -> None:
     tables = load_step_profile("llama-3-8b-a100-measured").step_time
     assert isinstance(tables, StepTables)

@@ -121,14 +121,15 @@ def test_without_slos_the_schedule_is_stock_vllms_by_priority_step_by_step(
     assert ours == stock
 
 
-@pytest.mark.parametrize("async_scheduling", MODES)
 @pytest.mark.parametrize(
-    "policy",
+    ("policy", "async_scheduling"),
     [
-        "attain",
+        ("attain", True),
+        pytest.param("attain", False, marks=pytest.mark.slow),
         *(
-            pytest.param(name, marks=pytest.mark.slow)
+            pytest.param(name, mode, marks=[pytest.mark.slow, *[pytest.mark.long] * mode])
             for name in ("paper", "alise", "doubling", "none")
+            for mode in (False, True)
         ),
     ],
 )
