@@ -76,6 +76,10 @@ HELD_OUT = {
         _point("llama-3-70b-a100-measured", _CODE, 2.0, 4.0, 0.277, arrivals="recorded"),
     ),
     "V100": Load("Alpaca on OPT-13B: KV is short", _point("opt-13b-v100", _ALPACA, 14.0, 2.0, 0.2)),
+    "tight TPOT": Load(
+        "chat, measured A100, TPOT near a bare step, past what it can serve",
+        _point(_MEASURED, _CHAT, 4.91, 1.42, 0.018),
+    ),
     "low load": Load(
         "chat, measured A100, TPOT near a bare step", _point(_MEASURED, _CHAT, 1.5, 0.6, 0.02)
     ),
@@ -92,7 +96,6 @@ PARTS = {
     "a step ends before its first deadline": "WithoutFirstDeadline",
     "catching up halfway": "WithoutCatchingUp",
     "too slow decodes are lost": "WithoutTooSlow",
-    "admission by TPOT": "WithoutTpotAtEntry",
     "others of the lost beside the oldest": "WithoutOthersLost",
     "nobody starts while the oldest is blocked": "WithoutBlocking",
     "chunks in multiples": "WithoutTiles",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from mixed.experiment import _as_run
-from mixed.mixes import MIXES, due_s, mixed_workload
+from mixed.experiment import Case, _as_run, run_case
+from mixed.mixes import MIXES, Kind, Mix, due_s, mixed_workload
 from sola_sched.bench.data.datasets import ModelLimits
 from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.config.slo import SloTarget
+from sola_sched.planner.attain import lost
 
 LIMITS = ModelLimits(max_model_len=2048, vocab_size=1000)
 
@@ -65,3 +66,22 @@ def test_deadlines_are_priorities_within_the_strict_ranks() -> None:
 )
 def test_a_request_is_due_with_its_first_deadline(slo: SloTarget, due: float) -> None:
     assert due_s(RequestSpec("0", (1,), 1, 10.0, slo)) == due
+
+
+def test_a_class_that_nobody_can_serve_costs_no_other_its_targets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decodes whose TPOT is shorter than any step are lost at once, and hold nobody up."""
+    kinds = {
+        "impossible": Kind(0.5, SloTarget(2.0, 0.005)),
+        "usual": Kind(0.5, SloTarget(1.0, 0.1)),
+    }
+    monkeypatch.setitem(MIXES, "impossible", Mix("", kinds, 4.0))
+
+    def attained() -> float:
+        row = run_case(Case("impossible", "sola", 200, 0), None)
+        return float(row["classes"]["usual"]["attainment"])
+
+    assert attained() > 0.9
+    monkeypatch.setattr(lost, "_lose_too_slow", lambda *_: None)
+    assert attained() < 0.5, "without the rule"

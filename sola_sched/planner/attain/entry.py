@@ -130,11 +130,11 @@ def _whole(judged: Judged, order: IntArray, limit_s: float) -> tuple[IntArray, i
     return np.array(taken, dtype=np.int64), int(prefills.new[taken].sum())
 
 
-# Slots, pace and memory ---------------------------------------------------------------------
+# Slots and memory ---------------------------------------------------------------------------
 
 
 def admissible(judged: Judged, candidates: IntArray, *, is_blocked: bool) -> IntArray:
-    """Those that have begun, and the first waiting ones that find slots, TPOT and memory."""
+    """Those that have begun, and the first waiting ones that find slots and memory."""
     state, num_started = judged.state, judged.prefills.num_started
     waiting = [place for place in candidates.tolist() if place >= num_started]
     if not waiting:
@@ -142,29 +142,12 @@ def admissible(judged: Judged, candidates: IntArray, *, is_blocked: bool) -> Int
     count = 0
     if state.has_ranks or not is_blocked:
         count = max(0, min(len(waiting), judged.num_open_slots))
-        count = _num_sustained(judged, waiting[:count])
         count = _num_with_memory(judged, waiting[:count])
     if count == len(waiting):
         return candidates
     out = set(waiting[count:])
     left: IntArray = candidates[[place not in out for place in candidates.tolist()]]
     return left
-
-
-def _num_sustained(judged: Judged, waiting: list[int]) -> int:
-    """How many of `waiting` may start before bare decode steps outgrow a TPOT target."""
-    state, decodes, prefills = judged.state, judged.decodes, judged.prefills
-    num, ctx = decodes.num_alive + prefills.num_started, decodes.ctx_alive
-    if not num:
-        return len(waiting)
-    ctx += float(prefills.size[: prefills.num_started].sum())
-    longest_s, per_target = decodes.bear_s, judged.keep * state.accepted_per_decode
-    for count, place in enumerate(waiting):
-        num, ctx = num + 1, ctx + float(prefills.size[place])
-        longest_s = min(longest_s, per_target * float(state.table.tpot_s[prefills.rows[place]]))
-        if state.cost.decode_s(num, ctx) > longest_s:
-            return count
-    return len(waiting)
 
 
 def _num_with_memory(judged: Judged, waiting: list[int]) -> int:
