@@ -5,7 +5,6 @@ The builder's cost model: a step takes 10 ms + 1 ms per decode + 0.1 ms per pref
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import numpy as np
