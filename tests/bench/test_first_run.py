@@ -122,9 +122,16 @@ def test_the_queue_at_the_end_is_the_wait_of_those_who_came_last() -> None:
 
 
 def test_a_rate_is_past_the_capacity_only_if_no_setting_kept_up_in_any_block() -> None:
-    assert is_saturated({"stock:512": [1.0, 0.8], "stock:2048": [2.0]}, ttft_s=0.5)
-    assert not is_saturated({"stock:512": [1.0, 0.4], "stock:2048": [2.0]}, ttft_s=0.5)
-    assert not is_saturated({}, ttft_s=0.5)
+    kept = {"stock:512": [0.9, 0.8], "stock:2048": [0.7]}
+    assert is_saturated({"stock:512": [1.0, 0.8], "stock:2048": [2.0]}, kept, ttft_s=0.5)
+    assert not is_saturated({"stock:512": [1.0, 0.4], "stock:2048": [2.0]}, kept, ttft_s=0.5)
+    assert not is_saturated({}, {}, ttft_s=0.5)
+
+
+def test_a_rate_at_which_every_setting_fails_most_is_past_the_capacity_without_a_queue() -> None:
+    waits = {"stock:512": [0.3, 0.4], "stock:2048": [0.2]}
+    assert is_saturated(waits, {"stock:512": [0.2, 0.4], "stock:2048": [0.1]}, ttft_s=0.5)
+    assert not is_saturated(waits, {"stock:512": [0.2, 0.6], "stock:2048": [0.1]}, ttft_s=0.5)
 
 
 # Intervals ----------------------------------------------------------------------------------
@@ -199,6 +206,8 @@ LOW = compared(100, 100, 0.6, is_saturated=False, backlog_s=0.1)
          ["NOT TO BE TRUSTED", "too uneven", "9.0 % longer", "limit 5 %"]),
         ([compared(90, 40, is_saturated=False), LOW], UNEVEN, False,
          ["too short", "too uneven"]),
+        ([compared(90, 40, backlog_s=0.3), LOW], EVEN, True,
+         ["can be trusted", "no stock setting kept both targets of 50 %"]),
         ([LOW], EVEN, False, ["no rate past the capacity"]),
         ([compared(90, 40)], Evenness(math.nan, math.nan), True, ["was not measured"]),
     ],

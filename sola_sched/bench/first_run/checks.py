@@ -14,6 +14,8 @@ from sola_sched.core.metrics import RequestRecord
 MAX_UNEVEN = 0.05
 #: And its slowest time may be so many times its fastest.
 MAX_RANGE = 1.3
+#: Who keeps the targets of fewer requests does not sustain the rate.
+MOST = 0.5
 #: Share of the requests, those that arrive last, whose wait tells of the queue.
 _LAST = 0.1
 _MIN_LAST = 5
@@ -63,12 +65,18 @@ def end_wait_s(records: Sequence[RequestRecord]) -> float:
     return float(np.median(waits_s))
 
 
-def is_saturated(waits_s: Mapping[str, Sequence[float]], ttft_s: float) -> bool:
-    """Whether no stock setting sustained the rate: those who came last were all late.
+def is_saturated(
+    waits_s: Mapping[str, Sequence[float]], attained: Mapping[str, Sequence[float]], ttft_s: float
+) -> bool:
+    """Whether no stock setting sustained the rate.
+
+    Either those who came last were all late, or most requests missed a target in every run.
 
     Args:
         waits_s: `end_wait_s` of the runs of each stock setting.
+        attained: Share of the requests of each of these runs within both targets.
         ttft_s: Target, seconds.
     """
     waits = [wait_s for group in waits_s.values() for wait_s in group]
-    return bool(waits) and min(waits) > ttft_s
+    shares = [share for group in attained.values() for share in group]
+    return bool(waits) and (min(waits) > ttft_s or max(shares) < MOST)

@@ -267,8 +267,12 @@ class FirstRun:
         self._results.append(result)
 
     def _is_saturated(self, load: float) -> bool:
-        waits = {label: self._runs.waits_s[load, label] for label in self._runs.stock(load)}
-        return is_saturated(waits, self._slo.target.ttft_s)
+        runs, labels = self._runs, self._runs.stock(load)
+        waits = {label: runs.waits_s[load, label] for label in labels}
+        attained = {
+            label: [float(np.mean(flags)) for flags in runs.flags[load, label]] for label in labels
+        }
+        return is_saturated(waits, attained, self._slo.target.ttft_s)
 
     def _comparisons(self) -> tuple[list[Comparison], Evenness]:
         runs, found, times_s = self._runs, list[Comparison](), []

@@ -3,10 +3,10 @@
 Kept of the `attain` planner (docs/design.md, "The objective"): prompts in order of their TTFT
 deadlines; if not all can be on time, the costliest are given up, which then wait until nobody on
 time does; a step is no longer than the smallest bank of the decodes on course allows, or, where
-nobody is lost and somebody would be, than they can catch up with; admission stops where bare decode
-steps would outgrow the TPOT targets; of decodes that steps have become too
-long for, those that bear the least are held, so that the others stay on course, and so are those
-that came too late. The share of the lost shortens what the others may take, without being served.
+nobody is lost and somebody would be, than they can catch up with; of decodes that steps have become
+too long for, those that bear the least are held, so that the others stay on course, and so are
+those that came too late. The share of the lost shortens what the others may take, without being
+served.
 Left out: prompts alone, slots and memory as resources to plan, classes.
 """
 
@@ -65,8 +65,6 @@ class FastSloInstance(FastInstance):
             bisect.insort(self._on_time, (-math.inf, next(self._numbers), request))
 
     def _peek(self, now_s: float) -> FastRequest | None:
-        if not self._has_time_for_another():
-            return None
         if self._on_time:
             return self._on_time[0][2]
         return self._late[0] if self._late and not self._held else None
@@ -127,25 +125,6 @@ class FastSloInstance(FastInstance):
 
     def _used(self) -> float:
         return super()._used() + self._held_kv
-
-    def _alive(self) -> tuple[int, int]:
-        """Requests in decode steps that can attain, with prompts under way; and their context."""
-        num = len(self._running) - len(self._held)
-        ctx = self._ctx + sum(request.num_prompt for request in self._prefills)
-        for request in self._lost.values():
-            if request.is_decoding:
-                num -= 1
-                ctx -= request.num_computed + self._step - request.joined
-        return num, ctx
-
-    def _has_time_for_another(self) -> bool:
-        """True if a decode step with one more request is within every target."""
-        if not self._dues:
-            return True
-        num, ctx = self._alive() if self._lost else (len(self._running), self._ctx)
-        head = self._on_time[0][2] if self._on_time else None
-        more_s = float(self._batch_time.decode_s(num + 1, ctx + (head.num_prompt if head else 0)))
-        return more_s <= self._least_s()
 
     def _least_s(self) -> float:
         """How long decode steps may take for the tightest target."""
