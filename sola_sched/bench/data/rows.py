@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sola_sched.bench.data import row_values
+from sola_sched.config.rules import shown
 from sola_sched.errors import DatasetError
 
 _PROMPT_TOKENS = (
@@ -76,8 +77,7 @@ def read_rows(path: Path) -> Iterator[Row]:
             for number, raw in enumerate(_parse(name, text)):
                 if not isinstance(raw, Mapping):
                     raise DatasetError(
-                        f"Each row of {name} must be an object "
-                        f"(row {number}: {row_values.shown(raw)})."
+                        f"Each row of {name} must be an object (row {number}: {shown(raw)})."
                     )
                 yield normalise(raw, f"row {number} of {name}")
     except DatasetError:
