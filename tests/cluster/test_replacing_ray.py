@@ -102,7 +102,7 @@ def test_services_come_move_and_go_and_no_stream_is_lost(
 
     # `code` goes: its port is closed, and `chat` may have its GPUs.
     code_url = f"http://127.0.0.1:{api.details()['code']['deployed_app_config']['args']['port']}"
-    assert _replicas(code_url)
+    _wait_for(lambda: len(_replicas(code_url)) > 0)
     assert asyncio.run(while_it_changes(CHAT)) == whole
     with pytest.raises(urllib.error.URLError):
         _replicas(code_url)
