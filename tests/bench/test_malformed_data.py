@@ -19,7 +19,7 @@ from harness.points import read_lengths
 from sola_sched.bench import values
 from sola_sched.bench.data.datasets import DatasetOptions, ModelLimits, build
 from sola_sched.bench.data.workload import Workload
-from sola_sched.config import flags
+from sola_sched.config.flags import json_object, positive_float, positive_int, rate
 from sola_sched.errors import ConfigError, DatasetError
 
 LIMITS = ModelLimits(max_model_len=256, vocab_size=100, encode=lambda text: [5] * len(text.split()))
@@ -160,7 +160,7 @@ PARSERS = (
     lambda text: values.parse_pairs([text], "--metadata"), values.parse_metric_names,
 )  # fmt: skip
 #: `argparse` tells their `ValueError` in one line, as it does its own.
-TYPES = (flags.positive_int, flags.positive_float, flags.rate, flags.json_object)
+TYPES = (positive_int, positive_float, rate, json_object)
 flags = (
     st.text(max_size=12)
     | st.sampled_from(["ttft:inf", "ttft:1e-330", "a:1:2:nan", "{", "[" * 9000, "9" * 5000, "²"])

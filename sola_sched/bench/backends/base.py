@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from sola_sched.bench.data.workload import Workload
+from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.config.slo import (
     CLASS_KEY,
     E2E_KEY,
@@ -188,6 +188,17 @@ class Backend(Protocol):
             on_done: Called once per request, in order of completion.
         """
         ...
+
+
+def record_of(request: RequestSpec) -> RequestRecord:
+    """The record of a request that has not been sent."""
+    return RequestRecord(
+        req_id=request.req_id,
+        arrival_s=request.arrival_s,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        slo=request.slo,
+        slo_class=request.slo_class,
+    )
 
 
 def extra_args(slo: SloTarget | None, slo_class: str | None = None) -> dict[str, Any] | None:

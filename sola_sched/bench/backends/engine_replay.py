@@ -11,7 +11,7 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from sola_sched.bench.backends.base import OnDone, RunOutcome, extra_args
+from sola_sched.bench.backends.base import OnDone, RunOutcome, extra_args, record_of
 from sola_sched.bench.backends.clock import Clock
 from sola_sched.bench.data.workload import RequestSpec
 from sola_sched.core.metrics import RequestRecord
@@ -36,16 +36,7 @@ class Replay:
         max_concurrency: int | None = None,
         on_done: OnDone | None = None,
     ) -> RunOutcome:
-        records = [
-            RequestRecord(
-                req_id=request.req_id,
-                arrival_s=request.arrival_s,
-                num_prompt_tokens=len(request.prompt_token_ids),
-                slo=request.slo,
-                slo_class=request.slo_class,
-            )
-            for request in requests
-        ]
+        records = [record_of(request) for request in requests]
         self._pending = deque(zip(requests, records, strict=True))
         self._live: dict[str, tuple[RequestSpec, RequestRecord]] = {}
         self._step_s = self._step_cpu_s = 0.0

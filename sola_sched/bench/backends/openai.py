@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from sola_sched.bench.backends.base import OnDone, RunOutcome, SchedulerSpec, extra_args
+from sola_sched.bench.backends.base import OnDone, RunOutcome, SchedulerSpec, extra_args, record_of
 from sola_sched.bench.data.workload import FIRST_PLAIN_TOKEN, RequestSpec, Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.core.metrics import RequestRecord
@@ -83,7 +83,7 @@ class OpenAIBackend:
     ) -> RunOutcome:
         """See ``Backend.run``. ``scheduler`` is only a label here."""
         self._num_runs += 1
-        records = [_record(request) for request in workload.requests]
+        records = [record_of(request) for request in workload.requests]
         outcome = RunOutcome(records=records, duration_s=0.0)
         clock: list[float] = []
         try:
@@ -239,16 +239,6 @@ def _stamp(record: RequestRecord, event: Mapping[str, Any], now_s: float) -> Non
     record.token_times_s.extend([now_s] * (total - record.num_output_tokens))
     if usage.get("prompt_tokens"):
         record.num_prompt_tokens = usage["prompt_tokens"]
-
-
-def _record(request: RequestSpec) -> RequestRecord:
-    return RequestRecord(
-        req_id=request.req_id,
-        arrival_s=request.arrival_s,
-        num_prompt_tokens=len(request.prompt_token_ids),
-        slo=request.slo,
-        slo_class=request.slo_class,
-    )
 
 
 def _warmup_record(request: RequestSpec) -> RequestRecord:

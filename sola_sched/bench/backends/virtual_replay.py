@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from sola_sched.bench.backends.base import OnDone, RunOutcome, extra_args
+from sola_sched.bench.backends.base import OnDone, RunOutcome, extra_args, record_of
 from sola_sched.bench.data.workload import RequestSpec
 from sola_sched.core.metrics import RequestRecord
 from sola_sched.simulator.request import RequestRecord as VirtualRecord
@@ -55,16 +55,7 @@ class VirtualReplay:
         self, requests: Sequence[RequestSpec], *, on_done: OnDone | None
     ) -> list[RequestRecord]:
         """Begin with these requests; their records are filled while the engine runs."""
-        records = [
-            RequestRecord(
-                req_id=request.req_id,
-                arrival_s=request.arrival_s,
-                num_prompt_tokens=len(request.prompt_token_ids),
-                slo=request.slo,
-                slo_class=request.slo_class,
-            )
-            for request in requests
-        ]
+        records = [record_of(request) for request in requests]
         self._on_done = on_done
         # A whole second: adding it to arrivals costs no precision that matters.
         self._engine.clock.now = self._start_s = float(math.ceil(self._engine.clock.now))

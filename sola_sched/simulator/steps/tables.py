@@ -113,11 +113,9 @@ class StepTables:
         last = min(max(1, bisect_left(grid, num_decodes)), len(grid) - 1)
         low, high = (self._decode_row(index, context) for index in (last - 1, last))
         share = (num_decodes - grid[last - 1]) / (grid[last] - grid[last - 1])
-        more_s = 0.0
-        if share > 1.0:  # beyond the table each further one costs what it does with least context
-            more_s = (share - 1.0) * (self.decode_s[last][0] - self.decode_s[last - 1][0])
-            share = 1.0
-        return low + max(0.0, share) * (high - low) + more_s
+        # Beyond the table each further one costs what it does with the least context.
+        more_s = self.decode_s[last][0] - self.decode_s[last - 1][0]
+        return low + min(max(0.0, share), 1.0) * (high - low) + max(0.0, share - 1.0) * more_s
 
     def _decode_row(self, index: int, context: int) -> float:
         grid, row = self.decode_context, self.decode_s[index]
