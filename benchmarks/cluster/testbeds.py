@@ -62,6 +62,9 @@ class Kind(NamedTuple):
             raise ConfigError(f"A kind of instances is MODEL@GPU:TP (got {text!r}).")
         return cls(model, gpu, int(degree))
 
+    def __str__(self) -> str:
+        return f"{self.model}@{self.gpu}:{self.tensor_parallel}"
+
 
 def kinds(cluster: str) -> list[Kind]:
     """The instances of ``2*MODEL@GPU:TP+MODEL@GPU:TP``, in that order."""

@@ -8,7 +8,15 @@ import sys
 from collections.abc import Sequence
 
 from sola_sched.colocation.sleeping import SleepOptions
-from sola_sched.config.flags import port, positive_int
+from sola_sched.config.flags import port, positive_int, server_url
+
+
+def named_server(text: str) -> tuple[str, str]:
+    """The name and the URL of `NAME=URL`."""
+    name, _, url = text.partition("=")
+    if not name:
+        raise argparse.ArgumentTypeError(f"must be NAME=URL (got {text!r})")
+    return name, server_url(url)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -19,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
         "door", help="one address before vLLM servers that sleep while nobody asks for them"
     )
     door.add_argument(
-        "--service", action="append", required=True, metavar="NAME=URL",
+        "--service", action="append", required=True, type=named_server, metavar="NAME=URL",
         help="the name that requests give as `model`, and the server; once for each",
     )  # fmt: skip
     door.add_argument("--host", default="127.0.0.1")
@@ -44,12 +52,10 @@ def main(argv: Sequence[str]) -> int:
         found = status()
         print(found)
         return 0 if found.is_usable else 1
-    names = [part.partition("=")[0] for part in args.service]
-    if len(set(names)) < len(names):
-        parser.error(f"--service must have each NAME once (got {', '.join(names)})")
-    urls = dict(part.partition("=")[::2] for part in args.service)
-    if not all(name and url.startswith("http") for name, url in urls.items()):
-        parser.error(f"--service must be NAME=URL (got {' '.join(args.service)})")
+    urls = dict(args.service)
+    if len(urls) < len(args.service):
+        names = ", ".join(name for name, _ in args.service)
+        parser.error(f"--service must have each NAME once (got {names})")
     from aiohttp import web
 
     from sola_sched.colocation.door import Door

@@ -67,7 +67,11 @@ def json_object(text: str) -> dict[str, Any]:
 
 def server_url(text: str) -> str:
     """``http://HOST:PORT``, without a slash at its end."""
-    parts = urllib.parse.urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+    try:
+        parts = urllib.parse.urlsplit(text)
+        is_server = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port, or of brackets
+        is_server = False
+    if not is_server or parts.path.strip("/"):
         raise argparse.ArgumentTypeError(f"must be http://HOST:PORT without a path (got {text!r})")
     return text.rstrip("/")

@@ -14,7 +14,13 @@ SERVICE = ["door", "--service", "a=http://127.0.0.1:9"]
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["door", "--service", "a=here:1"], "--service must be NAME=URL (got a=here:1)"),
+        (["door", "--service", "=http://b:1"], "--service: must be NAME=URL (got '=http://b:1')"),
+        (
+            ["door", "--service", "a=here:1"],
+            "must be http://HOST:PORT without a path (got 'here:1')",
+        ),
+        (["door", "--service", "a=http://b:x"], "must be http://HOST:PORT without a path"),
+        (["door", "--service", "a=http://b:1/v1"], "must be http://HOST:PORT without a path"),
         ([*SERVICE, "--service", "a=http://b:1"], "must have each NAME once (got a, a)"),
         ([*SERVICE, "--max-awake", "0"], "--max-awake: must be a whole number >= 1 (got '0')"),
         ([*SERVICE, "--idle-s", "nan"], "--idle-s must be finite and >= 0 (got nan)"),
