@@ -10,16 +10,20 @@ from cluster.cases import Case, file_of, rows_of
 from harness.markdown import markdown
 from harness.setup import Outcome, Setup
 
-#: Where prompts are what takes time, where decodes are, and a cluster of unequal ones.
+#: Where prompts are what takes time, where decodes are, a cluster of unequal ones, and three of
+#: the clusters on which placement is compared (`aladdin.TESTBEDS`), at the middle rate.
 _POINTS = (
     Case("1*llama-3-8b@a100:1", "", "shortest-queue", "azure-conv", 14.0, 1.0, 0.06),
     Case("1*llama-2-13b@a100-pcie:1", "", "shortest-queue", "sharegpt", 1.0, 0.6, 0.03),
     Case(
         "1*llama-3-8b@h100:1+1*llama-3-8b@v100:1", "", "least-ttft", "azure-conv", 25.0, 1.0, 0.06
     ),
+    Case("4*llama-2-13b@a100-pcie:1", "", "combined", "sharegpt", 3.0, 0.6, 0.03),
+    Case("2*llama-2-70b@a100-pcie:2", "", "shortest-queue", "sharegpt", 1.0, 1.6, 0.075),
+    Case("4*llama-2-7b@v100:1", "", "combined", "sharegpt", 3.0, 0.8, 0.03),
 )
 _SCHEDULERS = ("stock:512", "sola:8192")
-_REQUESTS = 200
+_REQUESTS = 300
 
 
 def error(setup: Setup) -> Outcome:

@@ -259,6 +259,33 @@ def test_decodes_lend_time_that_they_can_catch_up_with(monkeypatch: pytest.Monke
     assert first_token_s(target_s, tpot_s=0.03) > target_s
 
 
+def test_a_prompt_that_was_begun_makes_way_for_a_more_urgent_one() -> None:
+    engine = make_engine(FastSloInstance, kv_capacity_tokens=20_000, max_num_batched_tokens=1024)
+    prompts = {"long": (0.0, 7000, 5.0), "short": (0.1, 100, 0.4)}
+    for req_id, (arrival_s, prompt_len, ttft_s) in prompts.items():
+        while engine.next_s < arrival_s:
+            engine.advance(engine.next_s)
+        request = VirtualRequest(req_id, arrival_s, 3, prompt_len=prompt_len)
+        slo = SloTarget(ttft_s=ttft_s, tpot_s=0.05)
+        engine.add(request, slo, LengthPrediction.exactly(3), arrival_s)
+    ended: dict[str, Ended] = {}
+    while math.isfinite(engine.next_s):
+        ended |= {end.req_id: end for end in engine.advance(engine.next_s)}
+
+    assert ended["short"].progress.first_s <= 0.5
+    assert ended["long"].progress.first_s > ended["short"].progress.first_s
+
+
+def test_the_lost_are_forgotten_when_they_have_ended() -> None:
+    engine = make_engine(FastSloInstance)
+    requests = make_requests(100, 30.0, longest=200)
+    ended = serve(engine, requests)
+
+    assert any(ended[r.req_id].progress.first_s - r.arrival_s > SLO.ttft_s for r in requests)
+    assert not engine._lost
+    assert not engine._held
+
+
 def test_a_report_of_the_model_tells_what_runs_and_waits() -> None:
     engine = make_engine(max_num_seqs=2)
     for i in range(4):

@@ -331,26 +331,38 @@ class FastInstance:
         return steps
 
     def _schedule_prompts(self, now_s: float) -> list[tuple[FastRequest, int]]:
-        room = self._room(now_s)
+        return self._chunks_in(self._room(now_s), now_s)
+
+    def _chunks_in(self, room: int, now_s: float) -> list[tuple[FastRequest, int]]:
+        """Chunks of at most so many tokens: those that have begun, then the head of the queue."""
         chunks = []
         for request in self._prefills:
             tokens = min(room, request.num_prompt - request.num_computed)
             if tokens > 0:
                 chunks.append((request, tokens))
                 room -= tokens
-        while room > 0 and len(self._running) < self._slots:
+        while room > 0:
             head = self._peek(now_s)
-            if head is None or head.arrival_s > self._known_until_s:
+            if head is None or not self._finds_room(head):
                 break
-            if self._used() + self._promised() + head.num_prompt > self._capacity:
-                break
-            self._pop()
-            self._running[head.req_id] = head
-            self._prefills.append(head)
+            self._start(self._pop())
             tokens = min(room, head.num_prompt)
             chunks.append((head, tokens))
             room -= tokens
         return chunks
+
+    def _finds_room(self, request: FastRequest) -> bool:
+        """Whether one that waits may start now."""
+        return (
+            len(self._running) < self._slots
+            and request.arrival_s <= self._known_until_s
+            and self._used() + self._promised() + request.num_prompt <= self._capacity
+        )
+
+    def _start(self, request: FastRequest) -> None:
+        """Of one that has left the queue."""
+        self._running[request.req_id] = request
+        self._prefills.append(request)
 
     def _make_room(self, now_s: float) -> None:
         """Preempt the youngest until each decode has room for a token."""

@@ -1,12 +1,12 @@
 """The fast model with what `sola_sched` does to requests, in its simplest form.
 
 Kept of the `attain` planner (docs/design.md, "The objective"): prompts in order of their TTFT
-deadlines; if not all can be on time, the costliest are given up, which then wait until nobody on
-time does; a step is no longer than the smallest bank of the decodes on course allows, or, where
-nobody is lost and somebody would be, than they can catch up with; of decodes that steps have become
-too long for, those that bear the least are held, so that the others stay on course, and so are
-those that came too late. The share of the lost shortens what the others may take, without being
-served.
+deadlines; if not all can be on time, the costliest wait behind the others, and are given up once
+they cannot even be on time alone; a step is as long as the decodes on course allow, or, where
+nobody is lost and somebody would be, as they can catch up with; of decodes that steps have become
+too long for, those that bear the least are held, so that the others stay on course, and while
+prompts wait so are those that came too late. The share of the lost shortens what the others may
+take, without being served.
 Left out: prompts alone, slots and memory as resources to plan, classes.
 """
 
@@ -16,24 +16,48 @@ import bisect
 import heapq
 import itertools
 import math
+import operator
 from collections import deque
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from sola_sched.prediction.length import NUM_LEVELS, remaining_mean
+from sola_sched.prediction.length import NUM_LEVELS, FloatArray, remaining_mean
+from sola_sched.simulator.cluster.engine import Ended
 from sola_sched.simulator.cluster.fast import FastInstance, FastRequest
 from sola_sched.simulator.cluster.step_model import BatchTime
 
 #: Share of each target kept as a margin; the scheduler's default.
 _SAFETY = 0.05
 #: A decode is lost only if steps are longer than it bears by more than 1 / this; likewise.
-_DECODE_MARGIN = 0.9
+_DECODE_MARGIN, _PREFILL_MARGIN = 0.9, 0.95
 #: Share of the time that the lost get; the scheduler's default.
 _LOST_SHARE = 0.05
-#: Chunks are whole tiles; a shorter one is not worth what a step with it costs more.
-_TILE = 128
+#: Chunks come in whole tiles, those of fewer than so many tiles in smaller multiples; tokens.
+_TILE, _MANY_TILES, _SUB_TILE = 128, 8, 16
+
+
+class _Course(NamedTuple):
+    """Decodes that can still meet their targets: arrays of one value each, seconds.
+
+    Attributes:
+        bank_s: Time until the next token is due.
+        tpot_s: Targets, less the margin.
+        steps: Expected steps to come, >= 1.
+        requests: Themselves.
+    """
+
+    bank_s: FloatArray
+    tpot_s: FloatArray
+    steps: FloatArray
+    requests: Sequence[FastRequest]
+
+    @property
+    def sustain_s(self) -> FloatArray:
+        """The longest mean step with which each meets its target."""
+        sustain_s: FloatArray = (self.bank_s + (self.steps - 1.0) * self.tpot_s) / self.steps
+        return sustain_s
 
 
 class FastSloInstance(FastInstance):
@@ -45,8 +69,11 @@ class FastSloInstance(FastInstance):
         super().__init__(batch_time, **options)
         self._numbers = itertools.count()
         self._on_time: list[tuple[float, int, FastRequest]] = []  # by deadline
+        # Of the last step: prompts that can be on time, by deadline; whose turn it is.
+        self._jobs: list[tuple[float, FastRequest]] = []
+        self._turn: list[FastRequest] = []
         self._late: deque[FastRequest] = deque()
-        # For each TPOT target, decodes on course by when token 0 would have been due.
+        # For each TPOT target, less its margin, decodes on course by when token 0 was due.
         self._dues: dict[float, list[tuple[float, int, FastRequest]]] = {}
         self._lost: dict[str, FastRequest] = {}  # decodes that run and cannot attain
         self._held: dict[str, FastRequest] = {}  # those of them that sit out
@@ -55,14 +82,19 @@ class FastSloInstance(FastInstance):
     # The queue.
 
     def _push(self, request: FastRequest) -> None:
-        deadline_s = request.arrival_s + request.slo.ttft_s * (1.0 - _SAFETY)
-        bisect.insort(self._on_time, (deadline_s, next(self._numbers), request))
+        bisect.insort(self._on_time, (self._deadline_s(request), next(self._numbers), request))
+
+    def _deadline_s(self, request: FastRequest) -> float:
+        """When its prompt must end, less the margin; -inf if it goes on after a preemption."""
+        if not math.isnan(request.first_s):
+            return -math.inf
+        return request.arrival_s + request.slo.ttft_s * (1.0 - _SAFETY)
 
     def _push_back(self, request: FastRequest) -> None:
         if request.req_id in self._lost:
             self._late.appendleft(request)
         else:
-            bisect.insort(self._on_time, (-math.inf, next(self._numbers), request))
+            self._push(request)
 
     def _peek(self, now_s: float) -> FastRequest | None:
         if self._on_time:
@@ -81,32 +113,62 @@ class FastSloInstance(FastInstance):
     def _waiting(self) -> Iterable[FastRequest]:
         return itertools.chain((entry[2] for entry in self._on_time), self._late)
 
+    def _judge_prompts(self, now_s: float, most: int) -> bool:
+        """Find those that can be on time, begun or not; give up the others that wait.
+
+        A prompt can if it would be, alone beside the decodes, in steps of `most` tokens.
+
+        Returns:
+            Whether one that has begun cannot.
+        """
+        bare_s = self._step_s(0)
+        token_s = (self._step_s(most) - bare_s) / most
+
+        def can_be_on_time(deadline_s: float, request: FastRequest) -> bool:
+            need_s = bare_s + (request.num_prompt - request.num_computed) * token_s
+            late_s = deadline_s + _SAFETY * request.slo.ttft_s
+            return deadline_s == -math.inf or now_s + _PREFILL_MARGIN * need_s <= late_s
+
+        begun = [(self._deadline_s(request), request) for request in self._prefills]
+        self._jobs = [job for job in begun if can_be_on_time(*job)]
+        is_one_lost = len(self._jobs) < len(begun)
+        stay = []
+        for entry in self._on_time:
+            if can_be_on_time(entry[0], entry[2]):
+                stay.append(entry)
+                self._jobs.append((entry[0], entry[2]))
+            else:
+                self._late.append(entry[2])
+        self._on_time = stay
+        self._jobs.sort(key=operator.itemgetter(0))
+        return is_one_lost
+
     def _sort_out(self, now_s: float, token_s: float) -> None:
-        """Give up the costliest prompts until all others can be on time (Moore and Hodgson).
+        """Whose turn it is: the most that can be on time together (Moore and Hodgson), by deadline,
+        then the others, the shortest first.
 
         Args:
             now_s: Now.
             token_s: What a prompt token takes, with the decodes beside it.
         """
-        left = sum(request.num_prompt - request.num_computed for request in self._prefills)
-        time_s = now_s + left * token_s
+        time_s = now_s
         kept: list[tuple[int, int]] = []  # by cost, the largest first
-        given_up = set()
-        for place, (deadline_s, _, request) in enumerate(self._on_time):
-            heapq.heappush(kept, (-request.num_prompt, place))
-            time_s += request.num_prompt * token_s
+        last = []
+        for place, (deadline_s, request) in enumerate(self._jobs):
+            left = request.num_prompt - request.num_computed
+            heapq.heappush(kept, (-left, place))
+            time_s += left * token_s
             if time_s > deadline_s > -math.inf:
                 tokens, costliest = heapq.heappop(kept)
                 time_s += tokens * token_s
-                given_up.add(costliest)
-        if given_up:
-            self._late.extend(self._on_time[place][2] for place in sorted(given_up))
-            self._on_time = [e for i, e in enumerate(self._on_time) if i not in given_up]
+                last.append((-tokens, costliest))
+        order = sorted(place for _, place in kept) + [place for _, place in sorted(last)]
+        self._turn = [self._jobs[place][1] for place in order]
 
     # Who is on course.
 
     def _joined(self, request: FastRequest) -> None:
-        tpot_s = request.slo.tpot_s
+        tpot_s = request.slo.tpot_s * (1.0 - _SAFETY)
         if request.first_s - request.arrival_s > request.slo.ttft_s:
             self._lost[request.req_id] = request
         elif math.isfinite(tpot_s):
@@ -120,8 +182,15 @@ class FastSloInstance(FastInstance):
             del self._running[request.req_id]
         else:
             super()._release(request)
-        if request.num_done >= request.output_len - 1:
-            self._lost.pop(request.req_id, None)
+
+    def _end(self, request: FastRequest, now_s: float) -> Ended:
+        self._lost.pop(request.req_id, None)
+        return super()._end(request, now_s)
+
+    def remove(self, req_id: str, now_s: float) -> None:
+        """See `ClusterEngine.remove`."""
+        super().remove(req_id, now_s)
+        self._lost.pop(req_id, None)
 
     def _used(self) -> float:
         return super()._used() + self._held_kv
@@ -129,7 +198,7 @@ class FastSloInstance(FastInstance):
     def _least_s(self) -> float:
         """How long decode steps may take for the tightest target."""
         share = _LOST_SHARE if self._late or self._lost else 0.0
-        return min(self._dues) * (1.0 - _SAFETY) * (1.0 - share)
+        return min(self._dues) * (1.0 - share)
 
     def _keep_on_course(self, now_s: float) -> None:
         """Hold decodes that steps are too long for, and those that are lost if it helps."""
@@ -139,7 +208,7 @@ class FastSloInstance(FastInstance):
             return
         least_s = self._least_s()
         step_s = float(self._batch_time.decode_s(self._num_decodes, self._ctx))
-        if step_s > least_s:
+        if step_s > least_s or self._on_time or self._prefills:
             for request in self._lost.values():
                 if request.is_decoding:
                     self._hold(request, now_s)
@@ -151,37 +220,36 @@ class FastSloInstance(FastInstance):
 
     def _lose_too_slow(self, now_s: float) -> None:
         """Keep the most of those on course whose bare steps are short enough for all of them."""
-        order = [
-            ((bank_s + (steps - 1.0) * tpot_s) / steps, number, request)
-            for bank_s, tpot_s, steps, number, request in self._with_steps_left(now_s)
-        ]
-        order.sort(reverse=True)
+        course = self._course(now_s)
+        sustain_s = course.sustain_s
+        order = np.argsort(-sustain_s, kind="stable").tolist()
         kept = ctx = 0
-        for place, (sustain_s, _, request) in enumerate(order):
+        for count, place in enumerate(order, 1):
+            request = course.requests[place]
             ctx += request.num_computed + self._step - request.joined
-            if _DECODE_MARGIN * float(self._batch_time.decode_s(place + 1, ctx)) <= sustain_s:
-                kept = place + 1
-        for _, _, request in order[kept:]:
-            self._lost[request.req_id] = request
-            self._hold(request, now_s)
+            if _DECODE_MARGIN * float(self._batch_time.decode_s(count, ctx)) <= sustain_s[place]:
+                kept = count
+        for place in order[kept:]:
+            self._lost[course.requests[place].req_id] = course.requests[place]
+            self._hold(course.requests[place], now_s)
 
-    def _with_steps_left(self, now_s: float) -> list[tuple[float, float, float, int, FastRequest]]:
-        """Of each decode on course its slack, target, expected steps to come, number, itself."""
-        decodes = [
-            (base_s + tpot_s * (self._step + 1) - now_s, tpot_s, number, request)
+    def _course(self, now_s: float) -> _Course:
+        """Where the decodes on course are."""
+        found = [
+            (base_s, tpot_s, request)
             for tpot_s, heap in self._dues.items()
-            for base_s, number, request in heap
+            for base_s, _, request in heap
             if request.is_decoding
         ]
-        if not decodes:
-            return []
-        done = [request.num_done + self._step - request.joined for *_, request in decodes]
-        quantiles = np.concatenate([request.quantiles for *_, request in decodes])
-        left = remaining_mean(quantiles.reshape(-1, NUM_LEVELS), np.array(done), None)
-        return [
-            (bank_s, tpot_s, max(1.0, steps), number, request)
-            for (bank_s, tpot_s, number, request), steps in zip(decodes, left.tolist(), strict=True)
-        ]
+        if not found:
+            return _Course(np.empty(0), np.empty(0), np.empty(0), ())
+        base_s, tpot_s, requests = zip(*found, strict=True)
+        done = np.array([request.num_done - request.joined for request in requests]) + self._step
+        quantiles = np.concatenate([request.quantiles for request in requests])
+        left = remaining_mean(quantiles.reshape(-1, NUM_LEVELS), done, None)
+        targets_s = np.array(tpot_s)
+        bank_s = np.array(base_s) + targets_s * (self._step + 1) - now_s
+        return _Course(bank_s, targets_s, np.maximum(left, 1.0), requests)
 
     def _lent_s(self, now_s: float, most: int) -> float:
         """The shortest step in which all prompts are on time, if decodes can catch up; else 0.
@@ -190,29 +258,23 @@ class FastSloInstance(FastInstance):
         """
         bare_s = float(self._batch_time.decode_s(self._num_decodes, self._ctx))
         longest_s = self._step_s(most)
-        token_s = (longest_s - bare_s) / most
-        tokens = sum(request.num_prompt - request.num_computed for request in self._prefills)
-        share = 0.0
-        for deadline_s, _, request in self._on_time:
-            tokens += request.num_prompt
-            share = max(share, tokens * token_s / max(deadline_s - now_s, 1e-9))
+        share = self._share_for(now_s, (longest_s - bare_s) / most)
         if not bare_s < (1.0 - share) * longest_s:
             return 0.0
         need_s = bare_s / (1.0 - share)
-        for bank_s, tpot_s, steps, _, _ in self._with_steps_left(now_s):
-            gain_s = 0.5 * max(0.0, tpot_s * (1.0 - _SAFETY) - bare_s)
-            if need_s >= bank_s + (steps - 1.0) * gain_s:
-                return 0.0
-        return need_s
+        course = self._course(now_s)
+        gain_s = 0.5 * np.maximum(0.0, course.tpot_s - bare_s)
+        can_lend_s = course.bank_s + (course.steps - 1.0) * gain_s
+        return need_s if need_s < can_lend_s.min(initial=math.inf) else 0.0
 
-    def _are_all_on_time(self, now_s: float, token_s: float) -> bool:
-        """True if no prompt that waits has to be given up, with so much time for a token."""
-        tokens = sum(request.num_prompt - request.num_computed for request in self._prefills)
-        for deadline_s, _, request in self._on_time:
-            tokens += request.num_prompt
-            if now_s + tokens * token_s > deadline_s > -math.inf:
-                return False
-        return True
+    def _share_for(self, now_s: float, token_s: float) -> float:
+        """The share of the time with which all prompts are on time, if a token takes so long."""
+        tokens, share = 0, 0.0
+        for deadline_s, request in self._jobs:
+            tokens += request.num_prompt - request.num_computed
+            if deadline_s > -math.inf:
+                share = max(share, tokens * token_s / max(deadline_s - now_s, 1e-9))
+        return share
 
     def _hold(self, request: FastRequest, now_s: float) -> None:
         steps = self._step - request.joined
@@ -261,13 +323,13 @@ class FastSloInstance(FastInstance):
         super()._make_room(now_s)
 
     def _slack_s(self, now_s: float) -> float:
-        """How long the next step may take, so that no decode on course falls behind."""
+        """Time until the next token of a decode on course is due; forgets who is not."""
         slack_s = math.inf
         for tpot_s, heap in list(self._dues.items()):
             while heap:
                 base_s, _, request = heap[0]
                 due_s = base_s + tpot_s * (self._step + 1)
-                if request.is_decoding and not self._is_lost(request, due_s - now_s):
+                if request.is_decoding and not self._is_lost(request, tpot_s, due_s - now_s):
                     slack_s = min(slack_s, due_s - now_s)
                     break
                 heapq.heappop(heap)
@@ -275,49 +337,81 @@ class FastSloInstance(FastInstance):
                 del self._dues[tpot_s]
         return slack_s
 
-    def _is_lost(self, request: FastRequest, slack_s: float) -> bool:
+    def _longest_s(self, now_s: float) -> float:
+        """How long the next step may take: as the smallest bank, and where that is less than
+        halfway from a bare step to what the decode sustains, as long as that."""
+        slack_s = self._slack_s(now_s)
+        bare_s = float(self._batch_time.decode_s(self._num_decodes, self._ctx))
+        if not self._dues or slack_s >= max(bare_s, *self._dues):
+            return slack_s
+        course = self._course(now_s)
+        halfway_s = bare_s + 0.5 * np.maximum(0.0, course.sustain_s - bare_s)
+        catch_up_s = np.minimum(halfway_s, course.tpot_s)
+        longest_s = np.where(course.bank_s >= halfway_s, course.bank_s, catch_up_s)
+        return float(longest_s.min(initial=math.inf))
+
+    def _is_lost(self, request: FastRequest, tpot_s: float, slack_s: float) -> bool:
         if request.req_id in self._lost:
             return True
         if slack_s >= 0.0:
             return False
         step_s = float(self._batch_time.decode_s(self._num_decodes, self._ctx))
         left = request.ends - self._step
-        if slack_s + left * (request.slo.tpot_s - step_s) >= 0.0:
+        if slack_s + left * (tpot_s - _DECODE_MARGIN * step_s) >= 0.0:
             return False
         self._lost[request.req_id] = request
         return True
 
     def _room(self, now_s: float) -> int:
-        """The largest chunk whose step ends within the slack."""
+        """The largest chunk whose step keeps all on course, and whose turn it is."""
         most = super()._room(now_s)
-        if not (self._prefills or self._on_time or self._late):
+        self._jobs, self._turn = [], []
+        if most <= 0 or not (self._prefills or self._on_time or self._late):
             return most
-        slack_s = self._slack_s(now_s) * (1.0 - _SAFETY)
-        room = self._tokens_within(slack_s, most)
-        if self._on_time and not (self._lost or self._late):
-            token_s = self._step_s(room) / room if room else math.inf
-            if not self._are_all_on_time(now_s, token_s):
-                lent_s = self._lent_s(now_s, most)
-                if lent_s:
-                    # The next whole tile: a little less would not be in time.
-                    room = max(room, min(most, self._tokens_within(lent_s, most) + _TILE))
-        if self._on_time and room:
-            self._sort_out(now_s, self._step_s(room) / room)
-        return room if room >= min(_TILE, self._wanted()) else 0
+        is_one_lost = self._judge_prompts(now_s, most)
+        room = self._tokens_within(self._longest_s(now_s), most)
+        if self._jobs:
+            if not (is_one_lost or self._lost or self._late):
+                token_s = self._step_s(room) / room if room else math.inf
+                if self._share_for(now_s, token_s) > 1.0:
+                    lent_s = self._lent_s(now_s, most)
+                    if lent_s:
+                        # A little more than fits: a little less would not be in time.
+                        room = max(room, min(most, self._tokens_within(lent_s, most) + _SUB_TILE))
+            if room:
+                self._sort_out(now_s, self._step_s(room) / room)
+        return room if room >= min(_SUB_TILE, self._wanted()) else 0
+
+    def _schedule_prompts(self, now_s: float) -> list[tuple[FastRequest, int]]:
+        room = self._room(now_s)
+        chunks = []
+        for request in self._turn:
+            if room <= 0:
+                break
+            if request.req_id not in self._running:
+                if not self._finds_room(request):
+                    continue
+                self._forget(request)
+                self._start(request)
+            tokens = min(room, request.num_prompt - request.num_computed)
+            chunks.append((request, tokens))
+            room -= tokens
+        # Nobody of them has or finds room: the others go on.
+        return chunks or self._chunks_in(room, now_s)
 
     def _tokens_within(self, limit_s: float, most: int) -> int:
         """Prompt tokens of a step that takes no longer."""
-        tiles = -(-most // _TILE)
-        if math.isfinite(limit_s):
-            low, high = 0, tiles
-            while low < high:
-                middle = (low + high + 1) // 2
-                if self._step_s(min(most, middle * _TILE)) > limit_s:
-                    high = middle - 1
-                else:
-                    low = middle
-            tiles = low
-        return min(most, tiles * _TILE)
+        if math.isinf(limit_s) or self._step_s(most) <= limit_s:
+            return most
+        low, high = 0, most // _SUB_TILE
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._step_s(middle * _SUB_TILE) > limit_s:
+                high = middle - 1
+            else:
+                low = middle
+        tokens = low * _SUB_TILE
+        return tokens // _TILE * _TILE if tokens >= _MANY_TILES * _TILE else tokens
 
     def _step_s(self, tokens: int) -> float:
         return self._batch_time.step_s(
@@ -326,10 +420,9 @@ class FastSloInstance(FastInstance):
 
     def _wanted(self) -> int:
         """Tokens of the prompt that is next."""
-        if self._prefills:
-            return self._prefills[0].num_prompt - self._prefills[0].num_computed
-        head = self._on_time[0][2] if self._on_time else self._late[0]
-        return head.num_prompt
+        waiting = self._turn or self._prefills or [entry[2] for entry in self._on_time[:1]]
+        head = (waiting or self._late)[0]
+        return head.num_prompt - head.num_computed
 
     def _num_steps(self, now_s: float) -> int:
         steps = super()._num_steps(now_s)
