@@ -46,6 +46,7 @@ if not HAS_GPU:
     _ENVIRONMENT |= {
         # Two OpenMP threads that spin for each other slow a busy machine down many times.
         "OMP_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": "1",  # with n-gram drafts vLLM gives OpenMP as many
         "TRITON_INTERPRET": "1",
         "VLLM_CPU_CI_ENV": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB

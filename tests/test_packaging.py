@@ -155,6 +155,7 @@ def test_pip_check_reports_only_what_the_install_removed() -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.long
 def test_vllm_command_prints_its_version() -> None:
     command = Path(sys.executable).with_name("vllm")
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from marks import LONG
 
 pytest.importorskip("vllm")
 
@@ -19,8 +20,6 @@ from harness.setup import Setup
 from registry import EXPERIMENTS
 
 pytestmark = pytest.mark.vllm
-#: Too long for CI, in which `decode` and `checked` are like them.
-LONG = [pytest.mark.slow, pytest.mark.long]
 _CASE = Case("1*llama-3-8b@a100:1", "stock:512", "combined", "none", 4.0, 1.0, 0.06)
 
 

@@ -52,7 +52,12 @@ def serve(model_dir: Path, group: Path, policy: str = "attain", **options: Any) 
 
 
 @pytest.mark.parametrize(
-    ("is_async", "policy"), [(False, "attain"), (True, "attain"), (False, "alise")]
+    ("is_async", "policy"),
+    [
+        (True, "attain"),
+        pytest.param(False, "attain", marks=pytest.mark.slow),
+        pytest.param(False, "alise", marks=pytest.mark.slow),
+    ],
 )
 def test_an_engine_among_others_gives_the_same_tokens_and_lets_them_run(
     model_dir: Path, tmp_path: Path, reference: RunResult, is_async: bool, policy: str
@@ -71,6 +76,7 @@ def test_an_engine_among_others_gives_the_same_tokens_and_lets_them_run(
     assert _Watched.stats.num_lost == 0
 
 
+@pytest.mark.slow
 def test_an_idle_engine_keeps_nobody_waiting(model_dir: Path, tmp_path: Path) -> None:
     with takers(str(tmp_path / "turns"), "other") as (other,):
 
@@ -84,6 +90,7 @@ def test_an_idle_engine_keeps_nobody_waiting(model_dir: Path, tmp_path: Path) ->
     assert len(result.finish_reasons) == NUM_REQUESTS
 
 
+@pytest.mark.slow
 def test_an_engine_alone_in_its_group_never_waits(model_dir: Path, tmp_path: Path) -> None:
     serve(model_dir, tmp_path / "turns")
 

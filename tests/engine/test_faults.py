@@ -16,7 +16,8 @@ pytest.importorskip("vllm")
 
 from engine_harness import STOCK, TIGHT_BLOCKS, RunResult, make_workload, num_different, run
 from faults import SITES, SWAP_SITES, Faults
-from needs import MODES, NEEDS_SWAPPING
+from marks import LONG, MODES
+from needs import NEEDS_SWAPPING
 
 pytestmark = [pytest.mark.vllm, pytest.mark.injects_failures]
 
@@ -51,9 +52,17 @@ def assert_nothing_is_lost(result: RunResult, model_dir: Path) -> None:
     assert result.swap_problems == []
 
 
-@pytest.mark.parametrize("async_scheduling", MODES)
-@pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("policy", ["attain", pytest.param("alise", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("policy", "caching", "async_scheduling"),
+    [
+        ("attain", True, True),
+        pytest.param("attain", False, False, marks=pytest.mark.slow),
+        pytest.param("alise", True, True, marks=pytest.mark.slow),
+        pytest.param("attain", True, False, marks=LONG),
+        pytest.param("attain", False, True, marks=LONG),
+        pytest.param("alise", False, False, marks=LONG),
+    ],
+)
 def test_failures_everywhere_change_no_token(
     policy: str, caching: bool, async_scheduling: bool, model_dir: Path
 ) -> None:
@@ -69,15 +78,18 @@ def test_failures_everywhere_change_no_token(
     assert_nothing_is_lost(result, model_dir)
 
 
-@pytest.mark.parametrize("async_scheduling", MODES)
 @pytest.mark.parametrize(
-    "site",
+    ("site", "async_scheduling"),
     [
-        "attain",
-        "monitor completed",
+        ("attain", True),
         *(
-            pytest.param(site, marks=pytest.mark.slow)
-            for site in ("monitor state", "monitor scheduled", "cost observe")
+            pytest.param(site, True, marks=pytest.mark.slow)
+            for site in ("monitor completed", "monitor state", "monitor scheduled", "cost observe")
+        ),
+        pytest.param("attain", False, marks=pytest.mark.slow),
+        *(
+            pytest.param(site, False, marks=LONG)
+            for site in ("monitor completed", "monitor state", "monitor scheduled", "cost observe")
         ),
     ],
 )

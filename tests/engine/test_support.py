@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 import torch
 from engine_harness import STOCK, TIGHT_BLOCKS, EngineRequest, RunResult, make_workload, run
-from needs import MODES
+from marks import MODES
 from tiny_llama import write_byte_tokenizer, write_tiny_llama
 from vllm import LLM
 

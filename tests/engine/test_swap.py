@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from engine_harness import STOCK, EngineRequest, RunResult, make_workload, num_different, run
+from marks import LONG
 from needs import NEEDS_SWAPPING
 from swapping import assert_exact, assert_nothing_left_behind, swap
 from tiny_llama import write_tiny_llama
@@ -52,10 +53,10 @@ def windowed_reference(windowed_dir: Path) -> RunResult:
 @pytest.mark.parametrize(
     ("is_async", "caching"),
     [
-        (False, True),
-        (True, False),
+        (True, True),
         pytest.param(False, False, marks=pytest.mark.slow),
-        pytest.param(True, True, marks=pytest.mark.slow),
+        pytest.param(True, False, marks=LONG),
+        pytest.param(False, True, marks=LONG),
     ],
 )
 def test_preempted_requests_recompute_nothing_and_keep_their_tokens(
@@ -105,7 +106,7 @@ def test_tokens_depend_on_what_comes_back(faults, model_dir, reference):
     assert num_different(result, reference) > 200
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_late_and_failing_copies_and_aborts_spare_the_others(is_async, model_dir, reference):
     result = run(
         requests=make_workload(30, num_aborts=8),
@@ -121,7 +122,7 @@ def test_late_and_failing_copies_and_aborts_spare_the_others(is_async, model_dir
     assert_exact(result, reference)
 
 
-@pytest.mark.parametrize("caching", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("caching", [pytest.param(False, marks=LONG), True])
 def test_windows_beside_full_attention(caching, windowed_dir, windowed_reference):
     result = run(
         requests=make_workload(30),

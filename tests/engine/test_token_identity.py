@@ -29,7 +29,7 @@ from engine_harness import (
     run,
     run_on_v2,
 )
-from needs import MODES
+from marks import LONG, MODES
 
 pytestmark = pytest.mark.vllm
 
@@ -58,7 +58,6 @@ SOME_POLICIES = [
     "chaos",
     *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("paper", "alise")),
 ]
-LONG = (pytest.mark.slow, pytest.mark.long)
 
 
 Case = tuple[str, bool, bool, bool, str]

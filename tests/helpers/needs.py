@@ -10,8 +10,3 @@ from sola_sched.vllm_adapter.plugin_swap import missing_hooks
 NEEDS_SWAPPING = pytest.mark.skipif(
     bool(missing_hooks()), reason="KV swapping takes vLLM 0.32 or later"
 )
-#: Asynchronous scheduling, which is vLLM's default, and in slower runs without it.
-MODES = (
-    pytest.param(True, id="async"),
-    pytest.param(False, id="sync", marks=pytest.mark.slow),
-)

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from marks import MODES
 
 pytest.importorskip("vllm")
 
 from faults import SITES, Faults
-from needs import MODES
 from virtual_model import TINY_MODEL
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import PriorityRequestQueue
