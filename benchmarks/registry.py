@@ -85,8 +85,8 @@ def _cluster(
 
 _BOTH = ("seeds", "only")
 EXPERIMENTS = (
-    _headline("load", "attainment over load: three data sets, targets of 10 x one request's",
-              "15 min", ("seeds", "only"), "draw_lines", seeds=_THREE),
+    _headline("load", "attainment over load: five data sets, targets of 10 x one request's",
+              "25 min", ("seeds", "only"), "draw_lines", seeds=_THREE),
     _headline("models", "the same on other measured profiles, held out", "10 min",
               ("seeds", "only"), "draw_lines", seeds=_THREE),
     _headline("levels", "the rates at 90 and 99 %, bracketed closer", "40 min",

@@ -40,6 +40,8 @@ MEASURED = "llama-3-8b-a100-measured"
 #: Never used to choose anything in `attain`.
 HELD_OUT = ("llama-3-8b-h100-measured", "llama-3-70b-a100-measured")
 LENGTHS = ("sharegpt", "azure-conv", "arxiv")
+#: What `load` has beyond those that the other experiments are made of.
+MORE_LENGTHS = ("azure-code", "mooncake")
 LOADS = (1.0, 1.25, 2.0)
 LEVEL_LOADS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 CHUNKS = (512, 1024, 2048, 4096, 8192)
@@ -57,7 +59,8 @@ _RULES = ("reject", "spf", "sola")
 
 def load(setup: Setup) -> Outcome:
     """Attained share at multiples of the rate at which stock attains 90 %, means of the seeds."""
-    return _attained(setup, [(MEASURED, name) for name in LENGTHS], LOADS)
+    names = (*LENGTHS, *MORE_LENGTHS)
+    return _attained(setup, [(MEASURED, name) for name in names], LOADS)
 
 
 def models(setup: Setup) -> Outcome:

@@ -215,7 +215,7 @@ class FastSloInstance(FastInstance):
             step_s = float(self._batch_time.decode_s(self._num_decodes, self._ctx))
             if step_s > least_s:
                 self._lose_too_slow(now_s)
-        elif not (self._on_time or self._prefills):
+        else:
             self._resume(now_s, least_s)
 
     def _lose_too_slow(self, now_s: float) -> None:
