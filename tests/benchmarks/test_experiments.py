@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from marks import LONG
 
 pytest.importorskip("vllm")
 
@@ -26,16 +27,16 @@ pytestmark = pytest.mark.vllm
 @pytest.mark.parametrize(
     ("name", "head", "num_lines"),
     [
-        pytest.param("table4", "| model | scheduler | req/s |", 7, marks=pytest.mark.slow),
+        pytest.param("table4", "| model | scheduler | req/s |", 7, marks=LONG),
         pytest.param(
             "benefit",
             "| model, SLO | load | req/s | best stock | peak memory alone |",
             3,
-            marks=[pytest.mark.slow, pytest.mark.long],
+            marks=LONG,
         ),
         ("cost", "| model | data | req/s |", 3),
         pytest.param("mechanisms", "| without | low load |", 7, marks=pytest.mark.slow),
-        pytest.param("hindsight", "| data | load | req/s | sola |", 3, marks=pytest.mark.slow),
+        pytest.param("hindsight", "| data | load | req/s | sola |", 3, marks=LONG),
     ],
 )
 def test_experiments_run_without_data(

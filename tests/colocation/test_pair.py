@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from marks import LONG
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
@@ -11,11 +12,11 @@ from colocation.pair import Service, group, pair
 from sola_sched.bench.backends.model import TINY_SHAPE
 from sola_sched.config.slo import SloTarget
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+#: In CI: the lease with processes that are killed, and an engine with others in its group.
+pytestmark = [pytest.mark.vllm, *LONG]
 SLO = SloTarget(5.0, 0.5)
 
 
-@pytest.mark.long
 def test_two_engines_in_turns_answer_all_requests() -> None:
     services = (Service("a", 60, 40, 4.0, 1.0, SLO), Service("b", 100, 20, 4.0, 1.0, SLO))
     with group() as name, pair(services, TINY_SHAPE, 0) as engines:
