@@ -253,20 +253,6 @@ def test_nothing_is_lent_for_a_prompt_that_is_late_all_the_same() -> None:
     assert make_attain().plan(b.build()).token_budget == 80 + 1  # 20 ms
 
 
-@pytest.mark.parametrize(("tpot_s", "does_lend"), [(0.02, False), (0.017, True)])
-def test_where_somebody_is_lost_decodes_lend_only_if_their_targets_leave_no_time(
-    tpot_s: float, does_lend: bool
-) -> None:
-    """A bare step takes 11 ms: 55 % of the one target, 65 % of the other."""
-    b = StateBuilder()
-    b.decode("d", first_ago_s=0.0, out=1, slo=SloTarget(1.0, tpot_s))
-    b.waiting("lost", waited_s=3.0)
-    b.waiting("long", waited_s=0.5, prompt=3000)
-    plan = make_attain().plan(b.build())
-    assert (plan.token_budget == 160 + 1) is does_lend
-    assert (plan.problem == "attain") is does_lend
-
-
 def test_who_starts_is_bounded_by_the_time_that_decodes_have_and_not_by_their_number() -> None:
     """Bare steps of more than ten decodes outgrow TPOT; what is in the bank bears them."""
     b = StateBuilder()

@@ -29,8 +29,8 @@ class Pace:
 def find_pace(judged: Judged, *, rejects: bool) -> Pace:
     """The longest step that keeps all decodes on course, and the most prefills on time in such.
 
-    A step ends before the deadline of its first prefill: nobody gets a token earlier. Where
-    somebody would be late, decodes lend of their later time, if they may and then all are on time.
+    A step ends before the deadline of its first prefill: nobody gets a token earlier. Where nobody
+    is lost and somebody would be, decodes lend of their later time, if then all are on time.
 
     Args:
         judged: The requests.
@@ -44,7 +44,8 @@ def find_pace(judged: Judged, *, rejects: bool) -> Pace:
     if not jobs.count:
         return Pace(jobs.near, 0, limit_s)
     num_on_time, kept = jobs.keep(limit_s)
-    if num_on_time < jobs.count and _may_lend(judged):
+    is_anybody_lost = judged.decodes.num_lost or prefills.hopeless.any()
+    if num_on_time < jobs.count and not is_anybody_lost:
         need_s = jobs.all_on_time_s()
         if need_s < judged.decodes.most_lent_s():
             num_on_time, limit_s = jobs.count, need_s
@@ -52,18 +53,6 @@ def find_pace(judged: Judged, *, rejects: bool) -> Pace:
     if num_on_time:
         limit_s = min(limit_s, first_due_s(judged, order[0]))
     return Pace(order, num_on_time, limit_s)
-
-
-def _may_lend(judged: Judged) -> bool:
-    """Whether decodes may lend: while nobody is lost, or if their targets leave no time to prompts.
-
-    Under overload the long prompt that is on time then is several short ones that come later.
-    """
-    decodes = judged.decodes
-    if not (decodes.num_lost or judged.prefills.hopeless.any()):
-        return True
-    shortest_s = float(decodes.token_s[decodes.alive].min(initial=np.inf))
-    return decodes.decode_s > judged.tuning.tight_target * shortest_s
 
 
 def first_due_s(judged: Judged, first: int) -> float:

@@ -25,8 +25,6 @@ class AttainTuning:
             points where memory is what is short.
         tight, careful: A prompt goes alone where a step with all decodes takes this share of its
             TTFT target; within this share of the decodes' slack.
-        tight_target: Bare steps that take more than this share of a TPOT target leave too little
-            for prompts: decodes lend also where somebody is lost.
         most_credit_s: Bound of the account of the lost, seconds: the longest burst of them.
         least_share: Share of the time that prefills have in a step at least, as far as anybody
             counts on it.
@@ -46,7 +44,6 @@ class AttainTuning:
     planned_memory: float = 1.1
     tight: float = 0.35
     careful: float = 0.95
-    tight_target: float = 0.6
     most_credit_s: float = 0.5
     least_share: float = 0.02
     prompt_pace: float = 0.8

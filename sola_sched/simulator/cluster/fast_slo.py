@@ -3,10 +3,10 @@
 Kept of the `attain` planner (docs/design.md, "The objective"): prompts in order of their TTFT
 deadlines; if not all can be on time, the costliest wait behind the others, and are given up once
 they cannot even be on time alone; a step is as long as the decodes on course allow, or, where
-nobody is lost or targets are tight, as they can catch up with if somebody would be; of decodes that
-steps have become too long for, those that bear the least are held, so that the others stay on
-course, and while prompts wait so are those that came too late. The share of the lost shortens what
-the others may take, without being served.
+nobody is lost and somebody would be, as they can catch up with; of decodes that steps have become
+too long for, those that bear the least are held, so that the others stay on course, and while
+prompts wait so are those that came too late. The share of the lost shortens what the others may
+take, without being served.
 Left out: prompts alone, slots and memory as resources to plan, classes.
 """
 
@@ -32,8 +32,6 @@ from sola_sched.simulator.cluster.step_model import BatchTime
 _SAFETY = 0.05
 #: A decode is lost only if steps are longer than it bears by more than 1 / this; likewise.
 _DECODE_MARGIN, _PREFILL_MARGIN = 0.9, 0.95
-#: Bare steps that take more of a TPOT target leave too little for prompts; likewise.
-_TIGHT_TARGET = 0.6
 #: Share of the time that the lost get; the scheduler's default.
 _LOST_SHARE = 0.05
 #: Chunks come in whole tiles, those of fewer than so many tiles in smaller multiples; tokens.
@@ -253,13 +251,6 @@ class FastSloInstance(FastInstance):
         bank_s = np.array(base_s) + targets_s * (self._step + 1) - now_s
         return _Course(bank_s, targets_s, np.maximum(left, 1.0), requests)
 
-    def _may_lend(self, is_one_lost: bool) -> bool:
-        """Nobody is lost, or bare steps leave too little of the tightest target for prompts."""
-        if not (is_one_lost or self._lost or self._late):
-            return True
-        bare_s = float(self._batch_time.decode_s(self._num_decodes, self._ctx))
-        return bool(self._dues) and bare_s > _TIGHT_TARGET * min(self._dues)
-
     def _lent_s(self, now_s: float, most: int) -> float:
         """The shortest step in which all prompts are on time, if decodes can catch up; else 0.
 
@@ -380,7 +371,7 @@ class FastSloInstance(FastInstance):
         is_one_lost = self._judge_prompts(now_s, most)
         room = self._tokens_within(self._longest_s(now_s), most)
         if self._jobs:
-            if self._may_lend(is_one_lost):
+            if not (is_one_lost or self._lost or self._late):
                 token_s = self._step_s(room) / room if room else math.inf
                 if self._share_for(now_s, token_s) > 1.0:
                     lent_s = self._lent_s(now_s, most)
