@@ -74,9 +74,9 @@ DRAFTS = {
 def test_draft_tokens(model_dir: Path) -> None:
     result, expected = with_drafts(model_dir)
 
-    assert result.num_recomputed > 100, "wrong drafts were overwritten"
-    assert result.num_preemptions >= 3
-    assert result.stats["swap"]["num_loaded"] > 20
+    assert result.num_recomputed > 500, "wrong drafts were overwritten"
+    assert result.num_preemptions >= 20
+    assert result.stats["swap"]["num_loaded"] > 500
     assert_exact(result, expected)
 
 
@@ -85,7 +85,7 @@ def test_draft_tokens_depend_on_what_comes_back(model_dir: Path) -> None:
     """Negative control."""
     result, expected = with_drafts(model_dir, swap_faults={"zeroed": True})
 
-    assert num_different(result, expected) > 50
+    assert num_different(result, expected) > 200
 
 
 def with_drafts(model_dir: Path, **options: Any) -> tuple[RunResult, RunResult]:
@@ -93,8 +93,8 @@ def with_drafts(model_dir: Path, **options: Any) -> tuple[RunResult, RunResult]:
 
     The first in a process of its own: vLLM on CPUs starts one drafting engine per process only.
     """
-    requests = [repeating(request) for request in make_workload(12, output_len=80)]
-    case = {"requests": requests, "num_blocks": 17, "speculative_config": DRAFTS}
+    requests = [repeating(request) for request in make_workload(60)]
+    case = {"requests": requests, "num_blocks": SCARCE, "speculative_config": DRAFTS}
     (result,) = run_apart([case | options | swap()], model_dir)
     return result, run(STOCK, requests, model_dir)
 

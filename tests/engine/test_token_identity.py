@@ -165,19 +165,17 @@ def test_preemption_by_stock_vllm_changes_no_token(model_dir, reference):
     assert_same_tokens(result, reference)
 
 
+def marks_of(case: Case) -> tuple[pytest.MarkDecorator, ...]:
+    """Extremes of some policies always run, other extremes and cases of these in CI."""
+    is_some, is_extreme = case[0] in SOME_POLICIES, case in EXTREMES
+    if is_some and is_extreme:
+        return ()
+    return (pytest.mark.slow,) if is_some or is_extreme else LONG
+
+
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(
-            case,
-            marks=()
-            if case[0] in SOME_POLICIES and case in EXTREMES
-            else pytest.mark.slow
-            if case[0] in SOME_POLICIES or case in EXTREMES
-            else LONG,
-        )
-        for case in HARD_CASES
-    ],
+    [pytest.param(case, marks=marks_of(case)) for case in HARD_CASES],
     ids=name_of,
 )
 def test_tokens_are_stock_under_scarce_memory_and_aborts(case, hard_result, reference):

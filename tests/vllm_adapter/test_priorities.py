@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from marks import MODES
+from marks import LONG, MODES
 
 pytest.importorskip("vllm")
 
@@ -130,7 +130,7 @@ OTHERS = ("paper", "alise", "doubling", "none")
         ("attain", True),
         pytest.param("attain", False, marks=pytest.mark.slow),
         *(pytest.param(name, False, marks=pytest.mark.slow) for name in OTHERS),
-        *(pytest.param(name, True, marks=[pytest.mark.slow, pytest.mark.long]) for name in OTHERS),
+        *(pytest.param(name, True, marks=LONG) for name in OTHERS),
     ],
 )
 def test_no_class_loses_its_kv_to_a_lower_one(policy: str, async_scheduling: bool) -> None:

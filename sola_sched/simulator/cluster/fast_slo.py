@@ -207,12 +207,12 @@ class FastSloInstance(FastInstance):
             self._resume(now_s, math.inf)
             return
         least_s = self._least_s()
-        step_s = float(self._batch_time.decode_s(self._num_decodes, self._ctx))
+        step_s = self._bare_s()
         if step_s > least_s or self._on_time or self._prefills:
             for request in self._lost.values():
                 if request.is_decoding:
                     self._hold(request, now_s)
-            step_s = float(self._batch_time.decode_s(self._num_decodes, self._ctx))
+            step_s = self._bare_s()
             if step_s > least_s:
                 self._lose_too_slow(now_s)
         else:
@@ -256,7 +256,7 @@ class FastSloInstance(FastInstance):
 
         A decode can if it does with later steps halfway between bare ones and its target.
         """
-        bare_s = float(self._batch_time.decode_s(self._num_decodes, self._ctx))
+        bare_s = self._bare_s()
         longest_s = self._step_s(most)
         share = self._share_for(now_s, (longest_s - bare_s) / most)
         if not bare_s < (1.0 - share) * longest_s:
@@ -341,7 +341,7 @@ class FastSloInstance(FastInstance):
         """How long the next step may take: as the smallest bank, and where that is less than
         halfway from a bare step to what the decode sustains, as long as that."""
         slack_s = self._slack_s(now_s)
-        bare_s = float(self._batch_time.decode_s(self._num_decodes, self._ctx))
+        bare_s = self._bare_s()
         if not self._dues or slack_s >= max(bare_s, *self._dues):
             return slack_s
         course = self._course(now_s)
@@ -355,7 +355,7 @@ class FastSloInstance(FastInstance):
             return True
         if slack_s >= 0.0:
             return False
-        step_s = float(self._batch_time.decode_s(self._num_decodes, self._ctx))
+        step_s = self._bare_s()
         left = request.ends - self._step
         if slack_s + left * (tpot_s - _DECODE_MARGIN * step_s) >= 0.0:
             return False
@@ -412,6 +412,10 @@ class FastSloInstance(FastInstance):
                 low = middle
         tokens = low * _SUB_TILE
         return tokens // _TILE * _TILE if tokens >= _MANY_TILES * _TILE else tokens
+
+    def _bare_s(self) -> float:
+        """Seconds of a step of the decodes alone."""
+        return float(self._batch_time.decode_s(self._num_decodes, self._ctx))
 
     def _step_s(self, tokens: int) -> float:
         return self._batch_time.step_s(
