@@ -89,7 +89,7 @@ def _wait_s(view: InstanceView) -> float:
     step_s = float(view.model.decode_s(num_running, ctx))
     ends_s = view.running_left[order] * step_s
     each_s = float(view.waiting_outputs.mean()) * step_s if view.num_waiting else 0.0
-    starts_s = np.concatenate((np.zeros(view.num_free_slots), ends_s))
+    starts_s = np.concatenate((np.zeros(min(view.num_free_slots, num_ahead + 1)), ends_s))
     times, slot = divmod(num_ahead, len(starts_s))
     wait_s = float(starts_s[slot]) + times * each_s
     if times:

@@ -26,7 +26,9 @@ _PER_RUNNING = ("running_ctx", "running_prefill", "running_outputs", "running_le
                 "running_bank_s", "running_lost")  # fmt: skip
 _BANK = "running_bank_s"
 _COUNTS = ("kv_capacity_tokens", "kv_used_tokens", "max_num_seqs", "max_num_batched_tokens",
-           "max_model_len", "num_gpus", "num_unreported")  # fmt: skip
+           "max_model_len", "num_gpus", "num_unreported", "num_waiting_lost")  # fmt: skip
+#: A count beyond this is nonsense.
+_MOST = 2**40
 #: A clock that runs ahead of the router's by no more than this is no nonsense, seconds.
 _CLOCK_SLACK_S = 1.0
 
@@ -179,8 +181,15 @@ class InstanceView:
         """
         for name in _COUNTS:
             value, lowest = getattr(self, name), _lowest(name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-                raise ReportError(f"'{name}' must be a whole number >= {lowest} (got {value!r}).")
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if not (is_whole and lowest <= value <= _MOST):
+                raise ReportError(
+                    f"'{name}' must be a whole number in [{lowest}, {_MOST}] (got {value!r:.40})."
+                )
+        if not isinstance(self.serves_lost_last, bool):
+            raise ReportError(
+                f"'serves_lost_last' must be true or false (got {self.serves_lost_last!r:.40})."
+            )
         if not (math.isfinite(self.reported_s) and self.reported_s <= now_s + _CLOCK_SLACK_S):
             raise ReportError(
                 f"'reported_s' must not be in the future (got {self.reported_s!r} at {now_s:g})."
@@ -280,7 +289,7 @@ def refusal(request: RoutedRequest, views: Views) -> Refusal:
 
 
 def _lowest(name: str) -> int:
-    return 0 if name in ("kv_used_tokens", "num_unreported") else 1
+    return 0 if name in ("kv_used_tokens", "num_unreported", "num_waiting_lost") else 1
 
 
 def _check_rows(view: InstanceView, names: Sequence[str]) -> None:

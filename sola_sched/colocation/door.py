@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import posixpath
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -17,6 +18,10 @@ from aiohttp import web
 
 from sola_sched.colocation.sleeping import Dormitory, SleepOptions, WakeError
 
+#: Paths of vLLM's besides /v1/ that are for clients; others put it to sleep or run code in it.
+_PASSED_ON = frozenset(
+    ("/classify", "/detokenize", "/pooling", "/rerank", "/score", "/tokenize", "/v2/rerank")
+)
 #: Headers of one connection.
 _HOP = frozenset(
     {"connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding",
@@ -127,9 +132,12 @@ class Door:
         if request.path == "/v1/models":
             names = [{"id": name, "object": "model"} for name in self._urls]
             return web.json_response({"object": "list", "data": names})
+        path = posixpath.normpath(request.path)  # as the connection to the server will have it
+        if not path.startswith("/v1/") and path not in _PASSED_ON:
+            return _error(404, f"the path must be /v1/... or one of {sorted(_PASSED_ON)}.")
         data = await request.read()
         name = _model(data)
-        if name not in self._urls:
+        if not isinstance(name, str) or name not in self._urls:
             known = ", ".join(map(repr, self._urls))
             return _error(404, f"'model' must be one of {known} (got {name!r}).")
         try:
@@ -159,7 +167,7 @@ class Door:
 def _model(data: bytes) -> Any:
     try:
         body = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return body.get("model") if isinstance(body, dict) else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,6 +35,8 @@ _OTHER_NAMES = {
 #: Fields of `SloTarget` that are targets, and how they are called.
 TARGETS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "last token"}
 _LONGEST_NAME = 40
+#: A whole number from JSON may be beyond what a float holds.
+_MOST = sys.float_info.max
 #: What is left at least of a target that is missed already, seconds.
 _LEAST_S = 1e-3
 #: Name under which requests without an SLO class are reported.
@@ -194,7 +197,7 @@ def history(extra_args: Mapping[str, Any] | None) -> tuple[float, int]:
 def _waited(extra_args: Mapping[str, Any], key: str) -> float:
     """Seconds that a gateway's key says; 0 without it."""
     value = extra_args.get(key) or 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _MOST:
         raise SloError(f"'{key}' must be milliseconds >= 0 (got {value!r}).")
     return value / 1e3
 
@@ -205,7 +208,7 @@ def _milliseconds(extra_args: Mapping[str, Any], key: str, fallback_s: float) ->
         return fallback_s
     if value == NO_TARGET:
         return math.inf
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MOST:
         raise SloError(
             f"'{key}' must be a finite number of milliseconds > 0 (got {value!r}); "
             f'leave it out to use the server\'s default, or "{NO_TARGET}" for no such target.'

@@ -84,7 +84,7 @@ class Follower:
         self._span_s = interval_s
         self._start_s = _START_S
         self._begin_s = clock()
-        self._is_due = self._is_halted = False
+        self._is_due = self._is_halted = self._has_baseline = False
 
     @property
     def interval_s(self) -> float:
@@ -97,7 +97,7 @@ class Follower:
             pause_s = _POLL_S
             try:
                 self.tick()
-            except InfeasibleError as error:
+            except (ConfigError, InfeasibleError) as error:
                 logger.error("nothing is changed: %s", error)
             except DeploymentError as error:
                 logger.error("%s", error)
@@ -113,6 +113,10 @@ class Follower:
             DeploymentError: Serve does not do what it was asked for.
             InfeasibleError: There is no placement; everything is as before.
         """
+        if not self._has_baseline:  # what engines have counted so far is no load of an interval
+            if gateways := self._gateways():
+                self._observer.since_last(gateways)
+            self._has_baseline = True
         is_changed = self._take_in()
         if is_changed:
             self._is_halted = False
@@ -135,7 +139,7 @@ class Follower:
         """Read the descriptions; whether some that can be used have changed."""
         try:
             text = self._read()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             logger.error("descriptions of services must be read (%s); nothing is changed", error)
             return False
         if text == self._text:
@@ -149,7 +153,7 @@ class Follower:
             if len(set(names)) < len(names):
                 raise ConfigError(f"'name' of a service must be unique (got {sorted(names)})")
             names_of(names)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             logger.error("descriptions of services cannot be used (%s); nothing is changed", error)
             return False
         wanted: dict[str, Description] = {}
@@ -173,6 +177,13 @@ class Follower:
 
     def _observe(self) -> float | None:
         """Take in what has come; the share that met its targets, None without any."""
+        self._observed = self._observer.since_last(self._gateways())
+        met = sum(one.num_met for one in self._observed.values())
+        judged = sum(one.num_judged for one in self._observed.values())
+        return met / judged if judged else None
+
+    def _gateways(self) -> dict[str, str]:
+        """URLs of the services' gateways."""
         gateways = {}
         details = self._api.details()
         for service, application in gateways_of(self._api.deployed()).items():
@@ -184,10 +195,7 @@ class Follower:
             if replicas:
                 host = replicas[0].get("node_ip") or "127.0.0.1"
                 gateways[service] = f"http://{host}:{application['args']['port']}"
-        self._observed = self._observer.since_last(gateways)
-        met = sum(one.num_met for one in self._observed.values())
-        judged = sum(one.num_judged for one in self._observed.values())
-        return met / judged if judged else None
+        return gateways
 
     def _place(self, real: float | None, may_stay: bool) -> None:
         if not self._wanted:

@@ -86,7 +86,7 @@ class Observer:
                     total[name] = total.get(name, 0.0) + max(0.0, value - before.get(name, 0.0))
                 seen[url] = now
             found[service] = _observed(total)
-        self._last = seen
+        self._last |= seen  # one that does not answer now is not new when it does
         return found
 
 

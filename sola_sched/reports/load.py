@@ -39,6 +39,8 @@ _NUMBERS = ("kv_capacity_tokens", "max_num_seqs", "max_num_batched_tokens", "max
 _ARRAYS = ("waiting_tokens", "waiting_outputs", "running_ctx", "running_prefill",
            "running_outputs", "running_left", "running_bank_s", "running_lost")  # fmt: skip
 _STEPS = "step_coefficients"
+#: A coefficient of a step's time beyond this is nonsense.
+_LONGEST_S = 1e6
 _NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 
 
@@ -155,9 +157,12 @@ def from_json(text: str | bytes) -> dict[str, Any]:
         steps = value[_STEPS]
         load["model"] = None
         if steps is not None:
-            load["model"] = CostModel.from_coefficients(Coefficients(*steps))
-    except (ValueError, KeyError, TypeError) as error:
+            seconds = [float(each) for each in steps]
+            if not max(map(abs, seconds)) < _LONGEST_S:
+                raise ValueError(f"'{_STEPS}' must be seconds below {_LONGEST_S:g}")
+            load["model"] = CostModel.from_coefficients(Coefficients(*seconds))
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ReportError(
-            f"a load must be what `load.to_json` writes (got {text[:80]!r}: {error!r})."
+            f"a load must be what `load.to_json` writes (got {text[:80]!r}: {error!r:.200})."
         ) from None
     return load

@@ -21,6 +21,8 @@ from sola_sched.serving.slo_headers import SLO_HEADERS, XARGS, with_slo_headers
 _CHARS_PER_TOKEN = 4.0
 #: Weight of one prompt in the running mean of that.
 _WEIGHT = 0.05
+#: Output of a request that does not limit it, or by more, tokens.
+_MOST_TOKENS = 2**17
 #: Headers that belong to one connection, or that the gateway writes itself.
 _NOT_PASSED_ON = SLO_HEADERS | {
     "connection", "content-length", "expect", "host", "keep-alive", "proxy-authenticate",
@@ -87,7 +89,7 @@ class Call:
 def _object(data: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):  # the replica says what is wrong with it
         return None
     return value if isinstance(value, dict) else None
 
@@ -118,8 +120,7 @@ class Lengths:
         """
         body = call.body or {}
         num_prompt = self.prompt_tokens(body)
-        most = body.get("max_completion_tokens") or body.get("max_tokens")
-        most = most if isinstance(most, int) and most > 0 else 2**17
+        most = _most_tokens(body)
         if body.get("ignore_eos"):
             expected = float(most)
         else:
@@ -159,18 +160,22 @@ class Lengths:
 
     def learn_output(self, body: Mapping[str, Any], num_tokens: int) -> None:
         """A request has ended with so many output tokens."""
-        most = body.get("max_completion_tokens") or body.get("max_tokens")
-        most = most if isinstance(most, int) and most > 0 else 2**17
+        most = _most_tokens(body)
         if num_tokens >= 1:
             self._histogram.observe(
                 self._histogram.class_of(self.prompt_tokens(body), most), num_tokens
             )
 
 
+def _most_tokens(body: Mapping[str, Any]) -> int:
+    most = body.get("max_completion_tokens") or body.get("max_tokens")
+    return min(most, _MOST_TOKENS) if isinstance(most, int) and most > 0 else _MOST_TOKENS
+
+
 def _ids_and_chars(body: Mapping[str, Any]) -> tuple[int, int]:
     """Token ids and characters in the prompt or the messages of a request."""
     if "messages" in body:
-        return 0, sum(_chars(message) for message in body.get("messages") or ())
+        return 0, _chars(body["messages"])
     prompt = body.get("prompt", body.get("input", ""))
     if not isinstance(prompt, list):
         return 0, _chars(prompt)

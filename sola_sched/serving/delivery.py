@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import logging
 import math
 from collections import Counter
@@ -32,6 +33,8 @@ from sola_sched.serving.transcript import Transcript, without_held_back
 logger = logging.getLogger(__name__)
 
 _EVENT_STREAM = "text/event-stream"
+#: Names of requests; what a client calls them need not be unique.
+_numbers = itertools.count()
 #: Answers that another replica may do better than.
 _FAILURES = frozenset((500, 502, 504))
 
@@ -119,6 +122,7 @@ class Delivery:
         counts: Counter[str],
     ) -> None:
         self._call, self._client = call, client
+        self._number = next(_numbers)
         self._replicas, self._session = replicas, session
         self._lengths, self._options, self._counts = lengths, options, counts
         self._path, self._body = call.path, call.body
@@ -173,7 +177,7 @@ class Delivery:
                 continue
 
     def _name(self) -> str:
-        return f"{self._call.request_id}#{self._num_attempts}"
+        return f"{self._number}#{self._num_attempts}"
 
     async def _try(self, replica: Replica) -> bool:
         """One attempt; whether it has answered."""
@@ -225,13 +229,15 @@ class Delivery:
         rewrite, sent = self._rewrite, self._sent
         async for data in reply.content.iter_any():
             if not is_resumable:
-                await self._write(reply, data)
+                with attempt.writing():
+                    await self._write(reply, data)
                 continue
             out: list[bytes] = []
             is_over = False
             for event in splitter.feed(data):
                 if events.is_error(event) and not events.is_of_client(event):
-                    await self._write(reply, b"".join(out))
+                    with attempt.writing():
+                        await self._write(reply, b"".join(out))
                     raise CutError(event.decode(errors="replace").strip())
                 is_over |= event == events.DONE
                 changed = rewrite.feed(event) if rewrite is not None else event
@@ -240,8 +246,9 @@ class Delivery:
                     out.append(events.without_token_ids(changed) if strips else changed)
             if out:
                 attempt.has_begun = True
+                with attempt.writing():
+                    await self._write(reply, b"".join(out))
                 self._replicas.progressed(replica)
-                await self._write(reply, b"".join(out))
             if is_over:
                 self._learn()
                 return True

@@ -43,6 +43,7 @@ class SolaRequestRouter(RequestRouter):
         self._session: aiohttp.ClientSession | None = None
         self._followers: dict[Replica, asyncio.Task[None]] = {}
         self._in_flight: dict[str, tuple[Any, Attempt]] = {}
+        self._chosen: dict[str, Replica] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take in which replicas there are."""
@@ -77,13 +78,14 @@ class SolaRequestRouter(RequestRouter):
         able = self.select_available_replicas(candidate_replicas)
         if pending_request is None or len(able) < 2:
             return [able] if able else []
-        request = self._lengths.routed(
-            _call_of(pending_request), pending_request.metadata.request_id, None, frozenset()
-        )
+        name = pending_request.metadata.internal_request_id
+        self._forget_choice(name)
+        request = self._lengths.routed(_call_of(pending_request), name, None, frozenset())
         there = {replica.replica_id.unique_id for replica in able}
         choice = self._mine.choose(request, [r for r in self._mine if r.name not in there])
         if isinstance(choice, Refusal):
             return [able]
+        self._chosen[name] = choice
         best = [replica for replica in able if replica.replica_id.unique_id == choice.name]
         return [best, [replica for replica in able if replica not in best]]
 
@@ -91,17 +93,25 @@ class SolaRequestRouter(RequestRouter):
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         """The replica has accepted the request."""
+        name = pending_request.metadata.internal_request_id
+        if (chosen := self._chosen.get(name)) is not None and chosen.name != replica_id.unique_id:
+            self._forget_choice(name)
+        self._chosen.pop(name, None)
         for replica in self._mine:
             if replica.name == replica_id.unique_id:
-                name = pending_request.metadata.internal_request_id
                 request = self._lengths.routed(_call_of(pending_request), name, None, frozenset())
-                attempt = self._mine.attempt(replica, request, asyncio.timeout(None))
+                attempt = self._mine.attempt(replica, request, None)  # Serve ends it
                 self._in_flight[name] = (attempt, attempt.__enter__())
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """The request is over, or was not accepted."""
         if (entered := self._in_flight.pop(internal_request_id, None)) is not None:
             entered[0].__exit__(None, None, None)
+
+    def _forget_choice(self, name: str) -> None:
+        """What was chosen for the request, if anything, does not get it."""
+        if (replica := self._chosen.pop(name, None)) is not None:
+            self._mine.not_sent(name, replica)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """The replica is dead."""

@@ -44,12 +44,39 @@ class Attempt:
     """One request on one replica.
 
     Attributes:
-        limit: Ends it at once when it is rescheduled.
+        limit: Ends it at once when it is rescheduled; None if somebody else ends it.
         has_begun: Whether a token has come.
+        is_writing: Whether its client is being written to. A client may be slow: meanwhile nothing
+            is known of the replica, and what is broken off in a write breaks the client's answer.
+        is_over: It is to go elsewhere.
     """
 
-    limit: asyncio.Timeout
+    limit: asyncio.Timeout | None
     has_begun: bool = False
+    is_writing: bool = False
+    is_over: bool = False
+
+    def end(self) -> None:
+        """End it, at once or after the write."""
+        self.is_over = True
+        if self.limit is not None and not self.is_writing:
+            self.limit.reschedule(asyncio.get_running_loop().time())
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """While its client is written to.
+
+        Raises:
+            TimeoutError: It was ended before or meanwhile.
+        """
+        if not self.is_over:
+            self.is_writing = True
+            try:
+                yield
+            finally:
+                self.is_writing = False
+        if self.is_over:
+            raise TimeoutError("the replica is lost or has stalled")
 
 
 @dataclass(eq=False)
@@ -98,6 +125,7 @@ class Replicas:
         self.changed = asyncio.Event()
         self._router = router
         self._all: list[Replica] = []
+        self._left: list[Replica] = []  # and may have requests yet
 
     def __iter__(self) -> Iterator[Replica]:
         """Those that have not left."""
@@ -126,9 +154,10 @@ class Replicas:
         return replica
 
     def _leave(self, replica: Replica) -> None:
-        """It takes nothing more; what runs there may end."""
+        """It takes nothing more; what runs there may end, as long as tokens come."""
         logger.info("replica %s leaves", replica.name)
-        replica.is_gone = True
+        replica.is_gone, replica.has_reported = True, False
+        self._left.append(replica)
         self.reports.died(replica.position)
         self._all.remove(replica)
 
@@ -156,6 +185,10 @@ class Replicas:
             return place if place.is_temporary else next(iter(usable.values()))
         return usable[place]
 
+    def not_sent(self, req_id: str, replica: Replica) -> None:
+        """The request does not go to the replica that was chosen for it."""
+        self._router.ended(req_id, replica.position)
+
     def _views(self, usable: Collection[int]) -> Sequence[InstanceView]:
         views = self.reports.views
         if len(usable) == len(views):
@@ -167,7 +200,7 @@ class Replicas:
 
     @contextmanager
     def attempt(
-        self, replica: Replica, request: RoutedRequest, limit: asyncio.Timeout
+        self, replica: Replica, request: RoutedRequest, limit: asyncio.Timeout | None
     ) -> Iterator[Attempt]:
         """The time that a request spends on a replica."""
         attempt = Attempt(limit)
@@ -213,10 +246,11 @@ class Replicas:
         self._end_attempts(replica)
 
     def found(self, replica: Replica) -> None:
-        """The replica can be reached."""
-        replica.is_gone, replica.avoid_until_s = False, 0.0
-        replica.alive_s = self.clock()
-        self.wake()
+        """The replica can be reached; one that could be before has not shown that it computes."""
+        if replica.is_gone:
+            replica.is_gone, replica.avoid_until_s = False, 0.0
+            replica.alive_s = self.clock()
+            self.wake()
 
     def end_stalled(self, stall_s: float) -> list[Replica]:
         """Send the requests of stalled replicas elsewhere, if there is such a place.
@@ -228,9 +262,10 @@ class Replicas:
             Those that have stalled.
         """
         now_s = self.clock()
+        self._left = [replica for replica in self._left if replica.attempts]
         stalled = [
             replica
-            for replica in self
+            for replica in (*self, *self._left)
             if now_s - replica.alive_s > stall_s and _must_progress(replica)
         ]
         others = [r for r in self if self.is_usable(r) and r not in stalled]
@@ -246,12 +281,11 @@ class Replicas:
         return stalled
 
     def _end_attempts(self, replica: Replica) -> None:
-        loop_s = asyncio.get_running_loop().time()
         for attempt in replica.attempts:
-            attempt.limit.reschedule(loop_s)
+            attempt.end()
 
 
 def _must_progress(replica: Replica) -> bool:
     if replica.has_reported:
-        return bool(replica.attempts)
-    return any(attempt.has_begun for attempt in replica.attempts)
+        return any(not attempt.is_writing for attempt in replica.attempts)
+    return any(attempt.has_begun and not attempt.is_writing for attempt in replica.attempts)

@@ -125,7 +125,7 @@ def _is_plain(path: str, body: Mapping[str, Any], choice: ChoiceSent) -> bool:
     if path == COMPLETIONS:
         return True
     has_tools = bool(body.get("tools")) and body.get("tool_choice") != "none"
-    is_text = choice.texts.keys() <= {"content"} and not choice.has_tool_calls
+    is_text = choice.texts.keys() == {"content"} and not choice.has_tool_calls
     return is_text and not has_tools and not body.get("logprobs") and _has_text_only(body)
 
 
@@ -225,6 +225,10 @@ class _Replayed(Rewrite):
         self._ids[index] -= num_old
         choice["token_ids"] = ids[num_old:]
         part.pop("role", None)
+        if choice.get("finish_reason"):
+            for (of, name), left in self._left.items():
+                if of == index and left:
+                    raise DivergedError(f"the {name} ended before {left!r:.80}, which was sent")
         return choice if is_new or choice["token_ids"] else None
 
     def _unsent(self, index: int, name: str, text: str) -> str:

@@ -13,6 +13,10 @@ pytest.importorskip("aiohttp")
 from fake_replica import FakeReplica, _Events, output_of
 from gateway_clients import Client, gateway_before, until
 
+from sola_sched.cluster.routers import RoundRobin
+from sola_sched.serving.call import Call, Lengths
+from sola_sched.serving.replicas import Replicas
+
 WHOLE = output_of("hello", 12)
 
 
@@ -195,6 +199,119 @@ def test_a_stalled_stream_goes_on_elsewhere() -> None:
         assert len(stalled.bodies) == 1
 
     run(test, stalled, other)
+
+
+def test_a_server_without_feed_that_answers_but_does_not_compute_has_stalled() -> None:
+    now_s = 0.0
+    replicas = Replicas(RoundRobin(), lambda: now_s)
+    (hung, _), _ = replicas.sync({"hung": "http://hung", "other": "http://other"})
+    request = Lengths().routed(_call(), "one", None, frozenset())
+
+    async def whole() -> None:
+        nonlocal now_s
+        async with asyncio.timeout(None) as limit:
+            with replicas.attempt(hung, request, limit) as attempt:
+                attempt.has_begun = True
+                while now_s < 20.0:
+                    now_s += 10.0
+                    replicas.found(hung)  # its answer to who asks for a feed
+                assert replicas.end_stalled(15.0) == [hung]
+                await asyncio.sleep(10)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(whole())
+
+
+def test_a_stream_on_a_replica_that_has_left_ends_when_nothing_more_comes() -> None:
+    async def test(client: Client) -> None:
+        sent = asyncio.create_task(client.complete())
+        await until(lambda: stalled.bodies)
+        other_url = {"r1": next(r.url for r in client.gateway.replicas if r.name == "r1")}
+        client.gateway.sync(other_url)
+
+        got = await sent
+        assert (got.text, got.is_ended) == (WHOLE, True)
+
+    stalled = FakeReplica(stall_after=5)
+    run(test, stalled, FakeReplica())
+
+
+def test_a_client_that_reads_slowly_gets_its_whole_stream_when_the_replica_is_lost() -> None:
+    async def whole() -> None:
+        replicas = Replicas(RoundRobin(), lambda: 0.0)
+        (lost,), _ = replicas.sync({"lost": "http://lost"})
+        request = Lengths().routed(_call(), "one", None, frozenset())
+        written = []
+
+        async def attempt() -> None:
+            async with asyncio.timeout(None) as limit:
+                with replicas.attempt(lost, request, limit) as attempt:
+                    attempt.has_begun = True
+                    with attempt.writing():
+                        assert not replicas.end_stalled(-1.0)
+                        replicas.lost(lost)
+                        await asyncio.sleep(0.01)  # the client is slow
+                        written.append("all")
+
+        with pytest.raises(TimeoutError, match="is lost"):
+            await attempt()
+        assert written == ["all"]
+
+    asyncio.run(whole())
+
+
+def test_requests_that_their_clients_call_the_same_are_told_apart() -> None:
+    names: list[str] = []
+
+    class Recording(RoundRobin):
+        def choose(self, request, views, now_s):  # type: ignore[no-untyped-def]
+            names.append(request.req_id)
+            return super().choose(request, views, now_s)
+
+    async def whole() -> None:
+        async with gateway_before(FakeReplica(), router=Recording()) as client:
+            body = {"prompt": "hello", "max_tokens": 2, "stream": True}
+            await asyncio.gather(*(client.post(body, X_Request_Id="trace") for _ in range(3)))
+
+    asyncio.run(whole())
+    assert len(set(names)) == 3
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": 5},
+        {"messages": [{"content": {"content": 5}}]},
+        {"prompt": "hello", "max_tokens": 10**30},
+        {"prompt": "hello", "vllm_xargs": {"ttft_slo_ms": 10**400}},
+    ],
+)
+def test_a_body_that_nobody_can_read_is_the_replicas_to_refuse(body: dict) -> None:
+    fake = FakeReplica(status=400)
+
+    async def test(client: Client) -> None:
+        assert (await client.post(body)).status == 400
+        assert len(fake.bodies) == 1
+
+    run(test, fake)
+
+
+def test_a_repetition_that_ends_early_ends_with_an_error() -> None:
+    class Other(FakeReplica):
+        async def _stream(self, request, body, prompt, num_tokens, is_chat):  # type: ignore[no-untyped-def]
+            return await super()._stream(request, body, prompt, 3, is_chat)
+
+    async def test(client: Client) -> None:
+        got = await client.complete(temperature=0, stop=["zz"])
+
+        assert got.text == WHOLE[:5]
+        assert "ended before" in got.chunks[-1]["error"]["message"]
+
+    run(test, FakeReplica(cut_after=5), Other())
+
+
+def _call() -> Call:
+    return Call("POST", "/v1/completions", {}, b"", {"prompt": "hello"}, "name", 0.0)
 
 
 def test_a_lone_replica_that_stalls_is_waited_for() -> None:

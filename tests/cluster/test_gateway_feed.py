@@ -63,6 +63,11 @@ def test_the_router_predicts_from_the_step_times_that_an_engine_reports() -> Non
         line(running=2, running_ctx=np.array([1.0])),
         line(age_s=-50.0),
         line(step_coefficients=[-1.0] * 8),
+        line(step_coefficients=[1e308] * 8),
+        line(max_num_batched_tokens=10**400),
+        line(waiting=2, num_waiting_lost=1.5),
+        line(waiting=2, num_waiting_lost=None),
+        b"0.0 " + b"[" * 200_000,
     ],
 )
 def test_nonsense_is_ignored_and_counted_and_the_replica_keeps_serving(nonsense: bytes) -> None:

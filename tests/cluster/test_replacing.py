@@ -216,6 +216,22 @@ def test_a_controller_that_starts_anew_goes_on_from_what_is_deployed(world) -> N
     world.follower.tick()
 
     assert world.serve.started == []
+    # What engines had counted before is no load of its first interval.
+    assert [set(gateways) for gateways in world.observer.asked] == [{"chat", "code"}]
+
+
+def test_descriptions_in_the_middle_of_being_written_change_nothing(world, caplog) -> None:
+    world.describe(CHAT)
+    served = world.served()
+
+    def read() -> str:
+        return b"\xc3".decode()
+
+    for world.follower._read in (read, lambda: "[" * 200_000):
+        world.follower.tick()
+
+    assert world.served() == served
+    assert caplog.text.count("nothing is changed") == 2
 
 
 def test_applications_of_others_stay(world) -> None:
@@ -322,7 +338,13 @@ def test_counters_of_engines_are_read_and_differences_taken() -> None:
     second = observer.since_last({"chat": "http://gate"})
     pages["http://two/metrics"] = text(6, 5)
     third = observer.since_last({"chat": "http://gate"})
+    gate = pages.pop("http://gate/replicas")
+    assert observer.since_last({"chat": "http://gate"}) == {}
+    pages["http://gate/replicas"] = gate
+    pages["http://one/metrics"] = text(17, 13)
+    fourth = observer.since_last({"chat": "http://gate"})
 
     assert first == {"chat": Observed(14, 13, 14, 100.0, 20.0)}
     assert second == {"chat": Observed(6, 3, 6, 100.0, 20.0)}
     assert third == {"chat": Observed(2, 1, 2, 100.0, 20.0)}
+    assert fourth == {"chat": Observed(1, 1, 1, 100.0, 20.0)}  # no engine is new

@@ -56,6 +56,10 @@ def test_a_view_without_decodes_has_no_bank_to_lose() -> None:
         ({"running": [1], "running_bank_s": np.array([math.nan])}, "running_bank_s"),
         ({"running": [1], "running_left": [1.0]}, "running_left"),
         ({"num_waiting_lost": 1}, "num_waiting_lost"),
+        ({"waiting": [1, 1], "num_waiting_lost": 1.5}, "num_waiting_lost"),
+        ({"num_waiting_lost": None}, "num_waiting_lost"),
+        ({"kv_capacity_tokens": 10**400}, "kv_capacity_tokens"),
+        ({"serves_lost_last": "no"}, "serves_lost_last"),
     ],
 )
 def test_a_report_that_cannot_be_true_names_what_is_wrong(

@@ -14,6 +14,7 @@ pytest.importorskip("aiohttp")
 
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
+from yarl import URL
 
 from sola_sched.colocation.door import Door
 from sola_sched.colocation.sleeping import SleepOptions
@@ -150,5 +151,24 @@ def test_an_unknown_model_is_refused_and_the_known_are_listed() -> None:
         assert "'model' must be one of 'a', 'b' (got 'c')" in json.loads(text)["error"]["message"]
         assert models == ["a", "b"]
         assert services["a"] == {"is_awake": False, "num_in_flight": 0, "num_waiting": 0}
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    "path", ["/sleep", "/collective_rpc", "/v1/../sleep", "/v1/%2e%2e/sleep", "//sleep"]
+)
+def test_paths_that_are_not_for_clients_do_not_reach_a_server(path: str) -> None:
+    async def scene() -> None:
+        async with door_before({"a": FakeVllm()}) as (client, url):
+            target = URL(url + path, encoded=True)
+            async with client.post(target, json={"model": "a"}) as answer:
+                status, text = answer.status, await answer.text()
+            async with client.post(f"{url}/v1/completions", json={"model": ["a"]}) as answer:
+                of_a_list = answer.status
+
+        assert status == 404
+        assert "the path must be /v1/..." in text
+        assert of_a_list == 404
 
     play(scene)
