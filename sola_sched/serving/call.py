@@ -25,8 +25,8 @@ _WEIGHT = 0.05
 _MOST_TOKENS = 2**17
 #: Headers that belong to one connection, or that the gateway writes itself.
 _NOT_PASSED_ON = SLO_HEADERS | {
-    "connection", "content-length", "expect", "host", "keep-alive", "proxy-authenticate",
-    "proxy-authorization", "te", "trailer", "transfer-encoding", "upgrade", "x-request-id",
+    "accept-encoding", "connection", "content-length", "expect", "host", "keep-alive",
+    "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding", "upgrade", "x-request-id",
 }  # fmt: skip
 
 
@@ -79,6 +79,7 @@ class Call:
             body = with_slo_headers(body, headers)
         passed = {k: v for k, v in headers.items() if k.lower() not in _NOT_PASSED_ON}
         passed["X-Request-Id"] = request_id
+        passed["Accept-Encoding"] = "identity"  # the gateway reads the events of a stream
         call = cls(method, path, passed, data, body, request_id, arrival_s)
         if body is not None and call.is_stream and asks_for_ids(body):
             call.wants_ids = bool(body.get("return_token_ids"))

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from sola_sched.cluster.view import RoutedRequest
 from sola_sched.config.slo import BEGAN_KEY, RESUMED_KEY, WAITED_KEY
 from sola_sched.errors import ConfigError
 from sola_sched.serving import events
@@ -139,11 +140,12 @@ class Delivery:
     async def run(self) -> None:
         """Deliver it; the client has a whole answer in the end, or an error."""
         while True:
-            replica = await self._place()
-            if replica is None:
+            placed = await self._place()
+            if placed is None:
                 return
+            replica, request = placed
             try:
-                is_done = await self._try(replica)
+                is_done = await self._try(replica, request)
             except DivergedError as error:
                 await self._give_up(f"the answer could not be repeated elsewhere: {error}")
                 return
@@ -152,17 +154,22 @@ class Delivery:
             if is_done:
                 return
 
-    async def _place(self) -> Replica | None:
-        """Wait for a replica; None once the client has been told that there is none."""
+    async def _place(self) -> tuple[Replica, RoutedRequest] | None:
+        """Wait for a replica, and say as what the request goes there.
+
+        Returns:
+            None once the client has been told that there is none.
+        """
         limit_s = self._replicas.clock() + self._options.patience_s
         while True:
             changed = self._replicas.changed
+            name = f"{self._number}#{self._num_attempts}"
             request = self._lengths.routed(
-                self._call, self._name(), self._num_resumed, frozenset(self._avoid)
+                self._call, name, self._num_resumed, frozenset(self._avoid)
             )
             choice = self._replicas.choose(request, self._refused_by)
             if isinstance(choice, Replica):
-                return choice
+                return choice, request
             if self._refusal is not None:  # all that can be reached have refused
                 await self._answer(self._refusal)
                 return None
@@ -176,14 +183,8 @@ class Delivery:
             except TimeoutError:
                 continue
 
-    def _name(self) -> str:
-        return f"{self._number}#{self._num_attempts}"
-
-    async def _try(self, replica: Replica) -> bool:
+    async def _try(self, replica: Replica, request: RoutedRequest) -> bool:
         """One attempt; whether it has answered."""
-        request = self._lengths.routed(
-            self._call, self._name(), self._num_resumed, frozenset(self._avoid)
-        )
         async with asyncio.timeout(None) as limit:
             with self._replicas.attempt(replica, request, limit) as attempt:
                 self._num_attempts += 1
@@ -321,8 +322,9 @@ class Delivery:
         plan = resume(self._call.path, body, sent)
         if plan is None:
             await self._give_up(
-                "the replica was lost, and a sampled answer with stop strings, a format, tools or "
-                "several choices cannot go on elsewhere; give a 'seed' to have it repeated"
+                "the replica was lost, and an answer with tool calls, or a sampled one with stop "
+                "strings, a format, tools or several choices, cannot go on elsewhere; a sampled "
+                "one with a 'seed' is repeated"
             )
             return True
         if isinstance(plan, Ending):
@@ -365,9 +367,8 @@ def openai_error(message: str, status: HTTPStatus) -> dict[str, Any]:
 
 
 _OF_CONNECTION = frozenset(
-    ("connection", "content-encoding", "content-length", "date", "keep-alive", "server",
-     "transfer-encoding")
-)  # fmt: skip
+    ("connection", "content-length", "date", "keep-alive", "server", "transfer-encoding")
+)
 
 
 def _passed_back(headers: Mapping[str, str]) -> dict[str, str]:

@@ -27,18 +27,19 @@ STREAM_PATHS = frozenset((COMPLETIONS, CHAT))
 _DEFAULT_MAX_TOKENS = 16
 #: Whatever has one of these set cannot go on from token ids alone.
 _CARRIES_STATE = (
-    "best_of", "echo", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
-    "prompt_embeds", "prompt_logprobs", "response_format", "stop", "structured_outputs", "suffix",
-    "thinking_token_budget", "use_beam_search",
+    "bad_words", "best_of", "echo", "guided_choice", "guided_grammar", "guided_json",
+    "guided_regex", "prompt_embeds", "prompt_logprobs", "repetition_detection", "response_format",
+    "stop", "structured_outputs", "suffix", "thinking_token_budget", "use_beam_search",
 )  # fmt: skip
 #: These look back at the output, which a continuation takes for prompt.
 _PENALTIES = ("frequency_penalty", "presence_penalty")
 #: Of a chat's body, what means the same in that of a completion.
 _SHARED = (
-    "allowed_token_ids", "bad_words", "cache_salt", "ignore_eos", "logit_bias", "min_p", "model",
-    "priority", "repetition_penalty", "frequency_penalty", "presence_penalty", "session_id",
-    "skip_special_tokens", "spaces_between_special_tokens", "stop_token_ids", "stream",
-    "stream_interval", "stream_options", "temperature", "top_k", "top_p", "user", "vllm_xargs",
+    "allowed_token_ids", "cache_salt", "ignore_eos", "include_stop_str_in_output", "logit_bias",
+    "min_p", "model", "priority", "repetition_penalty", "frequency_penalty", "presence_penalty",
+    "session_id", "skip_special_tokens", "spaces_between_special_tokens", "stop_token_ids",
+    "stream", "stream_interval", "stream_options", "temperature", "top_k", "top_p", "user",
+    "vllm_xargs",
 )  # fmt: skip
 
 
@@ -204,8 +205,9 @@ class _Replayed(Rewrite):
 
     def chunk(self, chunk: dict[str, Any]) -> dict[str, Any] | None:
         chunk = {**chunk, **self._sent.head, "prompt_token_ids": None}
+        is_usage_alone = bool(chunk.get("usage")) and not chunk.get("choices")
         chunk["choices"] = [c for c in map(self._choice, chunk.get("choices") or ()) if c]
-        return chunk if chunk["choices"] or chunk.get("usage") else None
+        return chunk if chunk["choices"] or is_usage_alone else None
 
     def _choice(self, choice: dict[str, Any]) -> dict[str, Any] | None:
         index = choice.get("index", 0)
@@ -224,6 +226,11 @@ class _Replayed(Rewrite):
         num_old = min(len(ids), self._ids[index])
         self._ids[index] -= num_old
         choice["token_ids"] = ids[num_old:]
+        if isinstance(of_tokens := choice.get("logprobs"), dict):
+            choice["logprobs"] = {
+                name: each[num_old:] if isinstance(each, list) else each
+                for name, each in of_tokens.items()
+            }
         part.pop("role", None)
         if choice.get("finish_reason"):
             for (of, name), left in self._left.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Awaitable, Callable
 
@@ -14,8 +15,11 @@ from fake_replica import FakeReplica, _Events, output_of
 from gateway_clients import Client, gateway_before, until
 
 from sola_sched.cluster.routers import RoundRobin
+from sola_sched.serving import events
 from sola_sched.serving.call import Call, Lengths
 from sola_sched.serving.replicas import Replicas
+from sola_sched.serving.resume import Continuation, resume
+from sola_sched.serving.transcript import Transcript
 
 WHOLE = output_of("hello", 12)
 
@@ -308,6 +312,52 @@ def test_a_repetition_that_ends_early_ends_with_an_error() -> None:
         assert "ended before" in got.chunks[-1]["error"]["message"]
 
     run(test, FakeReplica(cut_after=5), Other())
+
+
+def test_log_probabilities_of_tokens_that_were_sent_are_left_out_of_a_repetition() -> None:
+    def event(text: str) -> bytes:
+        ids = [ord(letter) for letter in text]
+        choice = {
+            "index": 0,
+            "text": text,
+            "token_ids": ids,
+            "logprobs": {"tokens": list(text), "token_logprobs": [-float(i) for i in ids]},
+            "finish_reason": None,
+        }
+        return events.write({"id": "x", "choices": [choice], "usage": {"total_tokens": 1}})
+
+    body = {"temperature": 0, "stop": ["zz"], "logprobs": 1, "stream": True}
+    plan = resume("/v1/completions", body, Transcript.of([event("ab"), event("c")]))
+    assert isinstance(plan, Continuation)
+
+    out = [plan.rewrite.feed(event(text)) for text in ("ab", "cde")]
+
+    assert out[0] == b""  # nothing is new, the usage so far neither
+    (choice,) = json.loads(out[1].removeprefix(b"data: "))["choices"]
+    assert (choice["text"], choice["logprobs"]["tokens"]) == ("de", ["d", "e"])
+    assert choice["logprobs"]["token_logprobs"] == [-float(ord("d")), -float(ord("e"))]
+
+
+@pytest.mark.parametrize("state", [{"bad_words": ["no"]}, {"repetition_detection": {"x": 1}}])
+def test_what_looks_back_at_the_output_is_repeated(state: dict) -> None:
+    async def test(client: Client) -> None:
+        got = await client.complete(temperature=0, **state)
+
+        assert (got.text, got.is_ended) == (WHOLE, True)
+        assert client.gateway.counts["replayed"] == 1
+
+    run(test, FakeReplica(cut_after=5), FakeReplica())
+
+
+def test_replicas_are_asked_for_answers_that_can_be_read() -> None:
+    fake = FakeReplica()
+
+    async def test(client: Client) -> None:
+        await client.complete()
+        await client.post({"prompt": "hello"}, Accept_Encoding="gzip")
+
+    run(test, fake)
+    assert {headers["accept-encoding"] for headers in fake.headers} == {"identity"}
 
 
 def _call() -> Call:
