@@ -26,7 +26,8 @@ _MOST_TOKENS = 2**17
 #: Headers that belong to one connection, or that the gateway writes itself.
 _NOT_PASSED_ON = SLO_HEADERS | {
     "accept-encoding", "connection", "content-length", "expect", "host", "keep-alive",
-    "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding", "upgrade", "x-request-id",
+    "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
+    "upgrade", "x-request-id",
 }  # fmt: skip
 
 
