@@ -43,7 +43,7 @@ def waiting_columns(rows: Sequence[Row], now_s: float) -> dict[str, Any]:
         "waiting_tokens": np.array([row.num_prompt for row in rows], dtype=np.float64),
         "waiting_outputs": _left(rows),
         "num_waiting_lost": sum(
-            math.isnan(row.first_s) and now_s - row.arrival_s > row.slo.ttft_s for row in rows
+            1 for row in rows if math.isnan(row.first_s) and now_s - row.arrival_s > row.slo.ttft_s
         ),
     }
 
