@@ -189,7 +189,7 @@ class Follower:
         for service, application in gateways_of(self._api.deployed()).items():
             replicas = [
                 replica
-                for each in details[application["name"]].get("deployments", {}).values()
+                for each in details.get(application["name"], {}).get("deployments", {}).values()
                 for replica in each.get("replicas", [])
             ]
             if replicas:

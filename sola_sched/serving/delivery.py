@@ -229,6 +229,8 @@ class Delivery:
         is_resumable, strips = self._call.is_stream, not self._call.wants_ids
         rewrite, sent = self._rewrite, self._sent
         async for data in reply.content.iter_any():
+            if attempt.is_over:  # what has come is not taken for sent
+                raise CutError("the replica is lost or has stalled")
             if not is_resumable:
                 with attempt.writing():
                     await self._write(reply, data)
@@ -247,6 +249,8 @@ class Delivery:
                     out.append(events.without_token_ids(changed) if strips else changed)
             if out:
                 attempt.has_begun = True
+                if is_over:
+                    attempt.limit = None
                 with attempt.writing():
                     await self._write(reply, b"".join(out))
                 self._replicas.progressed(replica)

@@ -44,7 +44,8 @@ class Attempt:
     """One request on one replica.
 
     Attributes:
-        limit: Ends it at once when it is rescheduled; None if somebody else ends it.
+        limit: Ends it at once when it is rescheduled; None if somebody else ends it, or it has had
+            its whole answer.
         has_begun: Whether a token has come.
         is_writing: Whether its client is being written to. A client may be slow: meanwhile nothing
             is known of the replica, and what is broken off in a write breaks the client's answer.
@@ -64,19 +65,14 @@ class Attempt:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """While its client is written to.
-
-        Raises:
-            TimeoutError: It was ended before or meanwhile.
-        """
-        if not self.is_over:
-            self.is_writing = True
-            try:
-                yield
-            finally:
-                self.is_writing = False
-        if self.is_over:
-            raise TimeoutError("the replica is lost or has stalled")
+        """While its client is written to."""
+        self.is_writing = True
+        try:
+            yield
+        finally:
+            self.is_writing = False
+            if self.is_over:
+                self.end()
 
 
 @dataclass(eq=False)
