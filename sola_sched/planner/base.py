@@ -109,6 +109,8 @@ def priority_victims(state: StepState) -> IntArray:
     table, rows = state.table, state.running
     if not state.has_classes or len(rows) < state.max_num_running or not len(state.waiting):
         return rows[:0]
+    if not len(rows):  # sessions that wait for their next input hold all slots
+        return rows
     running, waiting = table.priority[rows], np.sort(table.priority[state.waiting])
     if waiting[0] >= running.max():
         return rows[:0]

@@ -190,6 +190,8 @@ def waits_for_slots_alone(state: StepState) -> bool:
     rows = state.running
     if not len(state.waiting) or len(rows) < state.max_num_running:
         return False
+    if not len(rows):  # sessions that wait for their next input hold all slots
+        return True
     if state.num_free_blocks < _FREE_KV * state.num_blocks:
         return False
     step_s = state.decode_step_s(rows) / state.accepted_per_decode

@@ -106,8 +106,6 @@ class Seams:
     def resuming(self) -> list[Any]:
         """Waiting requests whose KV is there: vLLM starts them before all that a plan admits."""
         scheduler = self._scheduler
-        if getattr(scheduler, "connector", None) is None:
-            return []
         queue = scheduler.skipped_waiting if self._has_skipped else scheduler.kv_holding_waiting
         loaded, is_blocked = (
             scheduler.finished_recving_kv_req_ids,
