@@ -151,6 +151,9 @@ def _conclude(
             plots.plot_plane(finished, plan.slo.target, files.folder / f"{stem}-ttft-tpot.png"),
             plots.plot_attainment(finished, files.folder / f"{stem}-attainment.png"),
         ]
+    except plots.NoPlotError as error:
+        say(f"No plots: {error}.")
+        return is_saved
     except OSError as error:
         say(f"The plots could not be saved ({error}).")
         return False

@@ -15,6 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from sola_sched.bench.backends import environment
+from sola_sched.bench.report.plots import NoPlotError
 from sola_sched.config.output_file import require_writable
 from sola_sched.errors import (
     ConfigError,
@@ -134,8 +135,14 @@ def _plan(args: argparse.Namespace) -> int:
         best = checks[-1].fast
         if checks[-1].real.attainment < goal:
             _write(args, load, outcomes, None, checks)
-            real = explain([check.real for check in checks], goal, args.max_gpus)
-            raise ImpossibleError(f"with the real schedulers {real}")
+            missed = ", ".join(
+                f"{c.fast.configuration.name} {c.real.attainment:.1%}" for c in checks
+            )
+            raise ImpossibleError(
+                f"with the real schedulers none of the {len(checks)} cheapest that were checked "
+                f"attains {goal:.1%} ({missed}); take more requests ('--num-prompts'), since the "
+                "fast model is off by more than the margin, or rent more than the table says"
+            )
     _write(args, load, outcomes, best, checks)
     return 0
 
@@ -231,9 +238,13 @@ def _write(
         )
     if best is not None:
         document |= _around(args, load, ordered, best)
-    path = plot(ordered, goal, best, args.output.with_suffix(".png"))
     args.output.write_text(json.dumps(_plain(document), indent=1) + "\n", encoding="utf-8")
-    print(f"Wrote {args.output} and {path}.")
+    try:
+        path = plot(ordered, goal, best, args.output.with_suffix(".png"))
+    except NoPlotError as error:
+        print(f"Wrote {args.output}; {error}.")
+    else:
+        print(f"Wrote {args.output} and {path}.")
 
 
 def _around(

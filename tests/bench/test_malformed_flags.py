@@ -83,3 +83,11 @@ def test_what_a_flag_may_be_is_said(argv: list[str], rule: str) -> None:
     assert code == 2
     assert len(text.splitlines()) == 1
     assert re.search(rule, text), text
+
+
+def test_a_path_without_a_data_set_that_reads_it_is_refused() -> None:
+    code, error = run_with(["--dataset-path", "/no/such/file.csv"])
+
+    assert code == 2
+    assert "'--dataset-path' needs a data set" in error
+    assert "/no/such/file.csv" in error

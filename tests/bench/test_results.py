@@ -202,6 +202,15 @@ def test_sustained_rates_are_bounded_by_what_was_run() -> None:
     assert "inf x goodput" in report.conclusions(runs)[0]
 
 
+def test_where_nobody_attains_there_is_no_ratio() -> None:
+    none = (0.9,) * 10
+    runs = [run_result("stock", 2.0, none), run_result("sola", 2.0, none)]
+
+    first = report.conclusions(runs)[0]
+
+    assert first.startswith("2 req/s: no request attains, neither with sola nor with stock")
+
+
 def test_both_figures_are_drawn_even_if_nothing_completed(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     runs = [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import DatasetError
+from sola_sched.plan import cli
 from sola_sched.plan.args import build_parser
 from sola_sched.plan.cli import main
 from sola_sched.plan.configurations import Configuration, configurations
@@ -58,6 +61,36 @@ def test_the_answer_is_the_cheapest_that_attains_with_its_margin(tmp_path, capsy
     assert 1.0 <= found["margin"]["rate_factor"] <= 2.0
     assert (tmp_path / "plan.png").stat().st_size > 5000
     assert "Best: " in capsys.readouterr().out
+
+
+def test_without_matplotlib_the_plan_is_there_and_what_is_missing_said(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+    code, found = plan(tmp_path, *FAST, *LOAD, *SLO, "--gpu", "a100=1.5")
+
+    assert code == 0
+    assert found["best"]
+    assert "plots need matplotlib; install it" in capsys.readouterr().out
+
+
+def test_when_no_check_stands_those_that_were_checked_are_named(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    def missed(args, load, configuration):  # type: ignore[no-untyped-def]
+        fast = cli.run_fast(args.model, configuration, load, args.seed, args.attainment)
+        return replace(fast, attainment=0.9)
+
+    monkeypatch.setattr(cli, "_real", missed)
+    fast = [flag for flag in FAST if flag != "--no-check"]
+
+    code, found = plan(tmp_path, *fast, *LOAD, *SLO, "--gpu", "a100=1.5")
+
+    assert code == 2
+    error = capsys.readouterr().err
+    assert "none of the 4 cheapest that were checked attains 95.0%" in error
+    assert all(check["configuration"] in error for check in found["checks"])
 
 
 def test_the_next_cheaper_costs_less_and_is_worse(tmp_path) -> None:

@@ -102,6 +102,12 @@ def build(options: DatasetOptions, limits: ModelLimits) -> Workload:
         raise ConfigError(
             f"'--dataset-name' must be one of {', '.join(DATASET_NAMES)} (got {options.name!r})."
         )
+    if options.name in SYNTHETIC and options.path is not None:
+        raise ConfigError(
+            "'--dataset-path' needs a data set that is read from a file (got "
+            f"{str(options.path)!r} with '--dataset-name {options.name}', which is made up); add "
+            "e.g. '--dataset-name custom'."
+        )
     if options.num_prompts < 1:
         raise ConfigError(f"'--num-prompts' must be >= 1 (got {options.num_prompts}).")
     # One generator each, so that the first requests do not depend on how many follow.

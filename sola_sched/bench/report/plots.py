@@ -19,9 +19,20 @@ _DPI = 150
 _SHORT_RANGE_DECADES = 2.3
 
 
+class NoPlotError(OSError):
+    """Nothing can be drawn here."""
+
+
 def pyplot() -> Any:
-    """matplotlib without a display."""
-    import matplotlib
+    """matplotlib without a display.
+
+    Raises:
+        NoPlotError: It is not installed.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise NoPlotError("plots need matplotlib; install it, or 'sola-sched[bench]'") from None
 
     matplotlib.use("Agg", force=True)
     import matplotlib.pyplot as plt

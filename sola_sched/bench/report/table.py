@@ -134,6 +134,13 @@ def conclusions(results: Sequence[Result]) -> list[str]:
         rival = stock.get(_as_float(result["request_rate"]))
         if result["scheduler"]["kind"] != "sola" or rival is None:
             continue
+        if not result["attainment"] and not rival["attainment"]:
+            lines.append(
+                f"{_rate(result['request_rate'])} req/s: no request attains, neither with "
+                f"{result['scheduler']['label']} nor with {rival['scheduler']['label']}; the "
+                "targets are too short for this engine, or the rate is far too high."
+            )
+            continue
         ratio = (
             result["request_goodput"] / rival["request_goodput"]
             if (rival["request_goodput"])
