@@ -85,7 +85,7 @@ class PredictionClient:
         self._is_closed = False
         self._back_off_s = _FIRST_BACK_OFF_S
         self._start_at_s = 0.0
-        self._started_s = self._ready_s = 0.0
+        self._started_s = self._ready_s = self._heard_s = 0.0
         self._next_handle = 0
         self._handle_of: dict[str, int] = {}
         self._name_of: dict[int, str] = {}
@@ -253,6 +253,7 @@ class PredictionClient:
                 return
             kind = packet[:1]
             if kind == protocol.ANSWER:
+                self._heard_s = self._clock()
                 for handle, prediction in protocol.parse_answers(packet):
                     self._unanswered.pop(handle, None)
                     name = self._name_of.get(handle)
@@ -292,10 +293,16 @@ class PredictionClient:
             if now - self._started_s > _START_TIMEOUT_S:
                 self._lost(f"not ready after {_START_TIMEOUT_S:g} s")
             return
-        oldest = next(iter(self._unanswered.values()))
-        waited = now - max(oldest, self._ready_s)
-        if waited > _ANSWER_TIMEOUT_S:
-            self._lost(f"no answer for {waited:.0f} s")
+        while self._unanswered:
+            handle, sent_s = next(iter(self._unanswered.items()))
+            since_s = max(sent_s, self._ready_s)
+            if now - since_s <= _ANSWER_TIMEOUT_S:
+                return
+            if self._heard_s <= since_s:
+                self._lost(f"no answer for {now - since_s:.0f} s")
+                return
+            # It has answered others since: the question, or the answer, was dropped in a burst.
+            del self._unanswered[handle]
 
     def _lost(self, reason: str) -> None:
         """The process is gone or useless: the next one starts when the back-off is over."""

@@ -292,7 +292,7 @@ class VirtualEngine:
         self._advance(trace.end_s)
         if trace.output.total_num_scheduled_tokens:
             self.num_steps += 1
-        elif not self._is_executing() and self._scheduler.has_unfinished_requests():
+        elif not self._is_executing() and self._waits():
             self._advance(self.clock.now + _IDLE_S)
         sampled, cpu_s = self._sample(trace), time.thread_time()
         outputs = self._scheduler.update_from_output(trace.output, sampled)
@@ -301,6 +301,14 @@ class VirtualEngine:
             self._record(batch.outputs)
         self._check_progress(delivered=any(batch.outputs for batch in outputs.values()))
         return trace
+
+    def _waits(self) -> bool:
+        """Whether something goes on without steps: requests, or copies of some that have ended."""
+        scheduler = self._scheduler
+        if self._swap_link is not None and scheduler.has_requests():
+            return True
+        unfinished: bool = scheduler.has_unfinished_requests()
+        return unfinished
 
     def admit(self) -> None:
         """Hand the scheduler what has arrived; `start_step` does that first."""

@@ -406,3 +406,42 @@ def test_time_to_load_is_not_time_to_answer() -> None:
         assert client.counts["num_restarts"] == 1
     finally:
         client.close()
+
+
+def test_a_process_that_answers_others_is_kept_whatever_a_burst_has_dropped() -> None:
+    now = [0.0]
+    answers_all_but_the_first = (
+        sys.executable,
+        "-c",
+        "import json, socket, sys\n"
+        "from sola_sched.length_predictor import protocol as p\n"
+        "from sola_sched.prediction.length import LengthPrediction\n"
+        "end = socket.socket(fileno=json.loads(sys.argv[-1])['fd'])\n"
+        "end.send(p.READY)\n"
+        "while packet := end.recv(p.MAX_PACKET):\n"
+        "    handle = p.parse_arrived(packet)[0]\n"
+        "    if handle:\n"
+        "        end.send(p.answers([(handle, LengthPrediction.exactly(9))]))\n",
+    )
+    client = PredictionClient(
+        ServiceSettings("lexical", "none"),
+        clock=lambda: now[0],
+        command=answers_all_but_the_first,
+    )
+    try:
+        until(lambda: client.is_ready, client)
+        client.submit("dropped", [1])
+        now[0] = 1.0
+        client.submit("other", [1])
+        until(lambda: client.counts["num_answered"] == 1, client)
+
+        now[0] += client_module._ANSWER_TIMEOUT_S
+        client.submit("later", [1])
+        until(lambda: client.counts["num_answered"] == 2, client)
+        assert client.counts["num_restarts"] == 0
+
+        now[0] += client_module._ANSWER_TIMEOUT_S + 1.0
+        client.poll()
+        assert client.counts["num_restarts"] == 0
+    finally:
+        client.close()

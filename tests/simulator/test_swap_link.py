@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from virtual_model import TINY_MODEL
+from virtual_runs import make_small_engine
 
 from sola_sched.core.state import StepPlan, StepState
 from sola_sched.errors import ConfigError
@@ -134,3 +135,30 @@ def test_a_profile_without_a_link_is_refused(tmp_path) -> None:
     assert _swap_link(profile, parse_scheduler("sola")) is None
     with pytest.raises(ConfigError, match=r"'swap.mode' must be off with profile mine"):
         _swap_link(profile, parse_scheduler("sola:swap.mode=raw"))
+
+
+def test_copies_of_requests_that_have_ended_end_too() -> None:
+    engine = make_small_engine(
+        Scheduler,
+        {"ttft_s": 0.1, "tpot_s": 0.05},
+        num_blocks=60,
+        max_model_len=256,
+        max_num_seqs=16,
+        swap_link=LinkSpeed(100_000, 1e7),
+    )
+    for number in range(30):
+        engine.add(
+            VirtualRequest(
+                f"r{number}", arrival_s=0.05 * number, prompt_len=100, output_len=60, abort_s=2.0
+            )
+        )
+
+    num_steps = 0
+    while (engine.has_work or engine.has_arrivals) and num_steps < 20_000:
+        if not engine.has_work:
+            engine._advance(engine._arrivals[0][0])
+        engine.step()
+        num_steps += 1
+
+    assert not engine.has_work
+    assert engine.num_free_blocks == 59
