@@ -11,6 +11,10 @@ from sola_sched.core.state import DECODE, PREFILL, BoolArray, FloatArray, IntArr
 from sola_sched.planner.attain.loops import load
 from sola_sched.planner.attain.tuning import AttainTuning
 
+#: Who sustains steps so many times longer can wait for minutes: all that have no target, and ends
+#: that are hours away. A round number far beyond what a TPOT target makes of a step.
+_CAN_WAIT = 1e3
+
 
 @dataclass
 class Decodes:
@@ -233,7 +237,15 @@ def judge_decodes(
 
 
 def _lose_too_slow(decodes: Decodes, margin: float) -> None:
-    """Keep, of those not lost, the most whose bare steps are short enough for all of them."""
+    """Keep, of those not lost, the most whose bare steps are short enough for all of them.
+
+    Those that sustain steps so much longer that they miss nothing when they wait, as those without
+    a target do, get what the others leave over.
+    """
+    decodes.lost |= decodes.sustain_s > _CAN_WAIT * decodes.decode_s
+    decodes.weigh()
+    if decodes.decode_s * margin <= decodes.bear_s:
+        return
     order, sustain_s = decodes.alive, decodes.sustain_s
     order = order[np.argsort(-sustain_s[order], kind="stable")]
     step_s = decodes.state.cost.decode_s(
