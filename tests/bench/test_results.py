@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -209,6 +210,17 @@ def test_where_nobody_attains_there_is_no_ratio() -> None:
     first = report.conclusions(runs)[0]
 
     assert first.startswith("2 req/s: no request attains, neither with sola nor with stock")
+
+
+def test_without_matplotlib_the_picture_is_none_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    runs = [run_result("stock", 2.0, (0.1,) * 10)]
+
+    said = plots.drawn(lambda: plots.plot_attainment(runs, tmp_path / "figure.png"))
+
+    assert said.startswith("none, plots need matplotlib")
 
 
 def test_both_figures_are_drawn_even_if_nothing_completed(tmp_path: Path) -> None:

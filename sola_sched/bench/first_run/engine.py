@@ -302,8 +302,9 @@ class FirstRun:
         for result in self._results:  # one block of each rate
             seen.setdefault((result["request_rate"], result["scheduler"]["label"]), result)
         path = self._directory / f"first-run-{self._stem}-ttft-tpot.png"
-        plots.plot_plane(list(seen.values()), self._slo.target, path)
-        self._say(f"   Picture of every request: {path}")
+        runs = list(seen.values())
+        picture = plots.drawn(lambda: plots.plot_plane(runs, self._slo.target, path))
+        self._say(f"   Picture of every request: {picture}")
 
 
 def _mean(groups: list[list[bool]]) -> float:

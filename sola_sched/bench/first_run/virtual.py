@@ -78,7 +78,8 @@ def run(
         )
         theirs = f"{_share(stock)}  {stock['scheduler']['label']}"
         say(f"   {rate:>10g}  {theirs:38}  {_share(ours)}")
-    say(f"   Picture: {plots.plot_attainment(found, directory / FIGURE)}")
+    picture = plots.drawn(lambda: plots.plot_attainment(found, directory / FIGURE))
+    say(f"   Picture: {picture}")
     return found
 
 

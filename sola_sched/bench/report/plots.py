@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,14 @@ def pyplot() -> Any:
     import matplotlib.pyplot as plt
 
     return plt
+
+
+def drawn(draw: Callable[[], Path]) -> str:
+    """Where the picture is that `draw` makes, or why there is none."""
+    try:
+        return str(draw())
+    except NoPlotError as error:
+        return f"none, {error}"
 
 
 def save(plt: Any, figure: Any, path: Path, dpi: int = _DPI) -> Path:
