@@ -83,7 +83,10 @@ class Observer:
                     continue
                 before = self._last.get(url, {})
                 for name, value in now.items():
-                    total[name] = total.get(name, 0.0) + max(0.0, value - before.get(name, 0.0))
+                    known = before.get(name, 0.0)
+                    # A counter that has fallen is that of an engine that has started anew.
+                    new = value - known if value >= known else value
+                    total[name] = total.get(name, 0.0) + new
                 seen[url] = now
             found[service] = _observed(total)
         self._last |= seen  # one that does not answer now is not new when it does

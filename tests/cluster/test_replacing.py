@@ -343,8 +343,11 @@ def test_counters_of_engines_are_read_and_differences_taken() -> None:
     pages["http://gate/replicas"] = gate
     pages["http://one/metrics"] = text(17, 13)
     fourth = observer.since_last({"chat": "http://gate"})
+    pages["http://one/metrics"] = text(3, 2)
+    fifth = observer.since_last({"chat": "http://gate"})
 
     assert first == {"chat": Observed(14, 13, 14, 100.0, 20.0)}
     assert second == {"chat": Observed(6, 3, 6, 100.0, 20.0)}
     assert third == {"chat": Observed(2, 1, 2, 100.0, 20.0)}
     assert fourth == {"chat": Observed(1, 1, 1, 100.0, 20.0)}  # no engine is new
+    assert fifth == {"chat": Observed(3, 2, 3, 100.0, 20.0)}  # at an address that is known
