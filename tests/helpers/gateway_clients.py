@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,3 +107,13 @@ async def until(condition: Any, limit_s: float = 5.0) -> None:
     async with asyncio.timeout(limit_s):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+def run(test: Callable[[Client], Awaitable[None]], *fakes: FakeReplica) -> None:
+    """Run a test in an event loop of its own, with a gateway before these replicas."""
+
+    async def whole() -> None:
+        async with asyncio.timeout(20), gateway_before(*fakes) as client:
+            await test(client)
+
+    asyncio.run(whole())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,28 @@ def make_small_engine(
     if sola is not None:
         defaults["additional_config"] = {"sola_sched": sola}
     return VirtualEngine(scheduler_cls, **(defaults | options))
+
+
+def warm_up(engine: VirtualEngine, num: int = 60) -> None:
+    """Short requests of the first second, of many lengths, by which steps are learned."""
+    for number in range(num):
+        engine.add(
+            VirtualRequest(
+                f"warm{number}", arrival_s=0.02 * number, prompt_len=20 + 7 * number, output_len=6
+            )
+        )
+
+
+def step_until(
+    engine: VirtualEngine, is_enough: Callable[[], bool], most_steps: int = 20_000
+) -> None:
+    """Step until something holds, nobody is left, or so many steps have passed."""
+    for _ in range(most_steps):
+        if is_enough() or not (engine.has_work or engine.has_arrivals):
+            return
+        if not engine.has_work:
+            engine._advance(engine._arrivals[0][0])
+        engine.step()
 
 
 def make_workload(

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from virtual_model import TINY_MODEL
-from virtual_runs import make_small_engine
+from virtual_runs import make_small_engine, step_until
 
 from sola_sched.core.state import StepPlan, StepState
 from sola_sched.errors import ConfigError
@@ -153,12 +153,7 @@ def test_copies_of_requests_that_have_ended_end_too() -> None:
             )
         )
 
-    num_steps = 0
-    while (engine.has_work or engine.has_arrivals) and num_steps < 20_000:
-        if not engine.has_work:
-            engine._advance(engine._arrivals[0][0])
-        engine.step()
-        num_steps += 1
+    step_until(engine, lambda: False)
 
     assert not engine.has_work
     assert engine.num_free_blocks == 59

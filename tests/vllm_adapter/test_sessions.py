@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from virtual_runs import make_small_engine
+from virtual_runs import make_small_engine, step_until, warm_up
 
 import sola_sched
 from sola_sched.simulator import VirtualRequest
@@ -29,12 +29,7 @@ def test_sessions_that_hold_every_slot_between_inputs_are_no_failure(
     engine = make_small_engine(
         sola_sched.Scheduler, options, max_num_seqs=2, scheduling_policy=policy
     )
-    for number in range(60):  # it learns what steps take
-        engine.add(
-            VirtualRequest(
-                f"warm{number}", arrival_s=0.02 * number, prompt_len=20 + 7 * number, output_len=6
-            )
-        )
+    warm_up(engine)
     for name in ("first", "second"):
         engine.add(VirtualRequest(name, arrival_s=30.0, prompt_len=30, output_len=5))
         engine._requests[name].resumable = True
@@ -45,12 +40,7 @@ def test_sessions_that_hold_every_slot_between_inputs_are_no_failure(
             )
         )
 
-    num_steps = 0
-    while engine.clock.now < 33.0 and num_steps < 5000:
-        if not engine.has_work:
-            engine._advance(engine._arrivals[0][0])
-        engine.step()
-        num_steps += 1
+    step_until(engine, lambda: engine.clock.now >= 33.0, 5000)
 
     scheduler = engine.scheduler
     assert scheduler.num_waiting_for_streaming_input == 2
@@ -70,24 +60,17 @@ def test_a_session_that_goes_on_does_not_wait_for_decodes_to_end(
     scheduler = engine.scheduler
     for number in range(4):
         engine.add(VirtualRequest(f"decode{number}", arrival_s=0.0, prompt_len=20, output_len=1500))
-    for number in range(40):
-        engine.add(
-            VirtualRequest(
-                f"warm{number}", arrival_s=0.02 * number, prompt_len=50 + 13 * number, output_len=5
-            )
-        )
+    warm_up(engine)
     engine.add(VirtualRequest("session", arrival_s=3.0, prompt_len=30, output_len=5))
     engine._requests["session"].resumable = True
-    while not ("session" in scheduler.requests and _status(scheduler) == _PARKED):
-        engine.step()
+    step_until(engine, lambda: "session" in scheduler.requests and _status(scheduler) == _PARKED)
 
     following = VirtualRequest("session", arrival_s=engine.clock.now, prompt_len=30, output_len=5)
     request = make_request(following, engine.vllm_config, engine._block_hasher)
     request.resumable = True
     scheduler.add_request(request)
     sent_s, num_before = engine.clock.now, engine.record("session").num_output_tokens
-    while engine.record("session").num_output_tokens == num_before:
-        engine.step()
+    step_until(engine, lambda: engine.record("session").num_output_tokens > num_before)
 
     assert engine.clock.now - sent_s < 0.1
     assert scheduler.requests["decode0"].num_output_tokens < 1400  # they run on
