@@ -107,10 +107,10 @@ def priority_victims(state: StepState) -> IntArray:
     class (larger number); the lowest class goes first, the latest arrival first within it.
     """
     table, rows = state.table, state.running
-    if not state.has_classes or len(rows) < state.max_num_running or not len(state.waiting):
+    if not state.has_classes or len(rows) < state.max_num_running:
         return rows[:0]
-    if not len(rows):  # sessions that wait for their next input hold all slots
-        return rows
+    if not len(rows) or not len(state.waiting):  # idle sessions may hold all slots
+        return rows[:0]
     running, waiting = table.priority[rows], np.sort(table.priority[state.waiting])
     if waiting[0] >= running.max():
         return rows[:0]

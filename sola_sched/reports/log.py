@@ -190,12 +190,10 @@ def waits_for_slots_alone(state: StepState) -> bool:
     rows = state.running
     if not len(state.waiting) or len(rows) < state.max_num_running:
         return False
-    if not len(rows):  # sessions that wait for their next input hold all slots
-        return True
     if state.num_free_blocks < _FREE_KV * state.num_blocks:
         return False
     step_s = state.decode_step_s(rows) / state.accepted_per_decode
-    return step_s <= (1.0 - _FREE_TPOT) * float(state.table.tpot_s[rows].min())
+    return step_s <= (1.0 - _FREE_TPOT) * state.table.shortest_tpot_s(rows)
 
 
 def summary_line(stats: Mapping[str, Any], num_running: int, num_waiting: int) -> str:

@@ -79,7 +79,8 @@ class SolaRequestRouter(RequestRouter):
         if pending_request is None or len(able) < 2:
             return [able] if able else []
         name = pending_request.metadata.internal_request_id
-        self._forget_choice(name)
+        if (before := self._chosen.pop(name, None)) is not None:
+            self._mine.not_sent(name, before)
         request = self._lengths.routed(_call_of(pending_request), name, None, frozenset())
         there = {replica.replica_id.unique_id for replica in able}
         choice = self._mine.choose(request, [r for r in self._mine if r.name not in there])
@@ -94,9 +95,9 @@ class SolaRequestRouter(RequestRouter):
     ) -> None:
         """The replica has accepted the request."""
         name = pending_request.metadata.internal_request_id
-        if (chosen := self._chosen.get(name)) is not None and chosen.name != replica_id.unique_id:
-            self._forget_choice(name)
-        self._chosen.pop(name, None)
+        chosen = self._chosen.pop(name, None)
+        if chosen is not None and chosen.name != replica_id.unique_id:
+            self._mine.not_sent(name, chosen)
         for replica in self._mine:
             if replica.name == replica_id.unique_id:
                 request = self._lengths.routed(_call_of(pending_request), name, None, frozenset())
@@ -107,11 +108,6 @@ class SolaRequestRouter(RequestRouter):
         """The request is over, or was not accepted."""
         if (entered := self._in_flight.pop(internal_request_id, None)) is not None:
             entered[0].__exit__(None, None, None)
-
-    def _forget_choice(self, name: str) -> None:
-        """What was chosen for the request, if anything, does not get it."""
-        if (replica := self._chosen.pop(name, None)) is not None:
-            self._mine.not_sent(name, replica)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """The replica is dead."""

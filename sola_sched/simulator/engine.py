@@ -304,11 +304,9 @@ class VirtualEngine:
 
     def _waits(self) -> bool:
         """Whether something goes on without steps: requests, or copies of some that have ended."""
-        scheduler = self._scheduler
-        if self._swap_link is not None and scheduler.has_requests():
-            return True
-        unfinished: bool = scheduler.has_unfinished_requests()
-        return unfinished
+        if self._swap_link is not None:
+            return bool(self._scheduler.has_requests())
+        return bool(self._scheduler.has_unfinished_requests())
 
     def admit(self) -> None:
         """Hand the scheduler what has arrived; `start_step` does that first."""

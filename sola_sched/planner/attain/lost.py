@@ -11,10 +11,6 @@ from sola_sched.core.state import DECODE, PREFILL, BoolArray, FloatArray, IntArr
 from sola_sched.planner.attain.loops import load
 from sola_sched.planner.attain.tuning import AttainTuning
 
-#: Who sustains steps so many times longer can wait for minutes: all that have no target, and ends
-#: that are hours away. A round number far beyond what a TPOT target makes of a step.
-_CAN_WAIT = 1e3
-
 
 @dataclass
 class Decodes:
@@ -227,7 +223,7 @@ def judge_decodes(
     )  # fmt: skip
     decodes.weigh()
     if decodes.decode_s * tuning.decode_margin > decodes.bear_s:
-        _lose_too_slow(decodes, tuning.decode_margin)
+        _lose_too_slow(decodes, tuning)
     if state.has_ranks and decodes.num_lost:
         free = decodes.lost & (state.rank_of(rows) < lowest)
         decodes.bank_s[free] = decodes.sustain_s[free] = np.inf
@@ -236,14 +232,15 @@ def judge_decodes(
     return decodes
 
 
-def _lose_too_slow(decodes: Decodes, margin: float) -> None:
+def _lose_too_slow(decodes: Decodes, tuning: AttainTuning) -> None:
     """Keep, of those not lost, the most whose bare steps are short enough for all of them.
 
     Those that sustain steps so much longer that they miss nothing when they wait, as those without
     a target do, get what the others leave over.
     """
-    decodes.lost |= decodes.sustain_s > _CAN_WAIT * decodes.decode_s
+    decodes.lost |= decodes.sustain_s > tuning.can_wait * decodes.decode_s
     decodes.weigh()
+    margin = tuning.decode_margin
     if decodes.decode_s * margin <= decodes.bear_s:
         return
     order, sustain_s = decodes.alive, decodes.sustain_s
