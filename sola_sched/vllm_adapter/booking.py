@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 from vllm.logger import init_logger
@@ -70,6 +70,7 @@ class BookingMixin(_Host):
         self._is_updating = False
         self._arrivals = ArrivalClock()
         self._arrived_s: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
+        self._answered: WeakSet[Request] = WeakSet()  # sessions that wait for their next input
         self._base_service = self.vllm_config.model_config.served_model_name
         self._strangers: set[str] = set()  # adapters without a class, which the log has named
 
@@ -77,6 +78,7 @@ class BookingMixin(_Host):
         """Start over with the rows of the monitor's present table."""
         self._rows: RunningRows[Request] = RunningRows(self.sola_monitor.table.row_of)
         self._ended: list[tuple[str, RequestStatus]] = []
+        self._continued: list[Request] = []
 
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests:
@@ -178,7 +180,22 @@ class BookingMixin(_Host):
         row = self.sola_monitor.table.row_of.get(request.request_id)
         if row is not None and self.sola_monitor.table.phase[row] == DECODE:
             # A streaming session goes back for its next input.
+            self._answered.add(request)
             self.sola_monitor.requeued(row, num_tokens=request.num_tokens, at_front=False)
+
+    def _update_request_as_session(self, session: Request, update: Any) -> None:
+        super()._update_request_as_session(session, update)
+        if self._is_updating:  # the last tokens of its last answer are booked after the update
+            self._continued.append(session)
+        else:
+            self._book("booking the next input of a session", self._goes_on, session)
+
+    def _goes_on(self, session: Request) -> None:
+        """A streaming session has its next input: a request of its own, with times of its own."""
+        self._book_end(session.request_id, RequestStatus.FINISHED_STOPPED)
+        self._answered.discard(session)
+        self._arrived_s.pop(session, None)
+        self._arrived(session)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
@@ -193,11 +210,14 @@ class BookingMixin(_Host):
         return super()._free_request(request, *args, **kwargs)
 
     def _has_ended(self, request: Request) -> None:
-        by_itself = request.status in _BY_ITSELF
+        status = request.status
+        by_itself = status in _BY_ITSELF
+        if request in self._answered:  # a session ends: its last answer is whole
+            status = RequestStatus.FINISHED_STOPPED
         if self._is_updating:  # its last tokens are booked after the update
-            self._ended.append((request.request_id, request.status))
+            self._ended.append((request.request_id, status))
         else:
-            self._book_end(request.request_id, request.status)
+            self._book_end(request.request_id, status)
         if self.sola_predictions is not None:
             self.sola_predictions.ended(
                 request.request_id,
@@ -266,6 +286,9 @@ class BookingMixin(_Host):
         for name, status in self._ended:
             self._book_end(name, status)
         self._ended.clear()
+        for session in self._continued:
+            self._goes_on(session)
+        self._continued.clear()
         self.sola_monitor.set_busy(bool(self.requests))
 
 

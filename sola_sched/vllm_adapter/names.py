@@ -45,6 +45,7 @@ SCHEDULER = Part(
         schedule update_from_output add_request finish_requests has_requests shutdown
         _pause_state
         _preempt_request _free_request _enqueue_waiting_request _is_blocked_waiting_status
+        _update_request_as_session
         finished_recving_kv_req_ids
         """
     ),

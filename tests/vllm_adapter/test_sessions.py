@@ -9,9 +9,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from virtual_runs import make_small_engine, step_until, warm_up
+from vllm.v1.request import RequestStatus
 
 import sola_sched
-from sola_sched.simulator import VirtualRequest
+from sola_sched.simulator import VirtualEngine, VirtualRequest
 from sola_sched.simulator.host import make_request
 
 pytestmark = pytest.mark.vllm
@@ -65,15 +66,58 @@ def test_a_session_that_goes_on_does_not_wait_for_decodes_to_end(
     engine._requests["session"].resumable = True
     step_until(engine, lambda: "session" in scheduler.requests and _status(scheduler) == _PARKED)
 
-    following = VirtualRequest("session", arrival_s=engine.clock.now, prompt_len=30, output_len=5)
-    request = make_request(following, engine.vllm_config, engine._block_hasher)
-    request.resumable = True
-    scheduler.add_request(request)
+    _send_next(engine)
     sent_s, num_before = engine.clock.now, engine.record("session").num_output_tokens
     step_until(engine, lambda: engine.record("session").num_output_tokens > num_before)
 
     assert engine.clock.now - sent_s < 0.1
     assert scheduler.requests["decode0"].num_output_tokens < 1400  # they run on
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_early", [False, True], ids=["when-parked", "while-it-answers"])
+def test_each_input_of_a_session_counts_from_its_own_arrival(
+    is_early: bool, is_async: bool
+) -> None:
+    """The second comes when the targets of the first are long over, the end while it waits."""
+    engine = make_small_engine(
+        sola_sched.Scheduler, {"ttft_s": 1.0, "tpot_s": 0.05}, async_scheduling=is_async
+    )
+    scheduler, monitor = engine.scheduler, engine.scheduler.sola_monitor
+    engine.add(VirtualRequest("other", arrival_s=0.0, prompt_len=20, output_len=1500))
+    engine.add(VirtualRequest("session", arrival_s=1.0, prompt_len=30, output_len=50))
+    engine._requests["session"].resumable = True
+    if is_early:
+        step_until(engine, lambda: engine.record("session").num_output_tokens > 20)
+    else:
+        step_until(engine, lambda: engine.clock.now > 9.0)
+        assert _status(scheduler) == _PARKED
+    _send_next(engine)
+    sent_s = engine.clock.now
+    if is_early:
+        step_until(engine, lambda: engine.record("session").num_output_tokens > 52)
+    else:
+        row = monitor.table.row_of["session"]
+        assert monitor.table.arrival_s[row] == pytest.approx(sent_s, abs=0.02)
+        assert monitor.table.num_prompt[row] == scheduler.requests["session"].num_prompt_tokens
+    step_until(engine, lambda: _status(scheduler) == _PARKED)
+    assert monitor.stats.num_finished == 1  # the first one, when the second began
+    scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
+
+    stats = scheduler.sola_stats()
+    assert (monitor.stats.num_finished, monitor.stats.num_aborted) == (2, 0)
+    assert (monitor.stats.num_ttft_met, monitor.stats.num_tpot_met) == (2, 2)
+    assert stats["failures"] == {}
+    step_until(engine, lambda: False)
+    assert engine.record("other").num_output_tokens == 1500
+
+
+def _send_next(engine: VirtualEngine) -> None:
+    """The next input of the session."""
+    following = VirtualRequest("session", arrival_s=engine.clock.now, prompt_len=30, output_len=5)
+    request = make_request(following, engine.vllm_config, engine._block_hasher)
+    request.resumable = True
+    engine.scheduler.add_request(request)
 
 
 def _status(scheduler: Any) -> str:

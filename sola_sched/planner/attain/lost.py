@@ -221,6 +221,8 @@ def judge_decodes(
         table.e2e_due_s,
         decodes.ctx, decodes.bank_s, decodes.token_s, decodes.sustain_s, decodes.lost,
     )  # fmt: skip
+    if _is_room_wanted(state, tuning):
+        decodes.lost |= np.isinf(table.due_s[rows]) & np.isinf(decodes.token_s)
     decodes.weigh()
     if decodes.decode_s * tuning.decode_margin > decodes.bear_s:
         _lose_too_slow(decodes, tuning)
@@ -230,6 +232,18 @@ def judge_decodes(
         decodes.lost &= ~free
         decodes.weigh()
     return decodes
+
+
+def _is_room_wanted(state: StepState, tuning: AttainTuning) -> bool:
+    """Whether slots or memory are short and somebody waits who is to begin or end by a time.
+
+    Decodes without any target miss nothing when they give theirs up.
+    """
+    table, waiting = state.table, state.waiting
+    used = 1.0 - state.num_free_blocks / max(1, state.num_blocks)
+    if len(state.running) < state.max_num_running and used <= tuning.memory_threshold:
+        return False
+    return bool((np.minimum(table.due_s[waiting], table.e2e_due_s[waiting]) < np.inf).any())
 
 
 def _lose_too_slow(decodes: Decodes, tuning: AttainTuning) -> None:

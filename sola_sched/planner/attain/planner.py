@@ -123,8 +123,10 @@ class AttainPlanner:
         if len(state.waiting):
             if self.rejects or len(rows) < state.max_num_running:
                 return False
-            # One that is late could give its slot to a request that is still on time.
-            if np.count_nonzero(table.first_token_s[rows] > table.due_s[rows]):
+            # One that is late, or has no target, could give its slot to one that is still on time.
+            due_s = table.due_s[rows]
+            has_none = np.isinf(np.minimum(due_s, table.tpot_s[rows]))
+            if np.count_nonzero((table.first_token_s[rows] > due_s) | has_none):
                 return False
         tpot_s = table.shortest_tpot_s(rows)
         return state.decode_step_s(rows) <= self.keep * tpot_s * state.accepted_per_decode
