@@ -332,7 +332,10 @@ class SolaSchedulerMixin(BookingMixin, SteeringMixin, SwapMixin):
         self._num_in_flight -= 1
         self._book("booking the outcome of a step", self._learn, outputs)
         if self._rejected:
-            self._answer_rejected(outputs)
+            try:
+                self._answer_rejected(outputs)
+            except Exception as error:  # those left are answered in the next step
+                self.sola_guard.failed_to_report("answering those that were refused", error)
         if self.sola_config.log_interval_s:
             try:
                 self._log()

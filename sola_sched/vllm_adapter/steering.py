@@ -177,17 +177,17 @@ class SteeringMixin(_Host):
 
     def _answer_rejected(self, outputs: Any) -> None:
         """A rejected request is answered: its stream ends with finish reason "error"."""
-        for request in self._rejected:
-            if not request.is_finished():  # it could not be refused, and goes on
-                continue
-            answer = EngineCoreOutput(
-                request_id=request.request_id,
-                new_token_ids=[],
-                finish_reason=request.get_finished_reason(),
-                stop_reason=request.stop_reason,
-                events=request.take_events(),
-                trace_headers=request.trace_headers,
-            )
-            group = outputs.setdefault(request.client_index, EngineCoreOutputs())
-            group.outputs.append(answer)
-        self._rejected.clear()
+        while self._rejected:
+            request = self._rejected[0]
+            if request.is_finished():  # else it could not be refused, and goes on
+                answer = EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=request.get_finished_reason(),
+                    stop_reason=request.stop_reason,
+                    events=request.take_events(),
+                    trace_headers=request.trace_headers,
+                )
+                group = outputs.setdefault(request.client_index, EngineCoreOutputs())
+                group.outputs.append(answer)
+            del self._rejected[0]

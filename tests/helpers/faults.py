@@ -9,6 +9,8 @@ from functools import wraps
 from typing import Any
 from unittest import mock
 
+import sola_sched
+from sola_sched.core.arrivals import ArrivalClock
 from sola_sched.core.monitor import StateMonitor
 from sola_sched.core.queues import PlannedQueue
 from sola_sched.cost.model import CostModel
@@ -17,10 +19,31 @@ from sola_sched.kv_swap.policy import Link
 from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.planner.alise import AlisePlanner
 from sola_sched.planner.attain import AttainPlanner
+from sola_sched.planner.doubling import DoublingPlanner
 from sola_sched.planner.paper import PaperPlanner
 from sola_sched.vllm_adapter import scheduler as scheduler_module
 from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
 from sola_sched.vllm_adapter.swapping import SwapMixin
+
+
+class EndlessAnswers:
+    """A predictor client that has an answer for a random request at every step."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def poll(self) -> list[Any]:
+        names = list(self._scheduler.requests)[:1]
+        return [(name, sola_sched.LengthPrediction.exactly(50)) for name in names]
+
+    def submit(self, *_: Any) -> None: ...
+    def ended(self, *_: Any, **__: Any) -> None: ...
+    def forget_but(self, *_: Any) -> None: ...
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None: ...
+
 
 #: Where it may fail: owner and attribute. Each is called from `schedule`, `update_from_output`,
 #: `add_request` or vLLM's hooks in them.
@@ -28,7 +51,10 @@ SITES: dict[str, tuple[Any, str]] = {
     "attain": (AttainPlanner, "plan"),
     "paper": (PaperPlanner, "plan"),
     "alise": (AlisePlanner, "plan"),
+    "doubling": (DoublingPlanner, "plan"),
+    "arrival clock": (ArrivalClock, "wait_s"),
     "monitor add": (StateMonitor, "add"),
+    "monitor expect_cached": (StateMonitor, "expect_cached"),
     "monitor state": (StateMonitor, "state"),
     "monitor parked": (StateMonitor, "parked"),
     "monitor predicted": (StateMonitor, "predicted"),
@@ -46,6 +72,11 @@ SITES: dict[str, tuple[Any, str]] = {
     "show queue": (PlannedQueue, "plan"),
     "hide": (SolaSchedulerMixin, "_hide"),
     "preempt": (SolaSchedulerMixin, "_preempt_rows"),
+    "answer": (SolaSchedulerMixin, "_answer_rejected"),
+    "predictor ended": (EndlessAnswers, "ended"),
+    "predictor forget_but": (EndlessAnswers, "forget_but"),
+    "predictor poll": (EndlessAnswers, "poll"),
+    "predictor submit": (EndlessAnswers, "submit"),
     "reject": (SolaSchedulerMixin, "_reject"),
     "statistics": (SolaSchedulerMixin, "sola_stats"),
 }

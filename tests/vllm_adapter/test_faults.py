@@ -11,7 +11,7 @@ from marks import MODES
 
 pytest.importorskip("vllm")
 
-from faults import SITES, Faults
+from faults import SITES, EndlessAnswers, Faults
 from virtual_model import TINY_MODEL
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import PriorityRequestQueue
@@ -26,21 +26,25 @@ pytestmark = [pytest.mark.vllm, pytest.mark.injects_failures]
 STEP_TIME = StepTimeModel(base_s=0.01, per_decode_s=2e-4, per_prefill_token_s=1e-4)
 NUM_BLOCKS = 260
 #: Sites that a policy other than the default is needed for.
-POLICY_OF = {"paper": "paper", "alise": "alise"}
+POLICY_OF = {"paper": "paper", "alise": "alise", "doubling": "doubling"}
+#: Sites that are reached only after another failure.
+AFTER = ("monitor rebuild", "predictor forget_but")
 #: Share of the calls that fail, where they are rarer or more frequent than one in a step.
 SHARE_OF = {
     "cost step": 0.002,
+    "answer": 0.5,
     "hide": 0.9,
     "monitor finished": 0.1,
     "monitor rebuild": 0.5,
     "monitor requeued": 0.5,
+    "predictor forget_but": 0.5,
     "preempt": 0.9,
     "reject": 0.5,
     "statistics": 0.5,
     "waits": 1.0,
 }
 #: Sites with a few calls in a run: none is left alone.
-RARE = ("hide", "monitor rebuild", "preempt", "waits")
+RARE = ("hide", "monitor rebuild", "predictor forget_but", "preempt", "waits")
 
 
 def make_engine(sola: dict[str, Any] | None = None, **options: Any) -> VirtualEngine:
@@ -95,7 +99,7 @@ def test_a_failure_at_any_call_loses_no_request_and_no_block(
 ) -> None:
     sola = {
         "policy": POLICY_OF.get(site, "attain"),
-        "overload": "reject" if site == "reject" else "defer",
+        "overload": "reject" if site in ("answer", "reject") else "defer",
         "log_interval_s": 0.5,
     }
     num_slots = 8 if site == "preempt" else 24  # priority classes compete for slots
@@ -104,10 +108,11 @@ def test_a_failure_at_any_call_loses_no_request_and_no_block(
         async_scheduling=async_scheduling,
         scheduling_policy="priority",
         max_num_seqs=num_slots,
+        enable_prefix_caching=site == "monitor expect_cached",
     )
-    sites = (site, "attain") if site == "monitor rebuild" else (site,)
+    sites = (site, "attain") if site in AFTER else (site,)
     share = SHARE_OF.get(site, 0.05)
-    if site == "monitor predicted":
+    if site.startswith("predictor") or site == "monitor predicted":
         engine.scheduler.sola_predictions = EndlessAnswers(engine.scheduler)
     first = 0 if site in RARE else 3
     with Faults(*sites, share=share, first=first).injected() as faults:
@@ -115,25 +120,6 @@ def test_a_failure_at_any_call_loses_no_request_and_no_block(
     assert faults.num_raised[site]
     assert sum(engine.scheduler.sola_guard.num_failures.values()) >= faults.num_raised[site] / 2
     assert_nothing_is_lost(engine, records)
-
-
-class EndlessAnswers:
-    """A predictor client that has an answer for a random request at every step."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
-
-    def poll(self) -> list[Any]:
-        names = list(self._scheduler.requests)[:1]
-        return [(name, sola_sched.LengthPrediction.exactly(50)) for name in names]
-
-    def submit(self, *_: Any) -> None: ...
-    def ended(self, *_: Any, **__: Any) -> None: ...
-    def forget_but(self, *_: Any) -> None: ...
-    def stats(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None: ...
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
