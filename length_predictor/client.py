@@ -29,7 +29,8 @@ from sola_sched.prediction.length import LengthPrediction
 
 logger = logging.getLogger("vllm.sola_sched")
 
-#: Packets that wait for room in the socket; the oldest are dropped.
+#: With so many packets that wait for room in the socket no further request is submitted; the ends of
+#: those that were still are.
 MAX_BACKLOG = 1024
 #: Packets and answers handled in one call, so that a burst does not stretch one step.
 MAX_PER_CALL = 32
@@ -116,6 +117,9 @@ class PredictionClient:
             token_ids: Its prompt; None (embeddings only) is not predicted.
         """
         if self._has_failed or not token_ids or req_id in self._handle_of:
+            return
+        if len(self._backlog) >= MAX_BACKLOG:
+            self.counts["num_dropped"] += 1
             return
         handle = self._next_handle
         self._next_handle += 1
@@ -207,24 +211,15 @@ class PredictionClient:
         self._is_ready = False
 
     def _send(self, packet: bytes) -> None:
-        if self._socket is None:
-            # Kept for the next process: requests may well still wait when it is up.
-            self._keep(packet)
-        elif self._backlog:
-            self._keep(packet)
-        else:
+        # Without a process it is kept for the next one: requests may well still wait when it is up.
+        if self._socket is not None and not self._backlog:
             try:
                 self._socket.send(packet, socket.MSG_DONTWAIT)
+                return
             except BlockingIOError:
-                self._keep(packet)
+                pass
             except OSError as error:
                 self._lost(f"its socket: {error}")
-                self._keep(packet)
-
-    def _keep(self, packet: bytes) -> None:
-        if len(self._backlog) >= MAX_BACKLOG:
-            self._backlog.popleft()
-            self.counts["num_dropped"] += 1
         self._backlog.append(packet)
 
     def _send_backlog(self) -> None:

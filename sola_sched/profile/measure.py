@@ -270,12 +270,19 @@ def _profile(arguments: list[str]) -> int:
     output = Path(args.output or f"{Path(args.model).name}.sola.json")
     if not output.absolute().parent.is_dir():
         raise ProfileError(f"'--output' must be in a folder that exists (got '{output}').")
-    engine_args = EngineArgs.from_cli_args(args)
-    engine_args.enable_prefix_caching = False
-    engine_args.scheduler_cls = None
-    engine_args.disable_log_stats = True
-    # With the defaults of a server, such as its `max_num_batched_tokens`.
-    engine = LLMEngine.from_engine_args(engine_args, UsageContext.OPENAI_API_SERVER)
+    usage = UsageContext.OPENAI_API_SERVER
+    try:
+        engine_args = EngineArgs.from_cli_args(args)
+        engine_args.enable_prefix_caching = False
+        engine_args.scheduler_cls = None
+        # With the defaults of a server, such as its `max_num_batched_tokens`.
+        config = engine_args.create_engine_config(usage)
+    except (OSError, ValueError) as error:
+        raise ProfileError(
+            f"'MODEL' must be one that vLLM can serve with these flags (got {args.model!r}). vLLM "
+            f"says: {' '.join(str(error).split())}"
+        ) from error
+    engine = LLMEngine.from_vllm_config(config, usage, disable_log_stats=True)
     try:
         scenarios = measure(
             engine,

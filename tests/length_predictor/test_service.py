@@ -338,7 +338,7 @@ class Silent:
     command = (sys.executable, "-c", "import time; time.sleep(600)")
 
 
-def test_full_socket_costs_the_oldest_packets_and_no_time() -> None:
+def test_a_full_socket_costs_the_latest_arrivals_no_end_and_no_time() -> None:
     client = PredictionClient(ServiceSettings("lexical", "none"), command=Silent.command)
     try:
         prompt = list(range(400))
@@ -351,6 +351,10 @@ def test_full_socket_costs_the_oldest_packets_and_no_time() -> None:
 
         assert client.counts["num_dropped"] > 0
         assert len(client._backlog) == MAX_BACKLOG
+        num_submitted = client.counts["num_submitted"]
+        for number in range(2 * MAX_BACKLOG):
+            client.ended(f"r{number}", 5, is_cut=False)
+        assert len(client._backlog) == MAX_BACKLOG + num_submitted  # no end of a known one is lost
         assert sorted(times)[len(times) // 2] < MAX_CALL_S
     finally:
         client._process.kill()  # type: ignore[union-attr]

@@ -327,6 +327,19 @@ def test_output_in_a_missing_folder_is_refused_before_the_engine_starts(
     assert "'--output' must be in a folder that exists" in capsys.readouterr().err
 
 
+@pytest.mark.vllm
+def test_a_model_that_is_none_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "no-such-model"
+
+    assert main([str(missing), "--output", str(tmp_path / "p.json")]) == 2
+
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert line.startswith("error: 'MODEL' must be one that vLLM can serve")
+    assert str(missing) in line
+
+
 def test_kinds_of_steps() -> None:
     assert kind_of(StepShape(0, 0, 5, 25, 0)) == PREFILL
     assert kind_of(StepShape(1, 5, 0, 0, 0)) == DECODE
