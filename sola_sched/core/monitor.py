@@ -35,6 +35,9 @@ from sola_sched.prediction.trust import PredictionTrust
 #: Weight of the newest step in the running averages of the system state.
 _AVERAGING = 0.05
 
+#: Beyond this, either way, priorities are equal: ranks that are computed from them stay in 64 bits.
+_MOST_PRIORITY = 2**40
+
 _NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 _NO_SHAPE = StepShape(0, 0, 0, 0.0, 0.0)
 
@@ -123,7 +126,7 @@ class StateMonitor:
         table.e2e_s[row] = slo.e2e_s
         table.e2e_due_s[row] = arrival_s + slo.e2e_s
         table.weight[row] = slo.weight
-        table.priority[row] = priority
+        table.priority[row] = max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY))
         table.num_prompt[row] = num_prompt_tokens
         table.prefill_target[row] = num_prompt_tokens
         table.max_tokens[row] = max_tokens

@@ -57,6 +57,24 @@ class Engine:
         self.monitor.set_busy(True)
 
 
+@pytest.mark.parametrize("most", [2**62, 2**63 - 1, 10**30])
+def test_priorities_of_any_size_keep_their_order_beside_shares(most: int) -> None:
+    monitor = StateMonitor(make_cost(), FixedLengths(), lambda: 1.0, {"chat": 0.3, "batch": 0.1})
+    rows = [
+        monitor.add(
+            str(priority), num_prompt_tokens=10, max_tokens=50, slo=SLO, arrival_s=0.0,
+            slo_class="chat", priority=priority,
+        )
+        for priority in (-most, -1, 0, 1, most)
+    ]  # fmt: skip
+    monitor.services.lifts = lambda: np.array([0, 1, 2])  # type: ignore[method-assign]
+    state = monitor.state(
+        [], max_num_tokens=100, max_num_running=9, num_free_blocks=9, num_blocks=9, block_size=16
+    )
+
+    assert np.all(np.diff(state.rank_of(np.array(rows))) > 0)
+
+
 def test_a_step_is_divided_by_what_each_part_takes() -> None:
     engine = Engine({"chat": 0.3, "batch": 0.1})
     rows = [engine.add(f"c{i}", "chat") for i in range(3)] + [engine.add("b", "batch")]
