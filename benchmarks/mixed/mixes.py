@@ -106,6 +106,12 @@ MIXES = {
         {"tight": Kind(0.1, TIGHT), "medium": Kind(0.8, MEDIUM), "work": Kind(0.1, WORK)},
         6.0,
     ),
+    "deadlines": Mix(
+        "half chats, half agents whose whole answer is due in 20 s",
+        {"chat": Kind(0.5, MEDIUM), "agent": Kind(0.5, SloTarget(e2e_s=20.0))},
+        6.0,
+        stretch=2,
+    ),
     "strict": Mix(
         "40/40/20 with strict priorities, tight before medium before work",
         {
