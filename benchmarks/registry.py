@@ -245,6 +245,8 @@ EXPERIMENTS = (
              "combined:predictions"),
     _cluster("day", "a day's rise and fall: scaling rules and a fixed number", "10 min",
              "day:day"),
+    _cluster("many", "up to 256 instances in virtual time: cost of a request by router", "10 min",
+             "many:many"),
     Experiment("cluster-gap", "best fit beside the optimum of HiGHS", "2 min",
                "cluster.placing:gap", ("quick",)),
     Experiment("cluster-placing", "Aladdin Fig. 13: time to place a second's requests", "1 min",

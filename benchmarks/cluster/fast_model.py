@@ -10,8 +10,9 @@ from cluster.cases import Case, file_of, rows_of
 from harness.markdown import markdown
 from harness.setup import Outcome, Setup
 
-#: Where prompts are what takes time, where decodes are, a cluster of unequal ones, and three of
-#: the clusters on which placement is compared (`aladdin.TESTBEDS`), at the middle rate.
+#: Where prompts are what takes time, where decodes are, clusters of unequal ones, three of the
+#: clusters on which placement is compared (`aladdin.TESTBEDS`) at the middle rate, and a decode
+#: pool.
 _POINTS = (
     Case("1*llama-3-8b@a100:1", "", "shortest-queue", "azure-conv", 14.0, 1.0, 0.06),
     Case("1*llama-2-13b@a100-pcie:1", "", "shortest-queue", "sharegpt", 1.0, 0.6, 0.03),
@@ -21,7 +22,15 @@ _POINTS = (
     Case("4*llama-2-13b@a100-pcie:1", "", "combined", "sharegpt", 3.0, 0.6, 0.03),
     Case("2*llama-2-70b@a100-pcie:2", "", "shortest-queue", "sharegpt", 1.0, 1.6, 0.075),
     Case("4*llama-2-7b@v100:1", "", "combined", "sharegpt", 3.0, 0.8, 0.03),
-)
+    Case(
+        "1*llama-3-8b@v100-pcie:4+1*llama-3-8b@v100-pcie:1", "", "workload", "sharegpt", 4.0, 1.0,
+        0.06, seed=1,
+    ),
+    Case(
+        "2*llama-2-13b@a100-pcie:2", "", "combined", "sharegpt", 4.0, 0.6, 0.03, is_decode=True,
+        seed=1,
+    ),
+)  # fmt: skip
 _SCHEDULERS = ("stock:512", "sola:8192")
 _REQUESTS = 300
 

@@ -24,7 +24,7 @@ TABLES = ROOT / "docs" / "results"
 EXIT_USAGE = 2
 _COMMAND = "python benchmarks/run.py"
 _QUICK_REQUESTS = 60
-_MAX_COMMITS = 4
+_MAX_COMMITS = 6
 #: Fields of `Setup` that go by the option's own name.
 _SHARED = ("num_requests", "seeds", "only", "scheduling_time", "rerun")
 _HANDLED = ("data", "results", "workers", "quick", "stored", "plots", *_SHARED)

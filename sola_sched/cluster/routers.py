@@ -14,9 +14,13 @@ from sola_sched.cluster.view import (
     Refusal,
     RoutedRequest,
     Views,
+    can_serve,
     candidates,
     refusal,
 )
+
+#: Up to so many instances all are looked at; of more this many times the base-2 logarithm.
+_ALL, _PER_DOUBLING = 16, 4
 
 
 class CandidateRouter(ABC):
@@ -31,10 +35,33 @@ class CandidateRouter(ABC):
     def pick(
         self, request: RoutedRequest, views: Views, able: Sequence[int], now_s: float
     ) -> int | Refusal:
-        """One of the positions `able` (ascending, not empty), or why none."""
+        """One of the positions `able` (not empty), or why none."""
 
     def ended(self, req_id: str, instance: int) -> None:  # noqa: B027 - most rules keep no record
         """See `Router.ended`."""
+
+
+class SampledRouter(CandidateRouter):
+    """A router that looks at some of many instances, so that a decision costs their logarithm.
+
+    They are drawn at random. If none of them can serve the request, it looks at all.
+
+    Args:
+        seed: Of the draws, as numpy takes it.
+    """
+
+    def __init__(self, seed: Sequence[int]) -> None:
+        self._draws = np.random.default_rng(seed)
+
+    def choose(self, request: RoutedRequest, views: Views, now_s: float) -> int | Refusal:
+        """See `Router.choose`."""
+        if len(views) > _ALL:
+            number = math.ceil(_PER_DOUBLING * math.log2(len(views)))
+            drawn = self._draws.integers(0, len(views), number).tolist()
+            able = [i for i in drawn if i not in request.avoid and can_serve(views[i], request)]
+            if able:
+                return self.pick(request, views, able, now_s)
+        return super().choose(request, views, now_s)
 
 
 class RoundRobin(CandidateRouter):
@@ -126,8 +153,15 @@ class PowerOfTwo(CandidateRouter):
         return min(first, second, key=lambda i: views[i].num_requests)
 
 
-class LeastPredictedTtft(CandidateRouter):
-    """The instance that is predicted to deliver the request's first token first."""
+class LeastPredictedTtft(SampledRouter):
+    """The instance that is predicted to deliver the request's first token first.
+
+    Args:
+        seed: Of the instances that are looked at where there are many.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__([seed, 20])
 
     def pick(self, request: RoutedRequest, views: Views, able: Sequence[int], now_s: float) -> int:
         """See `CandidateRouter.pick`."""
@@ -200,5 +234,5 @@ ROUTERS: dict[str, Callable[[int], CandidateRouter]] = {
     "memory": lambda seed: MemoryBased(),
     "shortest-queue": JoinShortestQueue,
     "power-of-two": PowerOfTwo,
-    "least-ttft": lambda seed: LeastPredictedTtft(),
+    "least-ttft": LeastPredictedTtft,
 }

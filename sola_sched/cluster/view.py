@@ -265,13 +265,17 @@ class Router(Protocol):
         """The request is no longer on the instance: complete, failed or aborted."""
 
 
+def can_serve(view: InstanceView, request: RoutedRequest) -> bool:
+    """Whether the instance is alive and can hold the request."""
+    return view.is_alive and view.fits(request.prompt_tokens + 1)
+
+
 def candidates(request: RoutedRequest, views: Views) -> list[int]:
     """Positions of the instances that are alive and can hold the request, if any can.
 
     Those on which it has failed before are left out as long as another is there.
     """
-    needed = request.prompt_tokens + 1
-    able = [i for i, view in enumerate(views) if view.is_alive and view.fits(needed)]
+    able = [i for i, view in enumerate(views) if can_serve(view, request)]
     fresh = [i for i in able if i not in request.avoid] if request.avoid else able
     return fresh or able
 

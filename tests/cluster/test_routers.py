@@ -12,6 +12,7 @@ from cluster_views import LinearSteps, make_routed, make_view
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sola_sched.cluster.all_routers import ALL_ROUTERS
 from sola_sched.cluster.reports import Reports
 from sola_sched.cluster.routers import (
     ROUTERS,
@@ -25,7 +26,7 @@ from sola_sched.cluster.routers import (
     WeightedRoundRobin,
 )
 from sola_sched.cluster.ttft import predicted_ttft_s
-from sola_sched.cluster.view import InstanceView, Refusal
+from sola_sched.cluster.view import InstanceView, Refusal, RoutedRequest, Views
 
 
 def choices(router: CandidateRouter, views: Sequence[InstanceView], count: int) -> list[int]:
@@ -139,6 +140,32 @@ def test_least_ttft_prefers_a_longer_queue_of_short_prompts_to_one_long_prompt()
     views = [make_view(waiting=[5000]), make_view(waiting=[50] * 20)]
 
     assert choices(LeastPredictedTtft(), views, 1) == [1]
+
+
+@pytest.mark.parametrize("name", ["least-ttft", "combined"])
+def test_of_many_instances_few_are_looked_at_and_a_good_one_is_chosen(name: str) -> None:
+    queues = np.random.default_rng(0).permutation(1000)
+    views = [make_view(waiting=[int(tokens)]) for tokens in queues]
+    router = ALL_ROUTERS[name](0)
+    looked_at = []
+
+    def pick(request: RoutedRequest, views: Views, able: Sequence[int], now_s: float) -> int:
+        looked_at.append(len(able))
+        return int(type(router).pick(router, request, views, able, now_s))  # type: ignore[attr-defined]
+
+    router.pick = pick  # type: ignore[attr-defined]
+    chosen = [router.choose(make_routed(f"r{i}"), views, 0.0) for i in range(50)]
+
+    assert set(looked_at) == {40}  # 4 log2(1000)
+    assert np.mean(queues[chosen]) < 50  # of 40 drawn the best is one of the best 40th
+
+
+@pytest.mark.parametrize("name", ["least-ttft", "combined"])
+def test_the_only_one_of_many_instances_that_can_serve_is_found(name: str) -> None:
+    views = [make_view(is_alive=i == 137) for i in range(500)]
+    router = ALL_ROUTERS[name](0)
+
+    assert {router.choose(make_routed(f"r{i}"), views, 0.0) for i in range(20)} == {137}
 
 
 def test_an_idle_instance_delivers_after_its_own_prefill() -> None:

@@ -21,8 +21,7 @@ request that waits long leaves less time to those that come after it. If it can 
 goes where few are left to be hurt, so an overload that lasts stays on few instances, and the
 others keep their targets, while a short one is spread.
 
-Of many instances so many are looked at as the logarithm of their number says, drawn at random, so
-that a decision costs no more than that.
+Of many instances some are looked at, see `SampledRouter`.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sola_sched.cluster.routers import CandidateRouter
+from sola_sched.cluster.routers import SampledRouter
 from sola_sched.cluster.ttft import predicted_ttft_s
-from sola_sched.cluster.view import InstanceView, Refusal, RoutedRequest, Views
+from sola_sched.cluster.view import InstanceView, RoutedRequest, Views
 
 FloatArray = NDArray[np.float64]
 
@@ -45,13 +44,11 @@ FloatArray = NDArray[np.float64]
 _TTFT_WIDTH, _TPOT_WIDTH = 0.1, 0.05
 #: h and d, found by trial (docs/decisions/combined-placement.md).
 _HARM, _DELAY = 0.25, 1.0
-#: Up to so many instances all are looked at; of more this many times the base-2 logarithm.
-_ALL, _PER_DOUBLING = 16, 4
 _LEAST_S = 1e-6
 _FARTHEST = 50.0
 
 
-class CombinedRouter(CandidateRouter):
+class CombinedRouter(SampledRouter):
     """See the module.
 
     Args:
@@ -59,17 +56,7 @@ class CombinedRouter(CandidateRouter):
     """
 
     def __init__(self, seed: int = 0) -> None:
-        self._rng = np.random.default_rng([seed, 19])
-
-    def choose(self, request: RoutedRequest, views: Views, now_s: float) -> int | Refusal:
-        """See `Router.choose`."""
-        if len(views) > _ALL:
-            number = math.ceil(_PER_DOUBLING * math.log2(len(views)))
-            drawn = self._rng.integers(0, len(views), number).tolist()
-            able = [i for i in drawn if i not in request.avoid and _can(views[i], request)]
-            if able:
-                return self.pick(request, views, able, now_s)
-        return super().choose(request, views, now_s)
+        super().__init__([seed, 19])
 
     def pick(self, request: RoutedRequest, views: Views, able: Sequence[int], now_s: float) -> int:
         """See `CandidateRouter.pick`."""
@@ -126,10 +113,6 @@ def _decodes_of(view: InstanceView, tpot_s: float) -> _Decodes | None:
     step_s = float(view.model.decode_s(max(1, view.num_requests), view.held_tokens))
     num_attain = float(_chances((left * step_s + prompts_s) / due_s).sum())
     return _Decodes(left, due_s, prompts_s, num_attain)
-
-
-def _can(view: InstanceView, request: RoutedRequest) -> bool:
-    return view.is_alive and view.fits(request.prompt_tokens + 1)
 
 
 def _chance(x: float, width: float) -> float:
