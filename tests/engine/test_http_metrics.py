@@ -24,7 +24,10 @@ OPTIONS = {
     "ttft_s": 100.0,
     "tpot_s": 10.0,
     "overload": "reject",
-    "classes": {"batch": {"ttft_s": None, "tpot_s": None}},
+    "classes": {
+        "batch": {"ttft_s": None, "tpot_s": None},
+        "agent": {"ttft_s": None, "tpot_s": None, "e2e_s": 100.0},
+    },
 }
 #: Nobody can meet this target, so the request is refused.
 HOPELESS = {"ttft_slo_ms": 0.001}
@@ -128,6 +131,22 @@ def test_requests_are_counted_by_class_and_outcome(server: Server) -> None:
         ("batch", "attained"): 3,
         ("default", "attained"): 2,
         ("default", "missed"): 1,
+    }
+
+
+def test_a_deadline_for_the_whole_answer_is_met_or_the_request_refused(server: Server) -> None:
+    before = ends(server)
+    for deadline in ({"slo_class": "agent"}, {"slo_class": "batch", "e2e_slo_ms": 100_000}):
+        assert ask(server, vllm_xargs=deadline).status == 200
+    # Its first token could be in time, the last of so many could not.
+    hopeless = ask(server, max_tokens=300, vllm_xargs={"slo_class": "agent", "e2e_slo_ms": 50})
+    assert hopeless.status == 503
+    assert "last token 0.05 s" in hopeless.text
+
+    assert new_ends(server, before, 3) == {
+        ("agent", "attained"): 1,
+        ("agent", "rejected"): 1,
+        ("batch", "attained"): 1,
     }
 
 
