@@ -17,12 +17,17 @@ from sola_sched.cluster.performance.model import KvUse
 from sola_sched.cluster.performance.static_batch_time import StaticBatchTime
 from sola_sched.simulator.steps.profile import load_step_profile, profile_names
 
+#: Errors that are printed; "kv" is over the largest request, "kv_each" over each one's own memory.
+PARTS = ("kv", "kv_each", "prefill", "decode", "p1 to p4", "p5 to p8")
+
 
 def of_profile(name: str) -> FittedModel:
     """The model of a step profile, with p1 to p8."""
     profile = load_step_profile(name)
     prefill, decode, _ = samples_of_profile(profile)
-    return replace(fit_profile(profile), batch=StaticBatchTime.fit(prefill, decode)[0])
+    fitted = fit_profile(profile)
+    batch, errors = StaticBatchTime.fit(prefill, decode)
+    return replace(fitted, errors={**fitted.errors, **errors}, batch=batch)
 
 
 def of_tables(folder: Path) -> Iterator[FittedModel]:
@@ -33,8 +38,9 @@ def of_tables(folder: Path) -> Iterator[FittedModel]:
             steps.name, steps.prefill, steps.decode, memory.model.kv,
             kv_capacity_bytes=memory.model.kv_capacity_bytes, num_gpus=steps.num_gpus,
         )  # fmt: skip
-        batch, _ = StaticBatchTime.fit(steps.prefill, steps.decode)
-        errors = {"kv": memory.errors["kv"], **errors}
+        batch, batch_errors = StaticBatchTime.fit(steps.prefill, steps.decode)
+        of_memory = {part: memory.errors[part] for part in ("kv", "kv_each")}
+        errors = {**of_memory, **errors, **batch_errors}
         origin = f"{steps.origin}; no host time; memory of profile {memory.model.name}"
         yield FittedModel(model, errors, origin, batch)
 
@@ -47,9 +53,9 @@ def of_bench(paths: Sequence[Path], profile_name: str) -> FittedModel:
         paths[0].stem, prefill, decode, KvUse(memory.kv.bytes_per_token),
         kv_capacity_bytes=memory.kv_capacity_bytes, num_gpus=memory.num_gpus,
     )  # fmt: skip
-    batch, _ = StaticBatchTime.fit(prefill, decode)
+    batch, batch_errors = StaticBatchTime.fit(prefill, decode)
     names = ", ".join(path.name for path in paths)
-    return FittedModel(model, errors, f"vllm bench serve: {names}", batch)
+    return FittedModel(model, {**errors, **batch_errors}, f"vllm bench serve: {names}", batch)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,9 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--bench needs --memory-of: results do not tell the memory")
     else:
         models = [of_bench(args.bench, args.memory_of)]
-    print("| model | kv | prefill | decode |\n| --- | --- | --- | --- |")
+    print(f"| model | {' | '.join(PARTS)} |")
+    print("| --- " * (1 + len(PARTS)) + "|")
     for fitted in models:
-        errors = [str(fitted.errors.get(part, "given")) for part in ("kv", "prefill", "decode")]
+        errors = [str(fitted.errors.get(part, "given")) for part in PARTS]
         print("| " + " | ".join([fitted.model.name, *errors]) + " |")
         if args.output:
             args.output.mkdir(parents=True, exist_ok=True)

@@ -8,20 +8,22 @@ import sys
 from collections.abc import Sequence
 
 from sola_sched.colocation.sleeping import SleepOptions
-from sola_sched.config.flags import port, positive_int, server_url
+from sola_sched.config.flags import LineParser, port, positive_int, server_url
 
 
 def named_server(text: str) -> tuple[str, str]:
     """The name and the URL of `NAME=URL`."""
     name, _, url = text.partition("=")
     if not name:
-        raise argparse.ArgumentTypeError(f"must be NAME=URL (got {text!r})")
+        raise argparse.ArgumentTypeError(
+            f"must be NAME=URL (got {text!r}); write a name before the ="
+        )
     return name, server_url(url)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> LineParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m sola_sched.colocation", description=__doc__)
+    parser = LineParser(prog="python -m sola_sched.colocation", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     door = commands.add_parser(
         "door", help="one address before vLLM servers that sleep while nobody asks for them"
@@ -30,14 +32,21 @@ def make_parser() -> argparse.ArgumentParser:
         "--service", action="append", required=True, type=named_server, metavar="NAME=URL",
         help="the name that requests give as `model`, and the server; once for each",
     )  # fmt: skip
-    door.add_argument("--host", default="127.0.0.1")
-    door.add_argument("--port", type=port, default=8000)
-    door.add_argument("--idle-s", type=float, default=SleepOptions.idle_s)
-    door.add_argument(
-        "--max-awake", type=positive_int, default=None, help="that fit into the memory"
-    )
-    door.add_argument("--least-s", type=float, default=SleepOptions.least_s)
-    door.add_argument("--level", type=int, choices=(1, 2), default=1, help="of vLLM's sleep")
+    door.add_argument("--host", default="127.0.0.1",
+        help="the address that the door listens on (default: %(default)s)")  # fmt: skip
+    door.add_argument("--port", type=port, default=8000,
+        help="its port; 0 lets the system choose one (default: %(default)s)")  # fmt: skip
+    door.add_argument("--idle-s", type=float, default=SleepOptions.idle_s,
+        help="a service sleeps after so many seconds without a request "
+        "(default: %(default)s)")  # fmt: skip
+    door.add_argument("--max-awake", type=positive_int, default=None,
+        help="services that fit into the GPU's memory together (default: all)")  # fmt: skip
+    door.add_argument("--least-s", type=float, default=SleepOptions.least_s,
+        help="a service that has woken keeps its place for so many seconds although others wait "
+        "for it (default: %(default)s)")  # fmt: skip
+    door.add_argument("--level", type=int, choices=(1, 2), default=1,
+        help="of vLLM's sleep: 1 keeps the weights in host memory, 2 drops them "
+        "(default: %(default)s)")  # fmt: skip
     commands.add_parser("memory", help="whether engines here can share KV memory (kvcached)")
     return parser
 
@@ -46,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
     """Do what the arguments say; return the exit status."""
     parser = make_parser()
     args = parser.parse_args(argv)
+    parser.prog += f" {args.command}"  # whose options an error from here on is about
     if args.command == "memory":
         from sola_sched.colocation.elastic_kv import status
 
@@ -56,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
     if len(urls) < len(args.service):
         names = ", ".join(name for name, _ in args.service)
         parser.error(f"--service must have each NAME once (got {names})")
+    import aiohttp
     from aiohttp import web
 
     from sola_sched.colocation.door import Door
@@ -68,9 +79,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         web.run_app(door.app(), host=args.host, port=args.port, handler_cancellation=True,
                     access_log=None)  # fmt: skip
-    except (OSError, OverflowError, RuntimeError) as error:
+    except (aiohttp.ClientError, RuntimeError) as error:
+        parser.error(f"every server must run and be able to sleep (got: {error}); start it first")
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
         parser.error(
-            f"every server must run, and {args.host}:{args.port} be free to listen on ({error})"
+            f"'--host' and '--port' must be free to listen on (got {args.host}:{args.port}: "
+            f"{reason}); choose others"
         )
     return 0
 

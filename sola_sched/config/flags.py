@@ -1,4 +1,4 @@
-"""Types for `argparse`: each says what is allowed and what was given."""
+"""For `argparse`: errors in one line, and types that say what is allowed and what was given."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import argparse
 import json
 import math
 import urllib.parse
-from typing import Any
+from typing import Any, NoReturn
 
 from sola_sched.config.rules import shown
 
 _MAX_DIGITS = 18
 _MAX_PORT = 65535
+
+
+class LineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage, and where the options are explained."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with status 2."""
+        self.exit(2, f"error: {message.rstrip('.')}; see {self.prog} --help\n")
 
 
 def positive_int(text: str) -> int:
@@ -67,11 +75,19 @@ def json_object(text: str) -> dict[str, Any]:
 
 def server_url(text: str) -> str:
     """``http://HOST:PORT``, without a slash at its end."""
+    if not _is_server(text):
+        is_short = "://" not in text and _is_server(f"http://{text}")
+        advice = f"write http://{text}" if is_short else "correct it"
+        raise argparse.ArgumentTypeError(
+            f"must be http://HOST:PORT without a path (got {text!r}); {advice}"
+        )
+    return text.rstrip("/")
+
+
+def _is_server(text: str) -> bool:
     try:
         parts = urllib.parse.urlsplit(text)
-        is_server = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        has_host = bool(parts.hostname) and parts.port != 0
     except ValueError:  # of the port, or of brackets
-        is_server = False
-    if not is_server or parts.path.strip("/"):
-        raise argparse.ArgumentTypeError(f"must be http://HOST:PORT without a path (got {text!r})")
-    return text.rstrip("/")
+        return False
+    return parts.scheme in ("http", "https") and has_host and not parts.path.strip("/")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from sola_sched.bench.args import Parser, dataset_group
@@ -62,18 +63,23 @@ def build_parser() -> Parser:
     add("--max-num-seqs", nargs="+", type=positive_int, default=[256, 128, 512],
         help="the first is tried everywhere (default: 256 128 512)")  # fmt: skip
     add("--tensor-parallel-size", nargs="+", type=positive_int, default=[1, 2, 4, 8])
-    add("--max-gpus", type=positive_int, default=64, help="in all (default: 64)")
+    add("--max-gpus", type=positive_int, default=64,
+        help="most GPUs of a configuration, in all (default: 64)")  # fmt: skip
     add("--check", action=argparse.BooleanOptionalAction, default=True,
         help="check the answer with the real schedulers (default: yes)")  # fmt: skip
     add("--seed", type=natural_int, default=0)
-    add("--output", type=Path, default=Path("plan.json"), help="JSON; a plot goes beside it")
+    add("--output", type=Path, default=Path("plan.json"), 
+        help="JSON; a plot goes beside it (default: plan.json)")  # fmt: skip
     add("--disable-tqdm", action="store_true", help="no progress bar")
     dataset_group(parser.add_argument_group("requests"))
     return parser
 
 
-def parse_prices(items: list[str]) -> dict[str, float]:
+def parse_prices(items: Sequence[str], known: Collection[str] = GPUS) -> dict[str, float]:
     """Parse ``["a100=1.5", ...]``.
+
+    Args:
+        known: Types that there are.
 
     Raises:
         ConfigError: A type is unknown or named twice, or a price is no number > 0.
@@ -81,10 +87,15 @@ def parse_prices(items: list[str]) -> dict[str, float]:
     prices: dict[str, float] = {}
     for item in items:
         name, _, price = item.partition("=")
-        if name not in GPUS or name in prices:
+        if name not in known or name in prices:
             raise ConfigError(
-                f"'--gpu' takes TYPE=PRICE with each of {', '.join(GPUS)} at most once "
-                f"(got {item!r})."
+                f"'--gpu' must be TYPE=PRICE with each of {', '.join(known)} at most once "
+                f"(got {item!r}); correct it."
+            )
+        if not price:
+            raise ConfigError(
+                f"'--gpu' must be TYPE=PRICE, the price of a GPU and hour (got {item!r}); "
+                f"write for example {name}=1.5."
             )
         prices[name] = positive_number(price, f"--gpu {item}")
     return prices

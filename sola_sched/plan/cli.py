@@ -33,7 +33,8 @@ from sola_sched.plan.configurations import (
     steps_said,
 )
 from sola_sched.plan.evaluate import TARGETS, Outcome, prefill_share, run_fast, run_real
-from sola_sched.plan.impossible import ImpossibleError, explain, require_possible
+from sola_sched.plan.fast_error import OF_ONE_MODEL, unchecked
+from sola_sched.plan.impossible import ImpossibleError, explain, require_gpus, require_possible
 from sola_sched.plan.load import Load, make_load
 from sola_sched.plan.report import plot, table
 from sola_sched.plan.search import rate_margin, search
@@ -116,6 +117,7 @@ def _plan(args: argparse.Namespace) -> int:
         args.max_num_seqs,
         args.routers,
     )
+    require_gpus(choices, args.max_gpus)
     shape = profile(args.model, choices[0].gpu, choices[0].tensor_parallel)
     load = make_load(args, shape.max_model_len or 0, shape.vocab_size)
     for note in (*load.notes, steps_said(args.model, choices)):
@@ -200,6 +202,7 @@ def _write(
     checks: Sequence[Check],
 ) -> None:
     goal = args.attainment
+    notes = [*load.notes, *([] if checks else [unchecked(OF_ONE_MODEL)])]
     known = {outcome.configuration: outcome for outcome in outcomes}
     known |= {check.fast.configuration: check.fast for check in checks}
     ordered = sorted(known.values(), key=lambda o: (o.configuration.cost_per_hour, -o.attainment))
@@ -217,7 +220,7 @@ def _write(
         "slo_ms": {name: 1e3 * getattr(load.slo, field) for name, field, _ in TARGETS},
         "attainment_goal": goal,
         "seed": args.seed,
-        "notes": list(load.notes),
+        "notes": notes,
         "configurations": [described(outcome) for outcome in ordered],
         "best": None if best is None else described(best),
         "checks": [
@@ -236,6 +239,8 @@ def _write(
             f"p99 {error['ttft_p99']:+.0%}, TPOT p50 {error['tpot_p50']:+.0%} "
             f"p99 {error['tpot_p99']:+.0%}."
         )
+    if not checks:
+        print(unchecked(OF_ONE_MODEL))
     if best is not None:
         document |= _around(args, load, ordered, best)
     args.output.write_text(json.dumps(_plain(document), indent=1) + "\n", encoding="utf-8")

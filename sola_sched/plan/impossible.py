@@ -19,6 +19,21 @@ class ImpossibleError(ConfigError):
     """No configuration meets a target; the message says which and by how much it is missed."""
 
 
+def require_gpus(choices: Sequence[Configuration], max_gpus: int) -> None:
+    """Refuse fewer GPUs than the smallest instance takes.
+
+    Raises:
+        ImpossibleError: Names both numbers.
+    """
+    least = min(choice.tensor_parallel for choice in choices)
+    if max_gpus < least:
+        raise ImpossibleError(
+            f"'--max-gpus' must be at least {least}, what an instance takes that has memory for "
+            f"the model and a degree of --tensor-parallel-size (got {max_gpus}); raise it, or name "
+            "a smaller degree or GPUs with more memory."
+        )
+
+
 def require_possible(model: str, choices: Sequence[Configuration], load: Load, goal: float) -> None:
     """Refuse targets that a request misses even when it is alone on the fastest instance.
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from sola_sched.bench.args import Parser
-from sola_sched.bench.values import positive_number
 from sola_sched.cluster.sharing.placement import Cluster, Placement
 from sola_sched.cluster.sharing.search import Problem, search
 from sola_sched.cluster.sharing.services import Service, by_name
@@ -30,8 +29,10 @@ from sola_sched.cluster.sharing.unserved import ServiceOutcome, score
 from sola_sched.config.flags import natural_int, positive_int
 from sola_sched.config.output_file import require_writable
 from sola_sched.errors import ConfigError, InfeasibleError
+from sola_sched.plan.args import parse_prices
 from sola_sched.plan.deploy import serve_config_of
 from sola_sched.plan.descriptions import KEYS, make_arrivals, make_service, parse_service
+from sola_sched.plan.fast_error import OF_SERVICES, unchecked
 from sola_sched.plan.impossible import require_possible_services
 from sola_sched.simulator.sharing.cluster import Arrival, Evaluator, Setting, SharedCluster
 from sola_sched.simulator.sharing.hardware import GPUS, Hardware
@@ -56,7 +57,7 @@ def plan_services(argv: Sequence[str]) -> int:
         if path is not None:
             require_writable(path, flag)
     services = _services(args)
-    prices = _prices(args.gpu)
+    prices = parse_prices(args.gpu, GPUS)
     node = min(args.gpus_per_node, args.max_gpus)
     require_possible_services(services, prices, node, args.attainment)
     arrivals = make_arrivals(services, args.seed)
@@ -142,6 +143,8 @@ class _Plan:
 
 def _report(args: argparse.Namespace, best: _Plan, tried: Sequence[dict[str, Any]]) -> None:
     cluster, placement, outcomes = best.cluster, best.served.placement, best.served.outcomes
+    if best.served.by == "fast":
+        print(unchecked(OF_SERVICES))
     print(f"Best: {cluster.num_gpus} {best.gpu}, {best.cost:.2f} per hour.")
     for number, group in enumerate(placement.groups):
         print(f"  group {number}: {group.degree} GPU(s): {', '.join(group.services)}")
@@ -186,19 +189,6 @@ def _numbers(most: int, node: int) -> list[int]:
     return sorted({*within, *range(node, most + 1, node)})
 
 
-def _prices(items: Sequence[str]) -> dict[str, float]:
-    prices: dict[str, float] = {}
-    for item in items:
-        name, _, price = item.partition("=")
-        if name not in GPUS or name in prices:
-            raise ConfigError(
-                f"'--gpu' takes TYPE=PRICE with each of {', '.join(GPUS)} at most once "
-                f"(got {item!r})."
-            )
-        prices[name] = positive_number(price, f"--gpu {item}")
-    return prices
-
-
 def _none(
     args: argparse.Namespace, tried: Sequence[dict[str, Any]], problems: Sequence[str]
 ) -> str:
@@ -234,6 +224,6 @@ def _parser() -> Parser:
     add("--no-check", dest="check", action="store_false",
         help="answer by the fast model, without vLLM's schedulers")  # fmt: skip
     add("--seed", type=natural_int, default=0)
-    add("--output", type=Path, default=Path("plan.json"), help="JSON")
+    add("--output", type=Path, default=Path("plan.json"), help="JSON (default: plan.json)")
     add("--serve-config", type=Path, metavar="FILE", help="also a configuration for Ray Serve")
     return parser

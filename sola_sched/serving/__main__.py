@@ -14,37 +14,54 @@ from typing import Any
 
 from aiohttp import web
 
-from sola_sched.config.flags import port, positive_int, server_url
+from sola_sched.config.flags import LineParser, port, positive_float, positive_int, server_url
 from sola_sched.errors import ConfigError
 from sola_sched.serving.delivery import GatewayOptions
 from sola_sched.serving.gateway import Gateway
 from sola_sched.serving.policies import DEFAULT, NAMES, make_router
 
+#: What each of the gateway's options is for.
+_HELP = {
+    "stall_s": "a replica that has requests and computes nothing for so many seconds has stalled: "
+    "its requests go on elsewhere",
+    "patience_s": "seconds that a request waits for a replica while none can be reached",
+    "avoid_s": "seconds for which a replica gets nothing after a connection to it has failed",
+    "connect_s": "most seconds that a connection to a replica may take",
+    "max_failures": "a request that has failed so many times is given up: it may be what kills "
+    "the replicas",
+}
 
-def make_parser() -> argparse.ArgumentParser:
+
+def make_parser() -> LineParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m sola_sched.serving", description=__doc__)
+    parser = LineParser(prog="python -m sola_sched.serving", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     gateway = commands.add_parser("gateway", help="a gateway before vLLM servers that run already")
     gateway.add_argument(
-        "--replica", action="append", required=True, type=server_url, metavar="URL"
-    )
+        "--replica", action="append", required=True, type=server_url, metavar="URL",
+        help="a vLLM server, as http://HOST:PORT; once for each",
+    )  # fmt: skip
     whole = commands.add_parser(
         "ray", help="engines and gateway on Ray Serve; further arguments are those of `vllm serve`"
     )
-    whole.add_argument("model")
-    whole.add_argument("--num-replicas", type=positive_int, default=2)
+    whole.add_argument("model", help="the model, as `vllm serve` takes it")
+    whole.add_argument("--num-replicas", type=positive_int, default=2,
+        help="engines, each with a server of its own (default: %(default)s)")  # fmt: skip
     whole.add_argument("--num-gpus", type=float,
         help="of each replica (default: 1 where Ray has GPUs, else 0)")  # fmt: skip
     whole.add_argument("--address", help="of a Ray cluster; a local one is started without")
     for each in (gateway, whole):
-        each.add_argument("--host", default="127.0.0.1")
-        each.add_argument("--port", type=port, default=8000)
-        each.add_argument("--router", choices=NAMES, default=DEFAULT)
+        each.add_argument("--host", default="127.0.0.1",
+            help="the address that the gateway listens on (default: %(default)s)")  # fmt: skip
+        each.add_argument("--port", type=port, default=8000,
+            help="its port; 0 lets the system choose one (default: %(default)s)")  # fmt: skip
+        each.add_argument("--router", choices=NAMES, default=DEFAULT,
+            help="the rule by which a request gets its replica (default: %(default)s)")  # fmt: skip
         for field in dataclasses.fields(GatewayOptions):
             name = "--" + field.name.replace("_", "-")
-            kind = int if field.name == "max_failures" else float
-            each.add_argument(name, type=kind, default=field.default)
+            kind = positive_int if field.name == "max_failures" else positive_float
+            each.add_argument(name, type=kind, default=field.default,
+                help=f"{_HELP[field.name]} (default: %(default)s)")  # fmt: skip
     return parser
 
 
@@ -128,8 +145,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     parser = make_parser()
     args, more = parser.parse_known_args(argv)
+    parser.prog += f" {args.command}"  # whose options an error from here on is about
     if more and args.command == "gateway":
-        parser.error(f"unknown arguments: {' '.join(more)}")
+        parser.error(
+            f"every argument must be an option of 'gateway' (got {' '.join(more)}); correct it"
+        )
     try:
         GatewayOptions(**options_of(args))
         if args.command == "ray":

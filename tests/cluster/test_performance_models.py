@@ -102,8 +102,10 @@ def test_fits_find_the_coefficients_of_exact_samples_again() -> None:
     model, errors = fit_performance(
         "exact", prefill, decode, block_samples(1000.0, block_size=16, longest=4096)
     )
-    times, _ = StaticBatchTime.fit(prefill, decode)
+    times, batch_errors = StaticBatchTime.fit(prefill, decode)
 
+    assert batch_errors["p1 to p4"].worst_ratio < 1e-9
+    assert batch_errors["p5 to p8"].worst_ratio < 1e-9
     assert model.decode.per_ctx_s == pytest.approx(2e-7, rel=1e-6)
     assert model.decode.per_request_s == pytest.approx(3e-5, rel=1e-6)
     assert model.decode.base_s == pytest.approx(0.01, rel=1e-6)
@@ -123,7 +125,10 @@ def test_kv_of_whole_blocks_is_fitted_within_one_percent() -> None:
 
     assert model.kv.bytes_per_token == pytest.approx(131072, rel=0.01)
     assert model.kv_tokens_per_request == pytest.approx(7.5, abs=0.5)  # half a block
+    # Over the largest request half a block is nothing; over one of a single token it is half.
     assert errors["kv"].worst_ratio < 0.01
+    assert errors["kv_each"].worst_ratio == pytest.approx(7.5 / 16, abs=0.01)
+    assert errors["kv"].mean_ratio < errors["kv_each"].mean_ratio < 0.02
 
 
 def test_equal_batch_sizes_leave_no_price_on_the_batch() -> None:
@@ -279,9 +284,12 @@ def test_models_that_ship_name_source_and_licence_and_keep_their_errors(name: st
 
     assert "Apache-2.0" in fitted.origin
     assert fitted.errors["kv"].mean_ratio < 0.01
+    assert fitted.errors["kv_each"].mean_ratio < 0.012
     # Aladdin has < 5 %; the worst of the shipped fits has 5.1 %.
     assert fitted.errors["decode"].mean_ratio < 0.055
     # Aladdin has < 4 % on A100 and V100; prompts of 128 tokens on an H100 read weights mostly.
     assert fitted.errors["prefill"].mean_ratio < (0.055 if "a100" in name else 0.105)
     assert fitted.batch is not None
+    assert fitted.errors["p1 to p4"].mean_ratio <= fitted.errors["prefill"].mean_ratio + 1e-9
+    assert fitted.errors["p5 to p8"].mean_ratio < 0.033
     assert fitted.model.kv_capacity_tokens > 10_000

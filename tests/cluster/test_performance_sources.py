@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from placements import make_model
 
+from cluster import fit_models
 from sola_sched.cluster.performance import (
     fit_performance,
     load_performance,
@@ -173,3 +174,15 @@ def test_decode_steps_of_a_whole_engine_follow_eq_3_within_5_percent() -> None:
     assert len(errors) == 12
     # 5.1 % for Llama-2-70B on two A100: what memory leaves there holds few requests.
     assert max(error["decode"].mean_ratio for error in errors.values()) < 0.055
+
+
+def test_every_error_of_a_fit_is_printed_and_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fit_models.main(["--profile", "llama-3-8b-a100", "--output", str(tmp_path)]) == 0
+
+    head, _, line = capsys.readouterr().out.splitlines()
+    errors = load_performance(tmp_path / "llama-3-8b-a100.json").errors
+    assert head == "| model | kv | kv_each | prefill | decode | p1 to p4 | p5 to p8 |"
+    assert list(errors) == list(fit_models.PARTS)
+    assert line == f"| llama-3-8b-a100 | {' | '.join(map(str, errors.values()))} |"

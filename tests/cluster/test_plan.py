@@ -18,6 +18,7 @@ from sola_sched.plan.args import build_parser
 from sola_sched.plan.cli import main
 from sola_sched.plan.configurations import Configuration, configurations
 from sola_sched.plan.evaluate import Outcome, excess, run_fast
+from sola_sched.plan.fast_error import OF_ONE_MODEL, OF_SERVICES, unchecked
 from sola_sched.plan.impossible import ImpossibleError, require_possible
 from sola_sched.plan.load import Load, make_load
 from sola_sched.plan.pools import DecodeOnly
@@ -60,7 +61,18 @@ def test_the_answer_is_the_cheapest_that_attains_with_its_margin(tmp_path, capsy
     assert found["margin"]["attainment_points"] >= 0.0
     assert 1.0 <= found["margin"]["rate_factor"] <= 2.0
     assert (tmp_path / "plan.png").stat().st_size > 5000
-    assert "Best: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Best: " in said
+    # Not checked: what it rests on, and how far off that was.
+    assert unchecked(OF_ONE_MODEL) in said.splitlines()
+    assert found["notes"][-1] == unchecked(OF_ONE_MODEL)
+
+
+def test_the_error_that_is_told_without_a_check_is_that_of_the_tables() -> None:
+    results = Path(__file__).resolve().parents[2] / "docs" / "results"
+
+    assert f"off by: {OF_ONE_MODEL}." in (results / "cluster-combined.md").read_text()
+    assert f"least slack, attain {OF_SERVICES}" in (results / "sharing-real.md").read_text()
 
 
 def test_without_matplotlib_the_plan_is_there_and_what_is_missing_said(
@@ -126,7 +138,9 @@ def test_the_answer_is_checked_with_the_real_scheduler_and_the_error_is_said(
     assert code == 0
     assert found["checks"][-1]["real"]["attained"]
     assert abs(found["checks"][-1]["fast_model_error"]["attainment_points"]) < 10.0
-    assert "With the real schedulers" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "With the real schedulers" in said
+    assert "Not checked" not in said
 
 
 @pytest.mark.parametrize(
@@ -164,8 +178,14 @@ def test_too_few_gpus_exits_with_2_and_says_what_is_missing(tmp_path, capsys) ->
     [
         (["--gpu", "a100=-1"], "--gpu a100=-1"),
         (["--gpu", "a100=nan"], "--gpu a100=nan"),
-        (["--gpu", "a100"], "--gpu a100"),
-        (["--gpu", "tpu=1"], "TYPE=PRICE"),
+        (["--gpu", "a100"],
+         "'--gpu' must be TYPE=PRICE, the price of a GPU and hour (got 'a100'); write for example "
+         "a100=1.5"),
+        (["--gpu", "tpu=1"], "with each of a100, h100, v100 at most once (got 'tpu=1'); correct"),
+        (["--gpu", "a100=1", "--max-gpus", "0"], "--max-gpus: must be a whole number >= 1"),
+        (["--gpu", "a100=1", "--max-gpus", "2", "--tensor-parallel-size", "4", "8"],
+         "'--max-gpus' must be at least 4, what an instance takes that has memory for the model "
+         "and a degree of --tensor-parallel-size (got 2); raise it"),
         (["--gpu", "a100=1", "--attainment", "1.5"], "--attainment"),
         (["--gpu", "a100=1", "--slo", "ttft:nan"], "--slo"),
         (["--gpu", "a100=1", "--request-rate", "0"], "--request-rate"),
@@ -175,7 +195,7 @@ def test_too_few_gpus_exits_with_2_and_says_what_is_missing(tmp_path, capsys) ->
         (["--gpu", "a100=0"], "--gpu a100=0"),
         (["--gpu", "a100=1", "--slo-class", "chat:0.7:-5:60"], "--slo-class"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_names_the_flag(tmp_path, capsys, args: list[str], named: str) -> None:
     code, _ = plan(tmp_path, *BASE, *LOAD, *SLO, *args)
 

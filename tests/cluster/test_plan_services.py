@@ -12,6 +12,7 @@ import pytest
 from sola_sched.errors import ConfigError
 from sola_sched.plan.cli import main
 from sola_sched.plan.descriptions import make_service
+from sola_sched.plan.fast_error import OF_SERVICES, unchecked
 
 CHAT = "name=chat,model=llama-3-8b,rate=2,ttft=1500,tpot=80,prompt=200,output=60"
 CODE = "name=code,model=llama-2-7b,rate=0.2,ttft=3000,tpot=100,prompt=400,output=40"
@@ -35,13 +36,16 @@ def engines_of(config: dict[str, Any]) -> list[dict[str, Any]]:
     return [engine for app in config["applications"] for engine in app["args"]["engines"]]
 
 
-def test_two_light_services_share_one_gpu(tmp_path: Path) -> None:
+def test_two_light_services_share_one_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, found, config = plan(
         tmp_path, "--gpu", "a100=1.5", "h100=3", "--service", CHAT, "--service", CODE,
         is_checked=True,
     )  # fmt: skip
 
     assert found["schedulers"] == "real"
+    assert "Not checked" not in capsys.readouterr().out
     assert found["tried"][0]["real_attainment"] >= 0.95
     assert (code, found["num_gpus"], found["cost_per_hour"]) == (0, 1, 1.5)
     assert found["groups"] == [{"degree": 1, "services": ["chat", "code"]}]
@@ -112,11 +116,13 @@ def test_busy_service_is_served_by_several_groups(tmp_path: Path) -> None:
 
 
 def test_added_and_removed_service_changes_the_plan_and_no_other_application(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, _, both = plan(tmp_path, "--gpu", "a100=1.5", "--service", CHAT, "--service", CODE)
     _, found, alone = plan(tmp_path, "--gpu", "a100=1.5", "--service", CHAT)
 
+    # None of them was checked, and they say what they rest on.
+    assert capsys.readouterr().out.splitlines().count(unchecked(OF_SERVICES)) == 2
     assert found["groups"] == [{"degree": 1, "services": ["chat"]}]
     assert names_of(both) == ["chat", "code", "chat--node0-gpu0", "code--node0-gpu0"]
     assert names_of(alone) == ["chat", "chat--node0-gpu0"]
@@ -138,7 +144,8 @@ def test_added_and_removed_service_changes_the_plan_and_no_other_application(
         (["--services", "no-such-file.json"], "must be a JSON file"),
         (["--service", CHAT, "--attainment", "1.5"], "'--attainment' must be in (0, 1]"),
         (["--service", CHAT, "--gpu", "a100=-1"], "--gpu a100=-1"),
-        (["--service", CHAT, "--gpu", "tpu=1"], "'--gpu' takes TYPE=PRICE"),
+        (["--service", CHAT, "--gpu", "a100"], "(got 'a100'); write for example a100=1.5"),
+        (["--service", CHAT, "--gpu", "tpu=1"], "'--gpu' must be TYPE=PRICE"),
         (["--service", CHAT.replace("llama-3-8b", "qwen1.5-72b"), "--max-gpus", "1"],
          "service 'chat' must fit on the GPUs of a node"),
         (["--service", CHAT.replace("ttft=1500", "ttft=1"), "--max-gpus", "2"],

@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from command_help import assert_explained
+
 from sola_sched.serving.__main__ import _by_name, main
 
 REPLICA = ["gateway", "--replica", "http://localhost:8001"]
@@ -16,18 +18,23 @@ REPLICA = ["gateway", "--replica", "http://localhost:8001"]
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["gateway", "--replica", "localhost:8001"], "must be http://HOST:PORT without a path"),
+        (["gateway", "--replica", "localhost:8001"],
+         "must be http://HOST:PORT without a path (got 'localhost:8001'); write "
+         "http://localhost:8001"),
         (["gateway", "--replica", "http://h:1/v1"], "(got 'http://h:1/v1')"),
         ([*REPLICA, "--port", "70000"], "must be a port, 0 to 65535 (got '70000')"),
-        ([*REPLICA, "--patience-s", "nan"], "'patience_s' must be finite and > 0 (got nan)"),
-        ([*REPLICA, "--stall-s", "-5"], "'stall_s' must be finite and > 0 (got -5.0)"),
-        ([*REPLICA, "--max-failures", "0"], "'max_failures' must be >= 1 (got 0)"),
-        ([*REPLICA, "--colour", "red"], "unknown arguments: --colour red"),
+        ([*REPLICA, "--patience-s", "nan"], "--patience-s: must be a number > 0 (got 'nan')"),
+        ([*REPLICA, "--connect-s", "inf"], "--connect-s: must be finite (got 'inf')"),
+        ([*REPLICA, "--stall-s", "-5"], "--stall-s: must be a number > 0 (got '-5')"),
+        ([*REPLICA, "--max-failures", "0"], "--max-failures: must be a whole number >= 1 (got '0'"),
+        ([*REPLICA, "--rooter", "single"],
+         "every argument must be an option of 'gateway' (got --rooter single); correct it; see "
+         "python -m sola_sched.serving gateway --help"),
         (["ray", "m", "--num-replicas", "0"], "must be a whole number >= 1 (got '0')"),
         (["ray", "m", "n"], "must begin with -- (got 'n')"),
-        (["ray", "m", "--avoid-s", "0"], "'avoid_s' must be finite and > 0 (got 0.0)"),
+        (["ray", "m", "--avoid-s", "0"], "--avoid-s: must be a number > 0 (got '0')"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments_are_refused_with_rule_and_value(
     capsys: pytest.CaptureFixture[str], args: list[str], message: str
 ) -> None:
@@ -35,7 +42,18 @@ def test_bad_arguments_are_refused_with_rule_and_value(
         main(args)
 
     assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert line.endswith("--help")
+
+
+@pytest.mark.parametrize("command", ["gateway", "ray"])
+def test_every_option_is_explained(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+
+    assert ended.value.code == 0
+    assert_explained(capsys.readouterr().out)
 
 
 def test_a_port_that_is_taken_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

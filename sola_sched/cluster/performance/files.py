@@ -32,7 +32,8 @@ class FittedModel:
 
     Attributes:
         model: The coefficients.
-        errors: Of the fits, under ``kv``, ``prefill`` and ``decode``.
+        errors: Of the fits, under ``kv``, ``kv_each``, ``prefill`` and ``decode`` (see `fitting`);
+            of `batch` under ``p1 to p4`` and ``p5 to p8``.
         origin: What it was fitted to: source and its licence.
         batch: p1 to p8 of the same instance; None if not fitted.
     """

@@ -30,9 +30,12 @@ FloatArray = NDArray[np.float64]
 class FitError:
     """Relative errors of a fit at the points that it was fitted to.
 
+    Each is |predicted - measured| over the measured value, but for the error under ``kv`` over the
+    largest measured value (see `fit_kv`).
+
     Attributes:
-        mean_ratio: Mean of |predicted - measured| / measured.
-        worst_ratio: Largest of them.
+        mean_ratio: Their mean.
+        worst_ratio: The largest of them.
         num_points: How many.
     """
 
@@ -67,8 +70,11 @@ def fit_relative(
             "measure more."
         )
     solution, _ = nnls(columns / measured[:, None], np.ones(num_points))
-    ratio = np.abs(columns @ solution / measured - 1.0)
-    return solution, FitError(float(ratio.mean()), float(ratio.max()), num_points)
+    return solution, _error(np.abs(columns @ solution / measured - 1.0))
+
+
+def _error(ratios: FloatArray) -> FitError:
+    return FitError(float(ratios.mean()), float(ratios.max()), len(ratios))
 
 
 def fit_prefill(samples: PrefillSamples) -> tuple[PrefillTime, FitError]:
@@ -86,13 +92,24 @@ def fit_decode(samples: DecodeSamples) -> tuple[DecodeTime, FitError]:
     return DecodeTime(float(k2), float(c2), float(c3)), error
 
 
-def fit_kv(samples: KvSamples) -> tuple[KvUse, FitError]:
-    """Aladdin Eq. 1."""
+def fit_kv(samples: KvSamples) -> tuple[KvUse, dict[str, FitError]]:
+    """Aladdin Eq. 1, by least squares of the bytes, not of relative errors.
+
+    Requests take whole blocks, and what fills a memory is the sum of their bytes: half a block
+    more or less counts as much for a short request as for a long one.
+
+    Returns:
+        The fit, and two errors: ``kv`` over the memory of the largest request, ``kv_each`` over
+        that of each request itself. The second is large where a request has few blocks.
+    """
     columns = np.stack([samples.num_tokens, np.ones_like(samples.num_tokens)], axis=1)
-    # Whole blocks: what matters is the number of bytes, so errors count absolutely here.
     (h, j), _ = nnls(columns, samples.num_bytes)
-    error = np.abs(columns @ np.array([h, j]) - samples.num_bytes) / samples.num_bytes.max()
-    return KvUse(float(h), float(j)), FitError(float(error.mean()), float(error.max()), len(error))
+    off = np.abs(columns @ np.array([h, j]) - samples.num_bytes)
+    errors = {
+        "kv": _error(off / samples.num_bytes.max()),
+        "kv_each": _error(off / samples.num_bytes),
+    }
+    return KvUse(float(h), float(j)), errors
 
 
 def fit_performance(
@@ -107,14 +124,15 @@ def fit_performance(
     """Fit Eq. 1 to 3 to the samples of one kind of instance.
 
     Returns:
-        The model, and the errors under ``kv``, ``prefill`` and ``decode``.
+        The model, and the errors under ``prefill`` and ``decode``; where `kv` is fitted too, under
+        ``kv`` and ``kv_each`` (see `fit_kv`).
 
     Raises:
         ProfileError: There are too few samples of a kind.
     """
-    errors = {}
+    errors: dict[str, FitError] = {}
     if isinstance(kv, KvSamples):
-        kv, errors["kv"] = fit_kv(kv)
+        kv, errors = fit_kv(kv)
     prefill_time, errors["prefill"] = fit_prefill(prefill)
     decode_time, errors["decode"] = fit_decode(decode)
     model = PerformanceModel(name, kv, prefill_time, decode_time, kv_capacity_bytes, num_gpus)

@@ -78,12 +78,15 @@ class StaticBatchTime:
     ) -> tuple[StaticBatchTime, dict[str, FitError]]:
         """Fit both equations by least squares of the relative error.
 
+        Returns:
+            The fit, and its errors under ``p1 to p4`` and ``p5 to p8``.
+
         Raises:
             ProfileError: There are too few samples.
         """
         p1_to_p4, prefill_error = _fit(prefill, "p1 to p4")
         p5_to_p8, decode_error = _fit(decode, "p5 to p8")
-        errors = {"prefill": prefill_error, "decode": decode_error}
+        errors = {"p1 to p4": prefill_error, "p5 to p8": decode_error}
         return cls(p1_to_p4, p5_to_p8), errors
 
 
