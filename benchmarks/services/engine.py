@@ -15,13 +15,16 @@ from harness import provenance
 from harness.markdown import markdown
 from harness.setup import Outcome, Setup
 from services.traffic import (
+    TIME_TEXT,
     Answer,
     Call,
+    Run,
     Service,
     classes_of,
     head_of,
     lines_of,
     make_calls,
+    served_s,
     text_of,
 )
 from sola_sched.bench.backends.environment import prepare
@@ -54,7 +57,7 @@ def services_engine(setup: Setup) -> Outcome:
         "attain": (512, plain),
         "attain, shares": (512, shared),
     }
-    runs: dict[str, list[list[Answer]]] = {name: [] for name in variants}
+    runs: dict[str, list[Run]] = {name: [] for name in variants}
     num_same = dict.fromkeys(variants, 0)
     num_calls = 0
     with tempfile.TemporaryDirectory() as name:
@@ -68,8 +71,8 @@ def services_engine(setup: Setup) -> Outcome:
             names = list(variants)
             tokens = {}
             for variant in names[number:] + names[:number]:  # none is always the first
-                answers, tokens[variant] = _run(folder, calls, *variants[variant])
-                runs[variant].append(answers)
+                run, tokens[variant] = _run(folder, calls, *variants[variant])
+                runs[variant].append(run)
             for variant, mine in tokens.items():
                 stock = tokens["vLLM, 512"]
                 num_same[variant] += sum(a == b for a, b in zip(mine, stock, strict=True))
@@ -77,8 +80,8 @@ def services_engine(setup: Setup) -> Outcome:
         service.name: min(
             answer.last_s - answer.call.arrival_s
             for seeds in runs.values()
-            for answers in seeds
-            for answer in answers
+            for run in seeds
+            for answer in run.answers
             if answer.call.service is service
         )
         for service in SERVICES
@@ -93,16 +96,16 @@ def services_engine(setup: Setup) -> Outcome:
         f"named, a random Llama of {_SHAPE.num_parameters / 1e6:.0f} M parameters in fp32 and "
         f"three random adapters of rank {_RANK}; bursts of {PERIOD_S:g} s, one service after "
         f"another. {text_of(SERVICES)}. Normalized latency: mean of the services' latency over the "
-        f"shortest that was seen. Same tokens: of {num_calls} greedy answers, those that are the "
-        f"ones of vLLM at 512. Seeds {', '.join(map(str, setup.seeds))}.\n\n"
+        f"shortest that was seen. {TIME_TEXT} Same tokens: of {num_calls} greedy answers, those "
+        f"that are the ones of vLLM at 512. Seeds {', '.join(map(str, setup.seeds))}.\n\n"
         + markdown([*head_of(SERVICES), "same tokens"], lines),
     )
 
 
 def _run(
     folder: Path, calls: list[Call], chunk: int, options: Mapping[str, Any] | None
-) -> tuple[list[Answer], list[list[int]]]:
-    """Answers by the clock, and the output tokens of each call; vLLM's own without options."""
+) -> tuple[Run, list[list[int]]]:
+    """A run by the clock, and the output tokens of each call; vLLM's own without options."""
     from vllm import EngineArgs, LLMEngine, SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import RequestOutputKind
@@ -143,12 +146,17 @@ def _run(
         engine.step()
     tokens: list[list[int]] = [[] for _ in calls]
     times: list[list[float]] = [[] for _ in calls]
+    scheduler = engine.engine_core.engine_core.scheduler  # in this process, see `prepare`
+    before_s = served_s(scheduler)
+    after_s: dict[str, float] = {}
     start_s, sent = time.monotonic(), 0
     while sent < len(calls) or engine.has_unfinished_requests():
         now_s = time.monotonic() - start_s
         while sent < len(calls) and calls[sent].arrival_s <= now_s:
             send(f"{sent}", calls[sent], _WARM_UP + sent)
             sent += 1
+        if sent == len(calls) and not after_s:
+            after_s = served_s(scheduler)
         if not engine.has_unfinished_requests():
             time.sleep(calls[sent].arrival_s - now_s)
             continue
@@ -164,7 +172,8 @@ def _run(
     ]
     if lost:
         raise RuntimeError(f"every request must be answered whole (got {lost} cut off).")
-    return [Answer(c, t[0], t[-1]) for c, t in zip(calls, times, strict=True)], tokens
+    answers = [Answer(c, t[0], t[-1]) for c, t in zip(calls, times, strict=True)]
+    return Run(answers, {name: s - before_s.get(name, 0.0) for name, s in after_s.items()}), tokens
 
 
 def _write_adapter(folder: Path, seed: int) -> None:

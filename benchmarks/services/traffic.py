@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -65,6 +66,29 @@ class Answer:
         return ttft_s(self.call.arrival_s, self.first_s)
 
 
+@dataclass(frozen=True)
+class Run:
+    """What came of a run.
+
+    Attributes:
+        answers: To all requests.
+        served_s: Engine time of each service while requests still came, seconds; empty under vLLM's
+            own scheduler, which does not count it.
+    """
+
+    answers: Sequence[Answer]
+    served_s: Mapping[str, float]
+
+
+def served_s(scheduler: Any) -> dict[str, float]:
+    """Engine time that each service has had, seconds; nothing of vLLM's own scheduler."""
+    if not hasattr(scheduler, "sola_stats"):
+        return {}
+    return {
+        name: float(each["served_s"]) for name, each in scheduler.sola_stats()["services"].items()
+    }
+
+
 def make_calls(
     services: Sequence[Service], duration_s: float, period_s: float, seed: int
 ) -> list[Call]:
@@ -103,22 +127,23 @@ def classes_of(services: Sequence[Service], *, shared: bool) -> dict[str, dict[s
 
 def lines_of(
     services: Sequence[Service],
-    runs: Mapping[str, Sequence[Sequence[Answer]]],
+    runs: Mapping[str, Sequence[Run]],
     alone_s: Mapping[str, float],
 ) -> list[list[str]]:
     """A line for each scheduler.
 
     Args:
         services: In the order of the columns.
-        runs: By scheduler, the answers of each seed.
+        runs: By scheduler, the run of each seed.
         alone_s: What a mean request of each service takes without others, seconds.
 
     Returns:
-        Attained share of all and of each service, the longest wait of each, normalized latency.
+        Attained share of all and of each service, the longest wait of each, the part of the engine
+        time that each has had, normalized latency.
     """
     lines = []
     for name, seeds in runs.items():
-        answers = [answer for run in seeds for answer in run]
+        answers = [answer for run in seeds for answer in run.answers]
         by_service = {
             service.name: [a for a in answers if a.call.service is service] for service in services
         }
@@ -129,6 +154,9 @@ def lines_of(
         cells = [f"{100 * np.mean([a.attained for a in answers]):.1f} %"]
         cells += [f"{100 * np.mean([a.attained for a in m]):.1f} %" for m in by_service.values()]
         cells += [f"{max(a.waited_s for a in mine):.1f}" for mine in by_service.values()]
+        had_s = {s: sum(run.served_s.get(s, 0.0) for run in seeds) for s in by_service}
+        total_s = sum(had_s.values())
+        cells += [f"{100 * had / total_s:.0f} %" if total_s else "-" for had in had_s.values()]
         lines.append([name, *cells, f"{np.mean(normalized):.2f}"])
     return lines
 
@@ -138,8 +166,15 @@ def head_of(services: Sequence[Service]) -> list[str]:
     names = [service.name for service in services]
     return [
         "", "attained: all", *names, f"longest TTFT, s: {names[0]}", *names[1:],
-        "normalized latency",
+        f"part of the time: {names[0]}", *names[1:], "normalized latency",
     ]  # fmt: skip
+
+
+#: Of the column with the parts of the time.
+TIME_TEXT = (
+    "Part of the time: of the engine time while requests still came, which vLLM's own scheduler "
+    "does not count."
+)
 
 
 def text_of(services: Sequence[Service]) -> str:

@@ -33,7 +33,7 @@ _DESCRIPTION = """\
 Replay one workload against stock vLLM and against sola_sched.Scheduler, on the same arrivals
 and seed, and compare the share of requests that meet all their latency targets (SLOs).
 
-With no arguments: a first run of about five minutes, with a verdict in plain words. First in
+With no arguments: a first run of six to fifteen minutes, with a verdict in plain words. First in
 virtual time, where every machine gives the same numbers; then vLLM in this process with a random
 62 M parameter Llama and chat-shaped lengths, at a rate past what stock vLLM was measured to sustain
 here and at one well below, in alternating blocks. No GPU and no network needed.

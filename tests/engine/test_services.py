@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -52,8 +54,9 @@ def serve(
     *,
     max_loras: int,
     at_steps: Mapping[int, Callable[[Any], object]] | None = None,
+    classes: Mapping[str, Mapping[str, float | None]] = CLASSES,
 ) -> RunResult:
-    sola = {"policy": policy, "classes": CLASSES, "log_interval_s": 0}
+    sola = {"policy": policy, "classes": classes, "log_interval_s": 0}
     return run(
         "sola_sched.Scheduler", requests, model_dir, max_num_seqs=6, max_loras=max_loras,
         additional_config={"sola_sched": sola}, at_steps=at_steps, **LORA,
@@ -73,6 +76,7 @@ def test_services_keep_all_tokens_and_slots(policy, requests, model_dir, referen
 
     assert_same(result, reference)
     assert list(result.finish_reasons) != list(reference.finish_reasons), "in another order"
+    assert set(result.stats["services"]) == {"default", *CLASSES}
 
 
 @pytest.mark.slow
@@ -89,10 +93,16 @@ def test_adapters_make_a_difference(requests, model_dir, reference):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["attain", "doubling"])
-def test_adapters_come_and_go_while_requests_run(policy, requests, model_dir, reference):
-    """Those removed in the middle are loaded again for the requests that still need them."""
+def test_adapters_come_and_go_while_requests_run(policy, requests, model_dir, reference, caplog):
+    """Those removed in the middle are loaded again for the requests that still need them.
+
+    The third, which is loaded while requests run, is of the class of its name. The second has
+    none: it counts as the default service, and the log says so once.
+    """
+    caplog.set_level(logging.INFO, "vllm.sola_sched")
     third = requests[2]
     seen: list[tuple[int, set[int]]] = []
+    classes = {name: targets for name, targets in CLASSES.items() if name != "adapter 2"}
 
     def note(core: Any) -> None:
         seen.append((len(core.scheduler.running), set(core.list_loras())))
@@ -108,8 +118,9 @@ def test_adapters_come_and_go_while_requests_run(policy, requests, model_dir, re
         note(core)
 
     result = serve(
-        policy, requests, model_dir, max_loras=3, at_steps={2: add, 30: remove, 60: note}
-    )
+        policy, requests, model_dir, max_loras=3, at_steps={2: add, 30: remove, 60: note},
+        classes=classes,
+    )  # fmt: skip
 
     assert_same(result, reference)
     (_, loaded), (running, before), (_, after), (_, again) = seen
@@ -118,3 +129,15 @@ def test_adapters_come_and_go_while_requests_run(policy, requests, model_dir, re
     assert {1, 2} <= before
     assert not {1, 2} & after
     assert {1, 2} & again
+    sent = Counter(adapter_of(request).lora_name for request in requests)
+    services = result.stats["services"]
+    assert {name: each["num_counted"] for name, each in services.items()} == {
+        "default": sent["adapter 2"], "adapter 1": sent["adapter 1"],
+        "adapter 3": sent["adapter 3"],
+    }  # fmt: skip
+    assert {name: each["share"] for name, each in services.items()} == {
+        "default": 0.0, "adapter 1": 0.3, "adapter 3": 0.1,
+    }  # fmt: skip
+    assert all(each["served_s"] > 0.0 for each in services.values())
+    (said,) = (r.getMessage() for r in caplog.records if "has no class" in r.getMessage())
+    assert "adapter 'adapter 2' has no class in 'classes'" in said
