@@ -167,18 +167,20 @@ class ScalingOptions:
     max_instances: int = 1000
 
     def __post_init__(self) -> None:
-        for name, ok in (
-            ("heartbeat_s", 0.0 < self.heartbeat_s < math.inf),
-            ("window", self.window >= 10),
-            ("penalty", self.penalty > 0.0),
-            ("margin_ratio", 0.0 <= self.margin_ratio < math.inf),
-            ("slack", self.slack >= 0),
-            ("down_delay_s", 0.0 <= self.down_delay_s < math.inf),
-            ("min_instances", self.min_instances >= 1),
-            ("max_instances", self.max_instances >= self.min_instances),
+        for name, is_right, rule in (
+            ("heartbeat_s", 0.0 < self.heartbeat_s < math.inf, "finite and > 0"),
+            ("window", self.window >= 10, ">= 10"),
+            ("penalty", self.penalty > 0.0, "> 0"),
+            ("margin_ratio", 0.0 <= self.margin_ratio < math.inf, "finite and >= 0"),
+            ("slack", self.slack >= 0, ">= 0"),
+            ("down_delay_s", 0.0 <= self.down_delay_s < math.inf, "finite and >= 0"),
+            ("min_instances", self.min_instances >= 1, ">= 1"),
+            ("max_instances", self.max_instances >= self.min_instances, ">= 'min_instances'"),
         ):
-            if not ok:
-                raise ConfigError(f"'{name}' is out of range (got {getattr(self, name)!r}).")
+            if not is_right:
+                raise ConfigError(
+                    f"'{name}' must be {rule} (got {getattr(self, name)!r}); correct it."
+                )
 
 
 class InstanceScaler:
@@ -199,14 +201,14 @@ class InstanceScaler:
         self.target = self.options.min_instances
         self.rate_per_s = 0.0
         self._counts: deque[float] = deque(maxlen=self.options.window)
-        self._since_s = -math.inf
         self._fewer_since_s: float | None = None
 
-    def observe(self, num_arrivals: int, now_s: float) -> int:
+    def observe(self, num_arrivals: float, now_s: float) -> int:
         """Take in the arrivals of one heartbeat; return how many instances there should be.
 
         Args:
-            num_arrivals: Requests that came since the call before, >= 0.
+            num_arrivals: Requests that came since the call before, >= 0; no whole number where a
+                longer count was divided.
             now_s: Seconds on a clock that never goes back.
         """
         if not num_arrivals >= 0:

@@ -14,6 +14,7 @@ from sola_sched.config.slo import REQUEST_KEYS, SloTarget, request_target
 from sola_sched.errors import SloError
 from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.prediction.length import LengthPrediction
+from sola_sched.serving.arrivals import ATTEMPT_HEADER
 from sola_sched.serving.resume import STREAM_PATHS, asks_for_ids
 from sola_sched.serving.slo_headers import SLO_HEADERS, XARGS, with_slo_headers
 
@@ -25,6 +26,7 @@ _WEIGHT = 0.05
 _MOST_TOKENS = 2**17
 #: Headers that belong to one connection, or that the gateway writes itself.
 _NOT_PASSED_ON = SLO_HEADERS | {
+    ATTEMPT_HEADER,
     "accept-encoding", "connection", "content-length", "expect", "host", "keep-alive",
     "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
     "upgrade", "x-request-id",

@@ -25,6 +25,7 @@ from sola_sched.cluster.view import RoutedRequest
 from sola_sched.config.slo import BEGAN_KEY, RESUMED_KEY, WAITED_KEY
 from sola_sched.errors import ConfigError
 from sola_sched.serving import events
+from sola_sched.serving.arrivals import ATTEMPT_HEADER
 from sola_sched.serving.call import Call, Lengths
 from sola_sched.serving.replicas import Attempt, Replica, Replicas
 from sola_sched.serving.resume import DivergedError, Ending, Rewrite, resume
@@ -191,7 +192,7 @@ class Delivery:
                 async with self._session.request(
                     self._call.method,
                     replica.url + self._path,
-                    headers=self._call.headers,
+                    headers=self._headers(),
                     json=self._timed_body(),
                     data=self._call.data if self._body is None else None,
                     allow_redirects=False,
@@ -200,6 +201,12 @@ class Delivery:
                         return await self._relay(reply, replica, attempt)
                     answer = _Answer(reply.status, _passed_back(reply.headers), await reply.read())
         return await self._answered(replica, answer)
+
+    def _headers(self) -> dict[str, str]:
+        """Those of the request; of another attempt with its number."""
+        if self._num_attempts == 1:
+            return self._call.headers
+        return {**self._call.headers, ATTEMPT_HEADER: str(self._num_attempts)}
 
     def _timed_body(self) -> dict[str, Any] | None:
         """The body; after a wait with how long the request has run already."""

@@ -17,6 +17,8 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from sola_sched.serving import arrivals
+
 #: Seconds between two reports of the load, where the configuration says nothing of it.
 LOAD_INTERVAL_S = 0.1
 _SCHEDULER = "sola_sched.Scheduler"
@@ -26,7 +28,9 @@ _REPEATED = ("middleware",)
 
 
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
-    """Arguments of `vllm serve`, with our scheduler and its reports unless they say otherwise.
+    """Arguments of `vllm serve`; our scheduler and its reports unless they say otherwise.
+
+    What comes to the server is counted in `arrivals.ARRIVALS`.
 
     Args:
         arguments: As on the command line, `--model` among them.
@@ -40,6 +44,7 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
             **additional.get("sola_sched", {}),
         }
         args.additional_config = additional
+    args.middleware = [*args.middleware, arrivals.MIDDLEWARE]
     args.model = getattr(args, "model_tag", None) or args.model
     validate_parsed_serve_args(args)
     return args

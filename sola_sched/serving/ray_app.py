@@ -21,10 +21,12 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from sola_sched.serving import membership
+from sola_sched.serving.arrivals import ARRIVALS
 from sola_sched.serving.delivery import GatewayOptions
 from sola_sched.serving.gateway import Gateway
 from sola_sched.serving.policies import DEFAULT, NAMES, make_router
 from sola_sched.serving.ray_router import URL
+from sola_sched.serving.ray_scaling import autoscaling_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ logger = logging.getLogger(__name__)
 _MAX_ONGOING = 100_000
 _HEALTH_PERIOD_S = 2.0
 _FOLLOW_S = 1.0
+#: Serve kills a replica that has not ended so long after it has drained.
+_STOP_S = 20.0
 ROUTER_CLASS = "sola_sched.serving.ray_router.SolaRequestRouter"
 
 
@@ -39,22 +43,34 @@ class EngineGroup(BaseModel):
     """Replicas of one kind.
 
     Attributes:
-        num_replicas: How many; None leaves it to `autoscaling`.
+        num_replicas: How many; not together with `autoscaling`. 1 if there is neither.
         num_gpus: GPUs of each; tensor parallel engines of several take them on one node.
         resources: Other resources of Ray that each needs, e.g. an accelerator type.
         options: Arguments of `vllm serve` beside those of all engines, by name.
         env: Environment variables.
-        autoscaling: Serve's `autoscaling_config`.
+        autoscaling: Serve's `autoscaling_config`; `ray_scaling.autoscaling_of` completes it.
+        drain_s: Seconds in which a replica that Serve ends may finish its requests. The gateway
+            resumes elsewhere what is left.
     """
 
     model_config = ConfigDict(extra="forbid")
 
-    num_replicas: int | None = Field(default=1, ge=1)
+    num_replicas: int | None = Field(default=None, ge=1)
     num_gpus: float = Field(default=0.0, ge=0.0)
     resources: dict[str, float] = Field(default_factory=dict)
     options: dict[str, Any] = Field(default_factory=dict)
     env: dict[str, str] = Field(default_factory=dict)
     autoscaling: dict[str, Any] | None = None
+    drain_s: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _has_one_number(self) -> Self:
+        if self.autoscaling is not None and self.num_replicas is not None:
+            raise ValueError(
+                f"'num_replicas' must be left out where 'autoscaling' is given (got "
+                f"{self.num_replicas}); give 'min_replicas' and 'max_replicas' there."
+            )
+        return self
 
 
 class ClusterArgs(BaseModel):
@@ -99,6 +115,9 @@ class ClusterArgs(BaseModel):
                 "'front' must be 'gateway' where there are several groups of engines (got "
                 f"{len(self.engines)} and {self.front!r})."
             )
+        for group in self.engines:
+            if group.autoscaling is not None:
+                autoscaling_of(group.autoscaling, is_counted=self.front == "serve")
         return self
 
 
@@ -108,23 +127,28 @@ class Engine:
     Args:
         options: Arguments of `vllm serve`, by name.
         host: Address to listen on; None is the node's own.
+        drain_s: As in `EngineGroup`.
     """
 
-    def __init__(self, options: dict[str, Any], host: str | None) -> None:
-        self._options = options
+    def __init__(self, options: dict[str, Any], host: str | None, drain_s: float = 0.0) -> None:
+        self._options, self._drain_s = options, drain_s
         self._host = host or ray.util.get_node_ip_address()
         self._server: Any = None
         self._lock = asyncio.Lock()
 
     async def _started(self) -> Any:
-        from sola_sched.serving.engine import EngineServer, to_arguments
-
         async with self._lock:
             if self._server is None:
-                server = await EngineServer.start(to_arguments(self._options))
-                await server.serve(self._host)
-                self._server = server
+                self._server = await self._start(self._host)
         return self._server
+
+    async def _start(self, host: str) -> Any:
+        """A server that listens."""
+        from sola_sched.serving.engine import EngineServer, to_arguments
+
+        server = await EngineServer.start(to_arguments(self._options))
+        await server.serve(host)
+        return server
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Asked once, before the replica counts as ready: where it is."""
@@ -135,9 +159,14 @@ class Engine:
         if self._server is not None:
             await self._server.check()
 
+    async def record_autoscaling_stats(self) -> dict[str, int]:
+        """Asked every `metrics_interval_s` where replicas scale: `Arrivals.stats`."""
+        return ARRIVALS.stats()
+
     async def __del__(self) -> None:
-        """End the engine's processes."""
+        """Let the requests end, then the engine's processes."""
         if self._server is not None:
+            await ARRIVALS.drain(self._drain_s)
             await self._server.stop()
 
 
@@ -265,13 +294,16 @@ def _engine(
     options = {"model": cluster.model, **cluster.options, **group.options}
     if is_behind_proxy:
         options.setdefault("middleware", "sola_sched.serving.slo_middleware.SloHeaders")
-    scale: dict[str, Any] = {"num_replicas": group.num_replicas}
+    scale: dict[str, Any] = {"num_replicas": group.num_replicas or 1}
     if group.autoscaling is not None:
-        scale = {"autoscaling_config": group.autoscaling}
+        scale = {
+            "autoscaling_config": autoscaling_of(group.autoscaling, is_counted=is_behind_proxy)
+        }
     deployment = serve.deployment(IngressEngine if is_behind_proxy else Engine).options(
         name=_engine_name(place),
         max_ongoing_requests=_MAX_ONGOING,
         health_check_period_s=_HEALTH_PERIOD_S,
+        graceful_shutdown_timeout_s=group.drain_s + _STOP_S,
         request_router_config=RequestRouterConfig(
             request_router_class=ROUTER_CLASS,
             request_router_kwargs={"router": cluster.router},
@@ -284,4 +316,4 @@ def _engine(
         },
         **scale,
     )
-    return deployment.bind(options, cluster.host)
+    return deployment.bind(options, cluster.host, group.drain_s)

@@ -69,6 +69,7 @@ def test_a_port_that_is_taken_is_an_error(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.vllm
 def test_arguments_of_vllm_serve_pass_through_whole() -> None:
     pytest.importorskip("vllm")
+    from sola_sched.serving.arrivals import MIDDLEWARE
     from sola_sched.serving.engine import parse_arguments, to_arguments
 
     given = (
@@ -81,6 +82,6 @@ def test_arguments_of_vllm_serve_pass_through_whole() -> None:
 
     assert (args.max_num_seqs, args.enforce_eager) == (8, True)
     assert [(each.name, each.path) for each in args.lora_modules] == [("a", "./a"), ("b", "./b")]
-    assert args.middleware == ["x.Y", "z.W"]
+    assert args.middleware == ["x.Y", "z.W", MIDDLEWARE]
     assert args.served_model_name == ["m", "n"]
     assert args.allowed_origins == ["http://here"]
