@@ -29,8 +29,8 @@ from sola_sched.prediction.length import LengthPrediction
 
 logger = logging.getLogger("vllm.sola_sched")
 
-#: With so many packets that wait for room in the socket no further request is submitted; the ends of
-#: those that were still are.
+#: With so many packets that wait for room in the socket no further request is submitted; the ends
+#: of those that were still are.
 MAX_BACKLOG = 1024
 #: Packets and answers handled in one call, so that a burst does not stretch one step.
 MAX_PER_CALL = 32
