@@ -28,6 +28,7 @@ from sola_sched.core.state import (
     RequestTable,
     StepState,
 )
+from sola_sched.core.traffic import RecentTraffic
 from sola_sched.cost.model import CostModel, StepShape
 from sola_sched.prediction.length import LEVELS, LengthPrediction
 from sola_sched.prediction.trust import PredictionTrust
@@ -81,6 +82,7 @@ class StateMonitor:
         self.clock = clock
         self.table = RequestTable()
         self.services = Services(shares)
+        self.traffic = RecentTraffic()
         self.stats = MonitorStats()
         self.trust = PredictionTrust()
         self.prefill_share = 0.0
@@ -117,6 +119,7 @@ class StateMonitor:
             slo_class: Name of its service, under which its end is counted; one of a few.
             The rest: as in `RequestTable`.
         """
+        self.traffic.came(arrival_s, num_prompt_tokens)
         table = self.table
         row = table.add(req_id)
         table.arrival_s[row] = arrival_s
@@ -153,6 +156,7 @@ class StateMonitor:
             num_steps: Steps in flight; each still completes, as one whose shape is not known.
         """
         old, now = self.table, self.clock()
+        traffic, self.traffic = self.traffic, RecentTraffic()  # these have come before
         table = self.table = RequestTable()
         table.num_added, table.epoch = old.num_added, old.epoch + 1
         self._num_limited = self._num_due = self._num_ranked = 0
@@ -190,6 +194,7 @@ class StateMonitor:
                 table.move(row, DECODE if is_decode else PREFILL)
             for rows in in_flight[: request.num_in_flight]:
                 rows.append(row)
+        self.traffic = traffic
         self.stats.num_unseen += len(old.row_of.keys() - table.row_of.keys())
         self._in_flight.clear()
         self._unsettled = None
@@ -369,6 +374,7 @@ class StateMonitor:
         if by_itself and not rejected and not failed:
             num_output = int(table.num_output[row])
             self._compare_prediction(row, num_output)
+            self.traffic.ended(num_output)
             self.lengths.observe(int(table.length_class[row]), num_output)
             self.services.observe(int(table.service[row]), int(table.num_prompt[row]), num_output)
         self.services.num_live[table.service[row]] -= 1
@@ -459,6 +465,7 @@ class StateMonitor:
             has_e2e=self._num_due > 0,
             has_classes=self._num_ranked > 0,
             services=self.services,
+            traffic=self.traffic,
             lifts=self.services.lifts(),
             trusts_predictions=self.trust.is_trusted,
         )

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from sola_sched.core import loops
 from sola_sched.core.compiled import BoolArray, FloatArray, IntArray
 from sola_sched.core.services import Services
+from sola_sched.core.traffic import RecentTraffic
 from sola_sched.cost.model import CostModel
 from sola_sched.prediction.length import NUM_LEVELS, LengthPrediction, remaining_at, remaining_mean
 
@@ -307,6 +308,7 @@ class StepState:
         has_classes: Whether the priorities of live requests may differ.
         trusts_predictions: Whether a row's own prediction is used; see `PredictionTrust`.
         services: Whose requests these are.
+        traffic: What has come of late.
         lifts: By how many ranks the requests of each service go before those of its priority, as
             `Services.lifts`; None where no service is owed time.
         reload_s_per_token: What it takes to swap KV back in, seconds per token; ``inf`` where it
@@ -335,6 +337,7 @@ class StepState:
     has_classes: bool = True
     trusts_predictions: bool = True
     services: Services = field(default_factory=Services)
+    traffic: RecentTraffic = field(default_factory=RecentTraffic)
     lifts: IntArray | None = None
     reload_s_per_token: float | None = math.inf
 

@@ -259,6 +259,38 @@ def test_decodes_lend_time_that_they_can_catch_up_with(monkeypatch: pytest.Monke
     assert first_token_s(target_s, tpot_s=0.03) > target_s
 
 
+@pytest.mark.parametrize("is_sustained", [False, True])
+def test_where_somebody_is_lost_time_is_lent_if_all_that_comes_can_be_served(
+    is_sustained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = FastSloInstance._judge_prompts
+
+    def one_is_lost(self: FastSloInstance, now_s: float, most: int) -> bool:
+        judge(self, now_s, most)
+        return True
+
+    monkeypatch.setattr(FastSloInstance, "_judge_prompts", one_is_lost)
+    monkeypatch.setattr(FastSloInstance, "_is_sustained", lambda self, now_s: is_sustained)
+    assert (first_token_s(0.45, tpot_s=0.03) <= 0.45) is is_sustained
+
+
+@pytest.mark.parametrize(("rate_per_s", "tpot_s", "expected"), [
+    (3.0, 0.03, True), (100.0, 0.03, False), (3.0, 0.5, False)
+])  # fmt: skip
+def test_it_knows_what_comes(rate_per_s: float, tpot_s: float, expected: bool) -> None:
+    engine, slo = make_engine(FastSloInstance), SloTarget(ttft_s=5.0, tpot_s=tpot_s)
+    requests = make_requests(100, rate_per_s, longest=100)
+    for request in requests:
+        while engine.next_s < request.arrival_s:
+            engine.advance(engine.next_s)
+        length = LengthPrediction.exactly(request.output_len)
+        engine.add(request, slo, length, request.arrival_s)
+    while not engine._dues:
+        engine.advance(engine.next_s)
+
+    assert engine._is_sustained(requests[-1].arrival_s) is expected
+
+
 def test_a_prompt_that_was_begun_makes_way_for_a_more_urgent_one() -> None:
     engine = make_engine(FastSloInstance, kv_capacity_tokens=20_000, max_num_batched_tokens=1024)
     prompts = {"long": (0.0, 7000, 5.0), "short": (0.1, 100, 0.4)}

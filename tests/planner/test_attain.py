@@ -14,6 +14,7 @@ from states import StateBuilder, make_attain
 
 from sola_sched.config.slo import SloTarget
 from sola_sched.config.sola_config import SolaConfig
+from sola_sched.core.traffic import NUM_REMEMBERED
 from sola_sched.cost.model import CostModel
 from sola_sched.planner import make_planner
 from sola_sched.planner.attain import AttainTuning
@@ -222,6 +223,27 @@ def test_decodes_lend_of_their_later_time_where_then_everybody_is_on_time() -> N
     # 61 % of the time for it: steps of 28.5 ms, no longer, so that the decode goes on meanwhile.
     assert plan.token_budget == 160 + 1
     assert plan.problem == "attain"
+
+
+@pytest.mark.parametrize(
+    ("rate_per_s", "tpot_s", "is_lent"),
+    [(2.0, 0.02, True), (40.0, 0.02, False), (2.0, 0.05, False)],
+    ids=["can be served", "too much comes", "TPOT is loose"],
+)
+def test_where_somebody_is_lost_time_is_lent_if_all_that_comes_can_be_served(
+    rate_per_s: float, tpot_s: float, is_lent: bool
+) -> None:
+    b = StateBuilder()
+    slo = SloTarget(1.0, tpot_s)
+    b.decode("lends", first_ago_s=0.0, out=1, slo=slo)
+    b.decode("lost", first_ago_s=0.1, out=2, slo=slo, arrived_ago_s=5.0)
+    b.waiting("long", waited_s=0.5, prompt=3000 if tpot_s < 0.05 else 4000)
+    state = b.build()
+    for number in reversed(range(NUM_REMEMBERED)):
+        state.traffic.came(state.now_s - number / rate_per_s, 100)
+        state.traffic.ended(16)
+    plan = make_attain().plan(state)
+    assert (plan.problem == "attain") is is_lent
 
 
 def test_a_decode_lends_only_what_half_of_what_steps_may_last_longer_brings_back() -> None:

@@ -21,7 +21,7 @@ Glossary:
 - *lost*: it missed a target, or cannot meet one any more. *Alive*: not lost.
 - *held*: it keeps slot and KV, and sits the step out. Only lost decodes are.
 - *slack*: the longest step that keeps all alive decodes on course (the smallest bank, as a rule).
-- *lent*: later time of decodes for a longer step now, where nobody is lost and else somebody were.
+- *lent*: later time of decodes for a longer step now, where else somebody were late.
 - *sustained*: the longest mean step with which a decode meets TPOT at its predicted end.
 - *feasible* prefill: one that could end before its deadline if nobody else were there.
 - *on time*: feasible prefills that end before their deadlines together, by Moore-Hodgson.

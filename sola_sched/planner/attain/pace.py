@@ -29,8 +29,10 @@ class Pace:
 def find_pace(judged: Judged, *, rejects: bool) -> Pace:
     """The longest step that keeps all decodes on course, and the most prefills on time in such.
 
-    A step ends before the deadline of its first prefill: nobody gets a token earlier. Where nobody
-    is lost and somebody would be, decodes lend of their later time, if then all are on time.
+    A step ends before the deadline of its first prefill: nobody gets a token earlier. Where
+    somebody would be late, decodes lend of their later time, if then all are on time. Where
+    somebody is lost already they do so only if all that comes can be served: past that the time
+    lent is missing later.
 
     Args:
         judged: The requests.
@@ -44,15 +46,32 @@ def find_pace(judged: Judged, *, rejects: bool) -> Pace:
     if not jobs.count:
         return Pace(jobs.near, 0, limit_s)
     num_on_time, kept = jobs.keep(limit_s)
-    is_anybody_lost = judged.decodes.num_lost or prefills.hopeless.any()
-    if num_on_time < jobs.count and not is_anybody_lost:
-        need_s = jobs.all_on_time_s()
-        if need_s < judged.decodes.most_lent_s():
-            num_on_time, limit_s = jobs.count, need_s
+    if num_on_time < jobs.count:
+        is_anybody_lost = judged.decodes.num_lost or prefills.hopeless.any()
+        if not is_anybody_lost or _is_sustained(judged):
+            need_s = jobs.all_on_time_s()
+            if need_s < judged.decodes.most_lent_s():
+                num_on_time, limit_s = jobs.count, need_s
     order = jobs.order(num_on_time, kept)
     if num_on_time:
         limit_s = min(limit_s, first_due_s(judged, order[0]))
     return Pace(order, num_on_time, limit_s)
+
+
+def _is_sustained(judged: Judged) -> bool:
+    """Whether what comes can be served at the pace of the tightest target, and TPOT is tight.
+
+    Where it is not, steps within the schedules have room for any prompt that is worth it.
+    """
+    state, decodes = judged.state, judged.decodes
+    load = state.traffic.load(
+        state.now_s,
+        float(decodes.token_s[decodes.alive].min(initial=np.inf)),
+        tokens_per_step=state.accepted_per_decode,
+        decode_s=lambda count, ctx: float(state.cost.decode_s(count, ctx)),
+        prefill_s=lambda tokens: float(state.cost.prefill_marginal_s(tokens, 0.0)),
+    )
+    return load is not None and load.total <= 1.0 and load.decodes >= judged.tuning.near
 
 
 def first_due_s(judged: Judged, first: int) -> float:

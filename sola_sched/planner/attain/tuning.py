@@ -18,6 +18,8 @@ class AttainTuning:
             predicted step times are a few per cent off.
         can_wait: Decodes that sustain steps so many times longer can wait for minutes: those that
             have no target, or an end that is hours away. A TPOT target is never so long.
+        near: TPOT is tight where bare steps at its pace take this share of the time; insensitive
+            (0.4).
         num_examined: Prefills among which those on time are chosen, by deadline; bounds the time of
             a plan. Those that come later cannot be on time while so many are in front of them.
         num_spare_offers: Waiting requests offered beyond the chunk, for prefix-cache hits.
@@ -41,6 +43,7 @@ class AttainTuning:
     decode_margin: float = 0.9
     prefill_margin: float = 0.95
     can_wait: float = 1e3
+    near: float = 0.5
     num_examined: int = 64
     num_spare_offers: int = 16
     memory_threshold: float = 0.5

@@ -3,7 +3,8 @@
 Kept of the `attain` planner (docs/design.md, "The objective"): prompts in order of their TTFT
 deadlines; if not all can be on time, the costliest wait behind the others, and are given up once
 they cannot even be on time alone; a step is as long as the decodes on course allow, or, where
-nobody is lost and somebody would be, as they can catch up with; of decodes that steps have become
+somebody would be late and nobody is lost or TPOT is tight and all that comes can be served, as they
+can catch up with; of decodes that steps have become
 too long for, those that bear the least are held, so that the others stay on course, and while
 prompts wait so are those that came too late. The share of the lost shortens what the others may
 take, without being served.
@@ -23,15 +24,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sola_sched.prediction.length import NUM_LEVELS, FloatArray, remaining_mean
+from sola_sched.config.slo import SloTarget
+from sola_sched.core.traffic import RecentTraffic
+from sola_sched.prediction.length import (
+    NUM_LEVELS,
+    FloatArray,
+    LengthPrediction,
+    remaining_mean,
+)
 from sola_sched.simulator.cluster.engine import Ended
 from sola_sched.simulator.cluster.fast import FastInstance, FastRequest
 from sola_sched.simulator.cluster.step_model import BatchTime
+from sola_sched.simulator.request import VirtualRequest
 
 #: Share of each target kept as a margin; the scheduler's default.
 _SAFETY = 0.05
 #: A decode is lost only if steps are longer than it bears by more than 1 / this; likewise.
 _DECODE_MARGIN, _PREFILL_MARGIN = 0.9, 0.95
+#: TPOT is tight where bare steps at its pace take this share of the time.
+_NEAR = 0.5
 #: Share of the time that the lost get; the scheduler's default.
 _LOST_SHARE = 0.05
 #: Chunks come in whole tiles, those of fewer than so many tiles in smaller multiples; tokens.
@@ -78,6 +89,14 @@ class FastSloInstance(FastInstance):
         self._lost: dict[str, FastRequest] = {}  # decodes that run and cannot attain
         self._held: dict[str, FastRequest] = {}  # those of them that sit out
         self._held_kv = 0
+        self._traffic = RecentTraffic()
+
+    def add(
+        self, request: VirtualRequest, slo: SloTarget, length: LengthPrediction, now_s: float
+    ) -> None:
+        """See `ClusterEngine.add`."""
+        self._traffic.came(now_s, request.num_prompt_tokens)
+        super().add(request, slo, length, now_s)
 
     # The queue.
 
@@ -185,6 +204,7 @@ class FastSloInstance(FastInstance):
 
     def _end(self, request: FastRequest, now_s: float) -> Ended:
         self._lost.pop(request.req_id, None)
+        self._traffic.ended(request.output_len)
         return super()._end(request, now_s)
 
     def remove(self, req_id: str, now_s: float) -> None:
@@ -266,6 +286,18 @@ class FastSloInstance(FastInstance):
         gain_s = 0.5 * np.maximum(0.0, course.tpot_s - bare_s)
         can_lend_s = course.bank_s + (course.steps - 1.0) * gain_s
         return need_s if need_s < can_lend_s.min(initial=math.inf) else 0.0
+
+    def _is_sustained(self, now_s: float) -> bool:
+        """Whether what comes can be served at the pace of the tightest target, which is tight."""
+        constant_s = float(self._batch_time.prefill_s(0.0))
+        load = self._traffic.load(
+            now_s,
+            min(self._dues, default=math.inf),
+            tokens_per_step=1.0,
+            decode_s=lambda count, ctx: float(self._batch_time.decode_s(count, ctx)),
+            prefill_s=lambda tokens: float(self._batch_time.prefill_s(tokens)) - constant_s,
+        )
+        return load is not None and load.total <= 1.0 and load.decodes >= _NEAR
 
     def _share_for(self, now_s: float, token_s: float) -> float:
         """The share of the time with which all prompts are on time, if a token takes so long."""
@@ -371,9 +403,10 @@ class FastSloInstance(FastInstance):
         is_one_lost = self._judge_prompts(now_s, most)
         room = self._tokens_within(self._longest_s(now_s), most)
         if self._jobs:
-            if not (is_one_lost or self._lost or self._late):
-                token_s = self._step_s(room) / room if room else math.inf
-                if self._share_for(now_s, token_s) > 1.0:
+            token_s = self._step_s(room) / room if room else math.inf
+            if self._share_for(now_s, token_s) > 1.0:
+                is_anybody_lost = is_one_lost or self._lost or self._late
+                if not is_anybody_lost or self._is_sustained(now_s):
                     lent_s = self._lent_s(now_s, most)
                     if lent_s:
                         # A little more than fits: a little less would not be in time.
