@@ -107,8 +107,8 @@ MIXES = {
         6.0,
     ),
     "deadlines": Mix(
-        "half chats, half agents whose whole answer is due in 20 s",
-        {"chat": Kind(0.5, MEDIUM), "agent": Kind(0.5, SloTarget(e2e_s=20.0))},
+        "half chats, half agents whose whole answer is due in 40 s",
+        {"chat": Kind(0.5, MEDIUM), "agent": Kind(0.5, SloTarget(e2e_s=40.0))},
         6.0,
         stretch=2,
     ),

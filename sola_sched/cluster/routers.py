@@ -44,7 +44,7 @@ class CandidateRouter(ABC):
 class SampledRouter(CandidateRouter):
     """A router that looks at some of many instances, so that a decision costs their logarithm.
 
-    They are drawn at random. If none of them can serve the request, it looks at all.
+    They are drawn at random. If most of them cannot serve the request, it looks at all.
 
     Args:
         seed: Of the draws, as numpy takes it.
@@ -59,7 +59,7 @@ class SampledRouter(CandidateRouter):
             number = math.ceil(_PER_DOUBLING * math.log2(len(views)))
             drawn = self._draws.integers(0, len(views), number).tolist()
             able = [i for i in drawn if i not in request.avoid and can_serve(views[i], request)]
-            if able:
+            if 2 * len(able) >= number:
                 return self.pick(request, views, able, now_s)
         return super().choose(request, views, now_s)
 

@@ -37,7 +37,7 @@ from sola_sched.prediction.trust import PredictionTrust
 _AVERAGING = 0.05
 
 #: Beyond this, either way, priorities are equal: ranks that are computed from them stay in 64 bits.
-_MOST_PRIORITY = 2**40
+_MOST_PRIORITY = 2**52
 
 _NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 _NO_SHAPE = StepShape(0, 0, 0, 0.0, 0.0)
@@ -111,15 +111,17 @@ class StateMonitor:
         arrival_s: float,
         priority: int = 0,
         slo_class: str = DEFAULT_CLASS,
+        num_cached_tokens: int = 0,
     ) -> int:
         """A request arrived; returns its row.
 
         Args:
             arrival_s: On the monitor's clock.
+            num_cached_tokens: Tokens of its prompt that need not be computed if it starts now.
             slo_class: Name of its service, under which its end is counted; one of a few.
             The rest: as in `RequestTable`.
         """
-        self.traffic.came(arrival_s, num_prompt_tokens)
+        self.traffic.came(arrival_s, num_prompt_tokens - num_cached_tokens)
         table = self.table
         row = table.add(req_id)
         table.arrival_s[row] = arrival_s
@@ -132,6 +134,7 @@ class StateMonitor:
         table.priority[row] = max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY))
         table.num_prompt[row] = num_prompt_tokens
         table.prefill_target[row] = num_prompt_tokens
+        table.num_computed[row] = num_cached_tokens
         table.max_tokens[row] = max_tokens
         service = table.service[row] = self.services.index_of(slo_class)
         self.services.num_live[service] += 1
@@ -169,7 +172,8 @@ class StateMonitor:
         for request in requests:
             arrival_s, first_token_s = request.arrival_s, math.nan
             was = old.row_of.get(request.req_id)
-            if was is not None and old.arrival_s[was] <= now:
+            is_same = was is not None and old.num_output[was] <= request.num_output
+            if is_same and old.arrival_s[was] <= now:  # not an earlier input of a session
                 arrival_s, first_token_s = float(old.arrival_s[was]), float(old.first_token_s[was])
             row = self.add(
                 request.req_id,

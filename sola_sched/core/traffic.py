@@ -32,7 +32,7 @@ class RecentTraffic:
         self._num_prompt = self._num_output = 0
 
     def came(self, arrival_s: float, num_prompt_tokens: int) -> None:
-        """A request came."""
+        """A request came, with so many tokens of its prompt to compute."""
         if len(self._came) == NUM_REMEMBERED:
             self._num_prompt -= self._came[0][1]
         self._came.append((arrival_s, num_prompt_tokens))

@@ -12,7 +12,7 @@ from typing import Any
 
 #: Names under which a replica tells Ray Serve: requests since its start, and those there now.
 ARRIVED, IN_FLIGHT = "sola_arrived", "sola_in_flight"
-#: Sent by the gateway from the second attempt on: the request has been counted at another replica.
+#: Sent by the gateway with a request that has been counted at another replica.
 ATTEMPT_HEADER = "x-sola-attempt"
 MIDDLEWARE = "sola_sched.serving.arrivals.ArrivalsMiddleware"
 #: Ends of the paths whose requests make an engine generate tokens.

@@ -137,6 +137,7 @@ class Delivery:
         self._avoid: set[int] = set()
         self._refusal: _Answer | None = None
         self._num_attempts = self._num_failures = 0
+        self._has_arrived = False  # at a replica, which has counted it
 
     async def run(self) -> None:
         """Deliver it; the client has a whole answer in the end, or an error."""
@@ -151,6 +152,7 @@ class Delivery:
                 await self._give_up(f"the answer could not be repeated elsewhere: {error}")
                 return
             except (CutError, TimeoutError, aiohttp.ClientError, OSError) as error:
+                self._has_arrived |= not isinstance(error, aiohttp.ClientConnectorError)
                 is_done = await self._failed(replica, error)
             if is_done:
                 return
@@ -197,14 +199,15 @@ class Delivery:
                     data=self._call.data if self._body is None else None,
                     allow_redirects=False,
                 ) as reply:
+                    self._has_arrived = True
                     if reply.content_type == _EVENT_STREAM:
                         return await self._relay(reply, replica, attempt)
                     answer = _Answer(reply.status, _passed_back(reply.headers), await reply.read())
         return await self._answered(replica, answer)
 
     def _headers(self) -> dict[str, str]:
-        """Those of the request; of another attempt with its number."""
-        if self._num_attempts == 1:
+        """Those of the request, and where a replica has counted it, the number of attempts."""
+        if not self._has_arrived:
             return self._call.headers
         return {**self._call.headers, ATTEMPT_HEADER: str(self._num_attempts)}
 

@@ -6,6 +6,7 @@ A mix-in around vLLM's own methods. Whatever fails here stops at the scheduler's
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -70,6 +71,7 @@ class BookingMixin(_Host):
         self._is_updating = False
         self._arrivals = ArrivalClock()
         self._arrived_s: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
+        self._inputs_s: WeakKeyDictionary[Request, deque[float]] = WeakKeyDictionary()
         self._answered: WeakSet[Request] = WeakSet()  # sessions that wait for their next input
         self._base_service = self.vllm_config.model_config.served_model_name
         self._strangers: set[str] = set()  # adapters without a class, which the log has named
@@ -81,8 +83,11 @@ class BookingMixin(_Host):
         self._continued: list[Request] = []
 
     def add_request(self, request: Request) -> None:
-        if request.request_id not in self.requests:
+        session = self.requests.get(request.request_id)
+        if session is None:
             self._book("booking an arrival", self._arrived, request)
+        else:
+            self._book("booking the next input of a session", self._received, session, request)
         super().add_request(request)
 
     def _book(self, doing: str, action: Callable[..., None], *args: Any) -> None:
@@ -126,7 +131,10 @@ class BookingMixin(_Host):
         slo_class, slo = self._slo_of(request)
         arrival_s = self._arrival_s(request)
         self._interval_log.begin(arrival_s)
-        row = self.sola_monitor.add(
+        num_cached = request.num_computed_tokens
+        if self._seams.caches_prefixes:
+            num_cached = max(num_cached, self._seams.num_cached_tokens(request))
+        self.sola_monitor.add(
             request.request_id,
             num_prompt_tokens=request.num_prompt_tokens,
             max_tokens=max(1, request.max_tokens),
@@ -134,9 +142,8 @@ class BookingMixin(_Host):
             slo_class=slo_class,
             arrival_s=arrival_s,
             priority=request.priority if self._honours_priority else 0,
+            num_cached_tokens=num_cached,
         )
-        if self._seams.caches_prefixes:
-            self.sola_monitor.expect_cached(row, self._seams.num_cached_tokens(request))
         if self.sola_predictions is not None:
             self.sola_predictions.submit(request.request_id, request.prompt_token_ids)
 
@@ -183,18 +190,30 @@ class BookingMixin(_Host):
             self._answered.add(request)
             self.sola_monitor.requeued(row, num_tokens=request.num_tokens, at_front=False)
 
+    def _received(self, session: Request, following: Request) -> None:
+        """The next input of a session has come; it may have to wait for an answer to end."""
+        arrival_s = self.sola_clock() - self._wait_s(following, self.sola_clock())
+        self._inputs_s.setdefault(session, deque()).append(arrival_s)
+
     def _update_request_as_session(self, session: Request, update: Any) -> None:
         super()._update_request_as_session(session, update)
+        self._answered.discard(session)
+        inputs_s = self._inputs_s.get(session)
+        self._arrived_s[session] = inputs_s.popleft() if inputs_s else self.sola_clock()
         if self._is_updating:  # the last tokens of its last answer are booked after the update
             self._continued.append(session)
         else:
             self._book("booking the next input of a session", self._goes_on, session)
 
     def _goes_on(self, session: Request) -> None:
-        """A streaming session has its next input: a request of its own, with times of its own."""
-        self._book_end(session.request_id, RequestStatus.FINISHED_STOPPED)
-        self._answered.discard(session)
-        self._arrived_s.pop(session, None)
+        """A session has its next input: a request of its own, with times of its own."""
+        name, table = session.request_id, self.sola_monitor.table
+        if self.sola_predictions is not None:
+            row = table.row_of[name]
+            num_output = int(table.num_output[row])
+            is_cut = num_output >= table.max_tokens[row]
+            self.sola_predictions.ended(name, num_output, is_cut=is_cut)
+        self._book_end(name, RequestStatus.FINISHED_STOPPED)
         self._arrived(session)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:

@@ -168,6 +168,15 @@ def test_the_only_one_of_many_instances_that_can_serve_is_found(name: str) -> No
     assert {router.choose(make_routed(f"r{i}"), views, 0.0) for i in range(20)} == {137}
 
 
+@pytest.mark.parametrize("name", ["least-ttft", "combined"])
+def test_of_many_that_have_left_none_keeps_a_request_from_the_best(name: str) -> None:
+    gone = [make_view(is_alive=False) for _ in range(60)]
+    views = [*gone, *(make_view(waiting=[5000]) for _ in range(3)), make_view()]
+    router = ALL_ROUTERS[name](0)
+
+    assert {router.choose(make_routed(f"r{i}"), views, 0.0) for i in range(20)} == {63}
+
+
 def test_an_idle_instance_delivers_after_its_own_prefill() -> None:
     assert predicted_ttft_s(make_view(), 100, 0.0) == pytest.approx(0.01 + 100 * 1e-4)
 

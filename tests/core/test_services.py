@@ -57,7 +57,7 @@ class Engine:
         self.monitor.set_busy(True)
 
 
-@pytest.mark.parametrize("most", [2**62, 2**63 - 1, 10**30])
+@pytest.mark.parametrize("most", [10**13, 2**62, 2**63 - 1, 10**30])
 def test_priorities_of_any_size_keep_their_order_beside_shares(most: int) -> None:
     monitor = StateMonitor(make_cost(), FixedLengths(), lambda: 1.0, {"chat": 0.3, "batch": 0.1})
     rows = [
@@ -65,7 +65,7 @@ def test_priorities_of_any_size_keep_their_order_beside_shares(most: int) -> Non
             str(priority), num_prompt_tokens=10, max_tokens=50, slo=SLO, arrival_s=0.0,
             slo_class="chat", priority=priority,
         )
-        for priority in (-most, -1, 0, 1, most)
+        for priority in (-most, -(10**12), -1, 0, 1, 1_764_000_000_000, 1_764_000_060_000, most)
     ]  # fmt: skip
     monitor.services.lifts = lambda: np.array([0, 1, 2])  # type: ignore[method-assign]
     state = monitor.state(

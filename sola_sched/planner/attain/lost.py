@@ -224,6 +224,8 @@ def judge_decodes(
     if _is_room_wanted(state, tuning):
         decodes.lost |= np.isinf(table.due_s[rows]) & np.isinf(decodes.token_s)
     decodes.weigh()
+    if state.has_e2e:
+        _lose_hurried(decodes, keep)
     if decodes.decode_s * tuning.decode_margin > decodes.bear_s:
         _lose_too_slow(decodes, tuning)
     if state.has_ranks and decodes.num_lost:
@@ -244,6 +246,17 @@ def _is_room_wanted(state: StepState, tuning: AttainTuning) -> bool:
     if len(state.running) < state.max_num_running and used <= tuning.memory_threshold:
         return False
     return bool((np.minimum(table.due_s[waiting], table.e2e_due_s[waiting]) < np.inf).any())
+
+
+def _lose_hurried(decodes: Decodes, keep: float) -> None:
+    """Lose those whose last token is due before steps as usual bring it.
+
+    One of them would keep all steps short, and the prompts of many others waiting.
+    """
+    state = decodes.state
+    left_s = keep * (state.table.e2e_due_s[decodes.rows] - state.now_s)
+    decodes.lost |= left_s < decodes.left * usual_token_s(state, decodes.decode_s)
+    decodes.weigh()
 
 
 def _lose_too_slow(decodes: Decodes, tuning: AttainTuning) -> None:
@@ -293,7 +306,7 @@ def judge_prefills(
         rows, state.now_s, decodes.decode_s, _mixed_s(decodes), keep, tuning.prefill_margin,
         tuning.tight, gamma * linear.a0, gamma * linear.b0, gamma * linear.c0,
         table.prefill_target, table.num_computed, table.num_output, table.ttft_s, table.due_s,
-        _limits(state, rows, decodes.decode_s, keep, tuning.prompt_pace),
+        _limits(state, rows, decodes.decode_s, keep),
         prefills.deadline_s, prefills.new, prefills.has, prefills.service_s, prefills.feasible,
         prefills.hopeless,
     )  # fmt: skip
@@ -310,9 +323,7 @@ def _mixed_s(decodes: Decodes) -> float:
     return decodes.decode_s + (cost.chunk_overhead_s if decodes.num_alive else 0.0)
 
 
-def _limits(
-    state: StepState, rows: IntArray, decode_s: float, keep: float, prompt_pace: float
-) -> FloatArray:
+def _limits(state: StepState, rows: IntArray, decode_s: float, keep: float) -> FloatArray:
     """Time left until each prefill must end, but for its TTFT, seconds; -inf if it is lost."""
     table = state.table
     limit_s = np.full(len(rows), np.inf)
@@ -324,13 +335,12 @@ def _limits(
         gain = np.where(np.isinf(tpot), 0.0, gain)
         due = first + tpot * table.num_output[back] + gain * (state.remaining(back) - 1)
         limit_s[again] = np.where(first > table.due_s[back], -np.inf, due - state.now_s)
-    if state.has_e2e:  # its tokens have to come in time too, at the pace of now
+    if state.has_e2e:  # its tokens have to come in time too, at the usual pace
         left_s = keep * (table.e2e_due_s[rows] - state.now_s)
         (ends,) = (left_s < np.inf).nonzero()
         left = state.remaining(rows[ends])
         step_s = max(decode_s, float(state.cost.decode_s(1.0, 0.0)))  # it will be one of them
-        least_s = np.maximum(step_s / state.accepted_per_decode, prompt_pace * left_s[ends] / left)
-        token_s = np.minimum(usual_token_s(state, step_s), least_s)
+        token_s = usual_token_s(state, step_s)
         limit_s[ends] = np.minimum(limit_s[ends], left_s[ends] - (left - 1.0) * token_s)
     return limit_s
 

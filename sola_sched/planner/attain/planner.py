@@ -125,8 +125,10 @@ class AttainPlanner:
                 return False
             # One that is late, or has no target, could give its slot to one that is still on time.
             due_s = table.due_s[rows]
-            has_none = np.isinf(np.minimum(due_s, table.tpot_s[rows]))
-            if np.count_nonzero((table.first_token_s[rows] > due_s) | has_none):
+            could = table.first_token_s[rows] > due_s
+            if (table.due_s[state.waiting] < np.inf).any():
+                could |= np.isinf(np.minimum(due_s, table.tpot_s[rows]))
+            if could.any():
                 return False
         tpot_s = table.shortest_tpot_s(rows)
         return state.decode_step_s(rows) <= self.keep * tpot_s * state.accepted_per_decode

@@ -32,9 +32,6 @@ class AttainTuning:
         most_credit_s: Bound of the account of the lost, seconds: the longest burst of them.
         least_share: Share of the time that prefills have in a step at least, as far as anybody
             counts on it.
-        prompt_pace: Share of the time left per token at which a prefill with a deadline for its
-            last token plans for its tokens at most: one that cannot have the usual pace is to start
-            soon, not to be given up.
         many_tiles, sub_tile: Chunks of fewer tiles come in these smaller multiples, tokens: what
             rounding down to a tile leaves out would be a large share of them.
         num_lost: Lost prefills looked at in a step, by arrival; bounds the time of a plan.
@@ -52,7 +49,6 @@ class AttainTuning:
     careful: float = 0.95
     most_credit_s: float = 0.5
     least_share: float = 0.02
-    prompt_pace: float = 0.8
     many_tiles: int = 8
     sub_tile: int = 16
     num_lost: int = 128
