@@ -3,11 +3,10 @@
 Kept of the `attain` planner (docs/design.md, "The objective"): prompts in order of their TTFT
 deadlines; if not all can be on time, the costliest wait behind the others, and are given up once
 they cannot even be on time alone; a step is as long as the decodes on course allow, or, where
-somebody would be late and nobody is lost or TPOT is tight and all that comes can be served, as they
-can catch up with; of decodes that steps have become
-too long for, those that bear the least are held, so that the others stay on course, and while
-prompts wait so are those that came too late. The share of the lost shortens what the others may
-take, without being served.
+somebody would be late, as they can catch up with, if nobody is lost or TPOT is tight and all that
+comes can be served; of decodes that steps have become too long for, those that bear the least are
+held, so that the others stay on course, and while prompts wait so are those that came too late. The
+share of the lost shortens what the others may take, without being served.
 Left out: prompts alone, slots and memory as resources to plan, classes.
 """
 
@@ -41,7 +40,7 @@ from sola_sched.simulator.request import VirtualRequest
 _SAFETY = 0.05
 #: A decode is lost only if steps are longer than it bears by more than 1 / this; likewise.
 _DECODE_MARGIN, _PREFILL_MARGIN = 0.9, 0.95
-#: TPOT is tight where bare steps at its pace take this share of the time.
+#: TPOT is tight where bare steps at its pace take this share of the time; as in `AttainTuning`.
 _NEAR = 0.5
 #: Share of the time that the lost get; the scheduler's default.
 _LOST_SHARE = 0.05
