@@ -45,6 +45,8 @@ _BY_ITSELF = (
     RequestStatus.FINISHED_REPETITION,
 )
 _FAILED = (RequestStatus.FINISHED_ERROR, RequestStatus.FINISHED_IGNORED)
+#: The status of a streaming session without a next input.
+_WAITS_FOR_INPUT = "WAITING_FOR_STREAMING_REQ"
 
 
 class BookingMixin(_Host):
@@ -186,8 +188,9 @@ class BookingMixin(_Host):
     def _paused(self, request: Request) -> None:
         row = self.sola_monitor.table.row_of.get(request.request_id)
         if row is not None and self.sola_monitor.table.phase[row] == DECODE:
-            # A streaming session goes back for its next input.
-            self._answered.add(request)
+            # A streaming session goes back for its next input, which may be there already.
+            if request.status.name == _WAITS_FOR_INPUT:
+                self._answered.add(request)
             self.sola_monitor.requeued(row, num_tokens=request.num_tokens, at_front=False)
 
     def _received(self, session: Request, following: Request) -> None:

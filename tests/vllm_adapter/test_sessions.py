@@ -114,6 +114,29 @@ def test_each_input_of_a_session_counts_from_its_own_arrival(
     assert engine.record("other").num_output_tokens == 1500
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_early", [False, True], ids=["when-parked", "while-it-answers"])
+def test_a_session_that_its_client_ends_amid_an_answer_is_aborted(
+    is_early: bool, is_async: bool
+) -> None:
+    engine = make_small_engine(sola_sched.Scheduler, {}, async_scheduling=is_async)
+    scheduler, monitor = engine.scheduler, engine.scheduler.sola_monitor
+    engine.add(VirtualRequest("session", arrival_s=0.0, prompt_len=30, output_len=20))
+    engine._requests["session"].resumable = True
+    if is_early:
+        step_until(engine, lambda: engine.record("session").num_output_tokens > 5)
+    else:
+        step_until(
+            engine, lambda: "session" in scheduler.requests and _status(scheduler) == _PARKED
+        )
+    _send_next(engine)
+    step_until(engine, lambda: engine.record("session").num_output_tokens > 21)
+    scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
+
+    assert (monitor.stats.num_finished, monitor.stats.num_aborted) == (1, 1)
+    assert scheduler.sola_stats()["failures"] == {}
+
+
 def _send_next(engine: VirtualEngine) -> None:
     """The next input of the session."""
     following = VirtualRequest("session", arrival_s=engine.clock.now, prompt_len=30, output_len=5)
