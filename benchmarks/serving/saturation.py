@@ -33,6 +33,7 @@ _SCRIPTS = (Path(__file__),)
 class Probe:
     """Measures targets and capacity of this machine."""
 
+    measures: str  # without a default: it tells this row from the others
     scheduler: str = "stock:2048"
 
 
@@ -52,7 +53,7 @@ class Case:
 def saturation(setup: Setup) -> Outcome:
     """Attainment beside the best stock setting at shares of the measured capacity."""
     loads = _LOADS[1:2] if setup.is_quick else _LOADS
-    probe = setup.rows_of([Probe()], _key, _measure, "targets and capacity")[0]
+    probe = setup.rows_of([Probe("targets and capacity")], _key, _measure, "targets and capacity")[0]
     cases = [
         Case(load, float(f"{load * probe['capacity_per_s']:.3g}"), probe["ttft_s"],
              probe["tpot_s"], scheduler, setup.num_requests, seed)
