@@ -26,6 +26,7 @@ _OURS = "sola:2048"
 _LOADS = (0.85, 0.95, 1.05)
 #: As in a first run: the capacity is what is served with so many requests in flight.
 _PROBE_REQUESTS, _PROBE_CONCURRENCY, _POOL = 120, 64, 400
+_PROBED = "targets and capacity"
 _SCRIPTS = (Path(__file__),)
 
 
@@ -53,7 +54,7 @@ class Case:
 def saturation(setup: Setup) -> Outcome:
     """Attainment beside the best stock setting at shares of the measured capacity."""
     loads = _LOADS[1:2] if setup.is_quick else _LOADS
-    probe = setup.rows_of([Probe("targets and capacity")], _key, _measure, "targets and capacity")[0]
+    (probe,) = setup.rows_of([Probe(_PROBED)], _key, _measure, _PROBED)
     cases = [
         Case(load, float(f"{load * probe['capacity_per_s']:.3g}"), probe["ttft_s"],
              probe["tpot_s"], scheduler, setup.num_requests, seed)
