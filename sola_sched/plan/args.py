@@ -68,7 +68,7 @@ def build_parser() -> Parser:
     add("--check", action=argparse.BooleanOptionalAction, default=True,
         help="check the answer with the real schedulers (default: yes)")  # fmt: skip
     add("--seed", type=natural_int, default=0)
-    add("--output", type=Path, default=Path("plan.json"), 
+    add("--output", type=Path, default=Path("plan.json"),
         help="JSON; a plot goes beside it (default: plan.json)")  # fmt: skip
     add("--disable-tqdm", action="store_true", help="no progress bar")
     dataset_group(parser.add_argument_group("requests"))

@@ -105,10 +105,13 @@ class BookingMixin(_Host):
         """Its arrival on our clock, as it was found at its receipt."""
         arrival_s = self._arrived_s.get(request)
         if arrival_s is None:
-            now_s = self.sola_clock()
-            wait_s = self._wait_s(request, now_s) + _waited_before_s(request)
-            arrival_s = self._arrived_s[request] = now_s - wait_s
+            arrival_s = self._arrived_s[request] = self._find_arrival_s(request)
         return arrival_s
+
+    def _find_arrival_s(self, request: Request) -> float:
+        """When one that is received now arrived, on our clock."""
+        now_s = self.sola_clock()
+        return now_s - self._wait_s(request, now_s) - _waited_before_s(request)
 
     def _wait_s(self, request: Request, now_s: float) -> float:
         """How long it has waited until now; its stamp is of another process' wall clock."""
@@ -195,8 +198,7 @@ class BookingMixin(_Host):
 
     def _received(self, session: Request, following: Request) -> None:
         """The next input of a session has come; it may have to wait for an answer to end."""
-        arrival_s = self.sola_clock() - self._wait_s(following, self.sola_clock())
-        self._inputs_s.setdefault(session, deque()).append(arrival_s)
+        self._inputs_s.setdefault(session, deque()).append(self._find_arrival_s(following))
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:
         super()._update_request_as_session(session, update)
