@@ -25,6 +25,7 @@ from sola_sched.errors import SloError
 from sola_sched.length_predictor.client import PredictionClient
 from sola_sched.reports.log import IntervalLog
 from sola_sched.vllm_adapter.guard import Guard
+from sola_sched.vllm_adapter.steering import WAITS_FOR_INPUT
 from sola_sched.vllm_adapter.versions import Seams
 
 if TYPE_CHECKING:
@@ -45,8 +46,6 @@ _BY_ITSELF = (
     RequestStatus.FINISHED_REPETITION,
 )
 _FAILED = (RequestStatus.FINISHED_ERROR, RequestStatus.FINISHED_IGNORED)
-#: The status of a streaming session without a next input.
-_WAITS_FOR_INPUT = "WAITING_FOR_STREAMING_REQ"
 
 
 class BookingMixin(_Host):
@@ -192,7 +191,7 @@ class BookingMixin(_Host):
         row = self.sola_monitor.table.row_of.get(request.request_id)
         if row is not None and self.sola_monitor.table.phase[row] == DECODE:
             # A streaming session goes back for its next input, which may be there already.
-            if request.status.name == _WAITS_FOR_INPUT:
+            if request.status.name == WAITS_FOR_INPUT:
                 self._answered.add(request)
             self.sola_monitor.requeued(row, num_tokens=request.num_tokens, at_front=False)
 

@@ -37,7 +37,7 @@ from sola_sched.vllm_adapter.booking import BookingMixin
 from sola_sched.vllm_adapter.compiled import let_vllm_look_through_llvmlite
 from sola_sched.vllm_adapter.engine_facts import differences, facts_of
 from sola_sched.vllm_adapter.guard import Guard
-from sola_sched.vllm_adapter.steering import NEUTRAL, SteeringMixin
+from sola_sched.vllm_adapter.steering import NEUTRAL, SteeringMixin, place_of
 from sola_sched.vllm_adapter.support import support_of
 from sola_sched.vllm_adapter.swapping import SwapMixin
 from sola_sched.vllm_adapter.telemetry_sender import TelemetrySender
@@ -49,8 +49,6 @@ logger = init_logger("vllm.sola_sched")
 
 
 _id_of = operator.attrgetter("request_id")
-#: vLLM's order of waiting requests under its priority policy.
-_place_of = operator.attrgetter("priority", "arrival_time", "request_id")
 #: Waiting requests whose prefix is looked up in the cache at a step; a new one is at once.
 _LOOKUPS_PER_STEP = 4
 #: Plans between two estimates of the waits: where swapping goes by them, and where nobody does.
@@ -98,7 +96,7 @@ class SolaSchedulerMixin(BookingMixin, SteeringMixin, SwapMixin):
         let_vllm_look_through_llvmlite()
         self.sola_predictions = make_client(config, self.vllm_config.model_config)
         self._honours_priority = self.policy == SchedulingPolicy.PRIORITY
-        self.waiting = PlannedQueue(key=_place_of if self._honours_priority else None)
+        self.waiting = PlannedQueue(key=place_of if self._honours_priority else None)
         self.sola_support = support_of(self.vllm_config, config)
         self._tokens_per_decode = 1 + int(self.num_spec_tokens)
         self._default_slo = config.default_slo
@@ -116,6 +114,7 @@ class SolaSchedulerMixin(BookingMixin, SteeringMixin, SwapMixin):
                 "num_preempted_by_policy",
                 "num_invalid_slo",
                 "num_stalled",
+                "num_kv_given_back",
             ),
             0,
         )
@@ -184,6 +183,8 @@ class SolaSchedulerMixin(BookingMixin, SteeringMixin, SwapMixin):
         withheld = plan.run is not None or (plan.admit is not None and bool(self.waiting))
         self._stalled = withheld and not output.num_scheduled_tokens
         self._counts["num_stalled"] += self._stalled
+        if not (num_scheduled or self.running or self._stalled or self._is_paused()):
+            self._book("making room among those that wait", self._make_one_give_back)
         self._book("booking a step", self._record, output)
         self._num_in_flight += 1
         return output

@@ -5,6 +5,7 @@ A mix-in; everything that it changes is put back after the call, whatever happen
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 else:
     _Host = object
 
+#: vLLM's order of waiting requests under its priority policy.
+place_of = operator.attrgetter("priority", "arrival_time", "request_id")
+#: The status of a streaming session without a next input.
+WAITS_FOR_INPUT = "WAITING_FOR_STREAMING_REQ"
 #: The plan that changes nothing.
 NEUTRAL = StepPlan()
 
@@ -161,6 +166,24 @@ class SteeringMixin(_Host):
         for request in victims:
             self._seams.preempt(request, timestamp)
             self._counts["num_preempted_by_policy"] += 1
+
+    def _make_one_give_back(self) -> None:
+        """Break a deadlock of vLLM's: all who could run wait, for KV that others of them hold.
+
+        Streaming sessions hold KV while they wait. If they go on together and memory has no room
+        for any, vLLM waits for ever; here the last of them gives its KV back and is computed anew.
+        Those that wait for their client's next input keep theirs: vLLM knows their answers by it.
+        """
+        waiting = [r for r in self._seams.not_running() if r.status.name != WAITS_FOR_INPUT]
+        if any(self._is_blocked_waiting_status(r.status) for r in waiting):
+            return  # a load or a grammar ends by itself
+        holding = [r for r in waiting if r.num_computed_tokens]
+        if not holding or len(waiting) == 1:
+            return  # nobody's KV would help another
+        last = max(holding, key=place_of)
+        if self._seams.can_preempt(last):
+            self._seams.give_back(last, time.monotonic())
+            self._counts["num_kv_given_back"] += 1
 
     def _reject(self, rows: IntArray) -> None:
         for request in list(self._requests(rows)):

@@ -169,6 +169,22 @@ class Seams:
         drop = getattr(scheduler, "requires_kv_delivery", False)
         scheduler._preempt_request(request, timestamp, drop_stale_output=drop)
 
+    def give_back(self, request: Any, timestamp: float) -> None:
+        """Take its KV from a request that waits with it; its prompt is computed anew."""
+        from vllm.v1.request import RequestStatus
+
+        scheduler, status = self._scheduler, request.status
+        name = "skipped_waiting" if self._has_skipped else "kv_holding_waiting"
+        for queue in (getattr(scheduler, name), scheduler.waiting):
+            if request in queue:
+                queue.remove_requests([request])
+        request.status = RequestStatus.RUNNING  # only such are preempted
+        try:
+            self.preempt(request, timestamp)
+        finally:
+            # As it was: the model's worker has not seen the next input of a session.
+            request.status = status
+
     def within_max_loras(self, requests: Iterable[Any]) -> list[Any]:
         """Those of `requests` whose adapters fit beside those of all who run or hold KV.
 

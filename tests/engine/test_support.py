@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,27 @@ def test_inputs_that_stream_in_are_answered_as_by_stock(is_async, model_dir) -> 
 
     assert all(len(stock.tokens[f"s{i}"]) == 3 * 20 for i in range(4))
     assert_served_as(stock, result)
+
+
+@pytest.mark.parametrize("is_async", MODES)
+def test_sessions_that_go_on_together_in_full_memory_are_answered_as_with_plenty(
+    is_async, model_dir
+) -> None:
+    """Stock vLLM waits for ever here: each session holds KV that another one lacks."""
+    tokens = itertools.cycle(token for r in make_workload(**SMALL) for token in r.prompt)
+    requests = [
+        EngineRequest(f"s{i}", tuple(itertools.islice(tokens, length)), 20, 60 * k, resumable=k < 2)
+        for i in range(3)
+        for k, length in enumerate((180, 120, 1))
+    ]
+
+    plenty = run(STOCK, requests, model_dir, async_scheduling=is_async)
+    result = run(
+        requests=requests, model_dir=model_dir, async_scheduling=is_async, num_blocks=24, **OURS
+    )
+
+    assert all(len(plenty.tokens[f"s{i}"]) == 2 * 20 for i in range(3))
+    assert_served_as(plenty, result)
 
 
 def test_pooling_models_run_in_vllms_order(tmp_path: Path) -> None:

@@ -9,11 +9,14 @@ import pytest
 pytest.importorskip("vllm")
 
 from virtual_runs import make_small_engine, step_until, warm_up
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
 from vllm.v1.request import RequestStatus
 
 import sola_sched
 from sola_sched.simulator import VirtualEngine, VirtualRequest
 from sola_sched.simulator.host import make_request
+from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
 
 pytestmark = pytest.mark.vllm
 
@@ -137,9 +140,69 @@ def test_a_session_that_its_client_ends_amid_an_answer_is_aborted(
     assert scheduler.sola_stats()["failures"] == {}
 
 
-def _send_next(engine: VirtualEngine) -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_sessions_that_go_on_together_in_full_memory_are_answered(is_async: bool) -> None:
+    """Each holds KV and lacks a little more; vLLM by itself waits for ever."""
+    _, by_stock = _go_on_together(AsyncScheduler if is_async else StockScheduler, None, is_async)
+    scheduler, by_ours = _go_on_together(sola_sched.Scheduler, {}, is_async)
+
+    assert by_stock == [20, 20, 20, 0]
+    assert min(by_ours[:3]) >= 25
+    assert by_ours[3] == 5
+    assert scheduler.sola_stats()["failures"] == {}
+    assert 1 <= scheduler.sola_stats()["num_kv_given_back"] <= 3
+
+
+@pytest.mark.injects_failures
+def test_a_failure_while_room_is_made_costs_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_room, failed = SolaSchedulerMixin._make_one_give_back, []
+
+    def fail_once(scheduler: Any) -> None:
+        if not failed:
+            failed.append(scheduler)
+            raise RuntimeError("injected")
+        make_room(scheduler)
+
+    monkeypatch.setattr(SolaSchedulerMixin, "_make_one_give_back", fail_once)
+    scheduler, num_tokens = _go_on_together(sola_sched.Scheduler, {}, True)
+
+    assert min(num_tokens[:3]) >= 25
+    assert scheduler.sola_stats()["failures"] == {"making room among those that wait": 1}
+
+
+def _go_on_together(
+    scheduler_cls: type[Any], sola: dict[str, Any] | None, is_async: bool
+) -> tuple[Any, list[int]]:
+    """Output tokens of three sessions that together have no room to go on, and of a request."""
+    names = ["first", "second", "third"]
+    engine = make_small_engine(
+        scheduler_cls, sola, num_blocks=40, max_model_len=512, async_scheduling=is_async
+    )
+    scheduler = engine.scheduler
+    for name in names:
+        engine.add(VirtualRequest(name, arrival_s=0.0, prompt_len=180, output_len=20))
+        engine._requests[name].resumable = True
+    step_until(engine, lambda: scheduler.num_waiting_for_streaming_input == 3, 300)
+    assert scheduler.num_waiting_for_streaming_input == 3
+    for name in names:
+        _send_next(engine, name, prompt_len=120)
+    engine.add(VirtualRequest("late", engine.clock.now, prompt_len=60, output_len=5))
+
+    def end_those_answered() -> bool:
+        for session in list(scheduler.requests.values()):
+            if session.status.name == _PARKED:
+                scheduler.finish_requests(session.request_id, RequestStatus.FINISHED_ABORTED)
+        return not scheduler.requests
+
+    step_until(engine, end_those_answered, 500)
+    return scheduler, [engine.record(name).num_output_tokens for name in (*names, "late")]
+
+
+def _send_next(engine: VirtualEngine, name: str = "session", prompt_len: int = 30) -> None:
     """The next input of the session."""
-    following = VirtualRequest("session", arrival_s=engine.clock.now, prompt_len=30, output_len=5)
+    following = VirtualRequest(
+        name, arrival_s=engine.clock.now, prompt_len=prompt_len, output_len=5
+    )
     request = make_request(following, engine.vllm_config, engine._block_hasher)
     request.resumable = True
     engine.scheduler.add_request(request)
