@@ -93,6 +93,7 @@ PARTS = {
     "prompts alone": "WithoutPromptsAlone",
     "on time a step early": "WithoutLead",
     "lent time": "WithoutLending",
+    "lent time where somebody is lost": "WithoutLendingPastLost",
     "a step ends before its first deadline": "WithoutFirstDeadline",
     "catching up halfway": "WithoutCatchingUp",
     "too slow decodes are lost": "WithoutTooSlow",
