@@ -17,7 +17,8 @@ from sola_sched.config.slo import SloTarget
 from sola_sched.prediction.length import LengthPrediction
 from sola_sched.simulator.cluster.cluster import VirtualCluster
 from sola_sched.simulator.cluster.engine import ClusterRequest, Ended
-from sola_sched.simulator.cluster.fast import FastInstance
+from sola_sched.simulator.cluster.fast import FastInstance, FastRequest
+from sola_sched.simulator.cluster.fast_decodes import Decodes
 from sola_sched.simulator.cluster.fast_slo import FastSloInstance
 from sola_sched.simulator.cluster.faults import Death, Slowdown, Stall
 from sola_sched.simulator.cluster.step_model import BatchTime
@@ -285,7 +286,7 @@ def test_it_knows_what_comes(rate_per_s: float, tpot_s: float, expected: bool) -
             engine.advance(engine.next_s)
         length = LengthPrediction.exactly(request.output_len)
         engine.add(request, slo, length, request.arrival_s)
-    while not engine._dues:
+    while math.isinf(engine._decodes.tightest_s):
         engine.advance(engine.next_s)
 
     assert engine._is_sustained(requests[-1].arrival_s) is expected
@@ -314,8 +315,25 @@ def test_the_lost_are_forgotten_when_they_have_ended() -> None:
     ended = serve(engine, requests)
 
     assert any(ended[r.req_id].progress.first_s - r.arrival_s > SLO.ttft_s for r in requests)
-    assert not engine._lost
+    assert not engine._decodes.lost
+    assert not engine._decodes._number_of
     assert not engine._held
+
+
+def test_a_decode_that_was_displaced_and_goes_on_is_counted_once() -> None:
+    decodes, quantiles = Decodes(), LengthPrediction.exactly(100).quantiles
+    first, second = (
+        FastRequest(name, 100, SLO, quantiles, 0.0, 10, 10, is_decoding=True, ends=100)
+        for name in ("first", "second")
+    )
+    for request, first_s in ((first, 0.1), (second, 0.3)):
+        request.first_s, request.num_done = first_s, 1
+        decodes.join(request, 0.05)
+    second.num_done = 5  # after a preemption
+    decodes.join(second, 0.05)
+
+    assert sorted(r.req_id for r in decodes.course(0.4, 5).requests) == ["first", "second"]
+    assert len(decodes.lose_too_slow(0.4, 5, lambda count, ctx: 1.0)) == 2
 
 
 def test_a_report_of_the_model_tells_what_runs_and_waits() -> None:

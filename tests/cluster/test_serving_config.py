@@ -74,27 +74,6 @@ def test_ray_serve_accepts_the_configuration(place: int) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"router": "best"}, "router"),
-        ({"front": "nginx"}, "front"),
-        ({"engines": []}, "engines"),
-        ({"engines": [{"num_replicas": 0}]}, "num_replicas"),
-        ({"engines": [{"gpus": 1}]}, "gpus"),
-        ({"port": 70_000}, "port"),
-        ({"modell": "x"}, "modell"),
-    ],
-)
-def test_wrong_arguments_are_named(changes: dict[str, Any], named: str) -> None:
-    pytest.importorskip("ray.serve")
-    from sola_sched.serving.ray_app import ClusterArgs
-
-    with pytest.raises(ValueError, match=named):
-        ClusterArgs.model_validate({"model": "m", **changes})
-
-
-@pytest.mark.ray
 def test_the_application_has_a_deployment_for_each_group_and_the_gateway() -> None:
     pytest.importorskip("ray.serve")
     from sola_sched.serving.ray_app import build

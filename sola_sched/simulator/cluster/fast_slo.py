@@ -8,6 +8,8 @@ comes can be served; of decodes that steps have become too long for, those that 
 held, so that the others stay on course, and while prompts wait so are those that came too late. The
 share of the lost shortens what the others may take, without being served.
 Left out: prompts alone, slots and memory as resources to plan, classes.
+
+Which decodes are on course, and how long steps they bear, is in `fast_decodes`.
 """
 
 from __future__ import annotations
@@ -18,56 +20,26 @@ import itertools
 import math
 import operator
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
+from collections.abc import Iterable
+from typing import Any
 
 from sola_sched.config.slo import SloTarget
 from sola_sched.core.traffic import RecentTraffic
-from sola_sched.prediction.length import (
-    NUM_LEVELS,
-    FloatArray,
-    LengthPrediction,
-    remaining_mean,
-)
+from sola_sched.planner.attain import AttainTuning
+from sola_sched.prediction.length import LengthPrediction
 from sola_sched.simulator.cluster.engine import Ended
 from sola_sched.simulator.cluster.fast import FastInstance, FastRequest
+from sola_sched.simulator.cluster.fast_decodes import Decodes
 from sola_sched.simulator.cluster.step_model import BatchTime
 from sola_sched.simulator.request import VirtualRequest
 
 #: Share of each target kept as a margin; the scheduler's default.
 _SAFETY = 0.05
-#: A decode is lost only if steps are longer than it bears by more than 1 / this; likewise.
-_DECODE_MARGIN, _PREFILL_MARGIN = 0.9, 0.95
-#: TPOT is tight where bare steps at its pace take this share of the time; as in `AttainTuning`.
-_NEAR = 0.5
 #: Share of the time that the lost get; the scheduler's default.
 _LOST_SHARE = 0.05
-#: Chunks come in whole tiles, those of fewer than so many tiles in smaller multiples; tokens.
-_TILE, _MANY_TILES, _SUB_TILE = 128, 8, 16
-
-
-class _Course(NamedTuple):
-    """Decodes that can still meet their targets: arrays of one value each, seconds.
-
-    Attributes:
-        bank_s: Time until the next token is due.
-        tpot_s: Targets, less the margin.
-        steps: Expected steps to come, >= 1.
-        requests: Themselves.
-    """
-
-    bank_s: FloatArray
-    tpot_s: FloatArray
-    steps: FloatArray
-    requests: Sequence[FastRequest]
-
-    @property
-    def sustain_s(self) -> FloatArray:
-        """The longest mean step with which each meets its target."""
-        sustain_s: FloatArray = (self.bank_s + (self.steps - 1.0) * self.tpot_s) / self.steps
-        return sustain_s
+#: Chunks come in whole tiles of so many tokens, small ones in smaller multiples.
+_TILE = 128
+_TUNING = AttainTuning()
 
 
 class FastSloInstance(FastInstance):
@@ -83,10 +55,8 @@ class FastSloInstance(FastInstance):
         self._jobs: list[tuple[float, FastRequest]] = []
         self._turn: list[FastRequest] = []
         self._late: deque[FastRequest] = deque()
-        # For each TPOT target, less its margin, decodes on course by when token 0 was due.
-        self._dues: dict[float, list[tuple[float, int, FastRequest]]] = {}
-        self._lost: dict[str, FastRequest] = {}  # decodes that run and cannot attain
-        self._held: dict[str, FastRequest] = {}  # those of them that sit out
+        self._decodes = Decodes()
+        self._held: dict[str, FastRequest] = {}  # the lost that sit out
         self._held_kv = 0
         self._traffic = RecentTraffic()
 
@@ -109,7 +79,7 @@ class FastSloInstance(FastInstance):
         return request.arrival_s + request.slo.ttft_s * (1.0 - _SAFETY)
 
     def _push_back(self, request: FastRequest) -> None:
-        if request.req_id in self._lost:
+        if request.req_id in self._decodes.lost:
             self._late.appendleft(request)
         else:
             self._push(request)
@@ -131,6 +101,122 @@ class FastSloInstance(FastInstance):
     def _waiting(self) -> Iterable[FastRequest]:
         return itertools.chain((entry[2] for entry in self._on_time), self._late)
 
+    # The decodes.
+
+    def _joined(self, request: FastRequest) -> None:
+        self._decodes.join(request, request.slo.tpot_s * (1.0 - _SAFETY))
+
+    def _release(self, request: FastRequest) -> None:
+        if self._held.pop(request.req_id, None) is not None:
+            self._held_kv -= request.num_computed
+            del self._running[request.req_id]
+        else:
+            super()._release(request)
+
+    def _end(self, request: FastRequest, now_s: float) -> Ended:
+        self._decodes.forget(request.req_id)
+        self._traffic.ended(request.output_len)
+        return super()._end(request, now_s)
+
+    def remove(self, req_id: str, now_s: float) -> None:
+        """See `ClusterEngine.remove`."""
+        super().remove(req_id, now_s)
+        self._decodes.forget(req_id)
+
+    def _used(self) -> float:
+        return super()._used() + self._held_kv
+
+    def _keep_on_course(self, now_s: float) -> None:
+        """Hold decodes that steps are too long for, and those that are lost if it helps."""
+        bare_s = self._bare_s()
+        self._decodes.slack_s(now_s, self._step, bare_s)  # forgets who has ended
+        if math.isinf(self._decodes.tightest_s):
+            self._resume(now_s, math.inf)
+            return
+        least_s = self._least_s()
+        if bare_s > least_s or self._on_time or self._prefills:
+            for request in self._decodes.lost.values():
+                if request.is_decoding:
+                    self._hold(request, now_s)
+            if self._bare_s() > least_s:
+                for request in self._decodes.lose_too_slow(now_s, self._step, self._decode_s):
+                    self._hold(request, now_s)
+        else:
+            self._resume(now_s, least_s)
+
+    def _least_s(self) -> float:
+        """How long decode steps may take for the tightest target."""
+        share = _LOST_SHARE if self._late or self._decodes.lost else 0.0
+        return self._decodes.tightest_s * (1.0 - share)
+
+    def _hold(self, request: FastRequest, now_s: float) -> None:
+        steps = self._step - request.joined
+        request.num_done += steps
+        request.num_computed += steps
+        request.last_s = now_s
+        request.is_decoding = False
+        self._num_decodes -= 1
+        self._ctx -= request.num_computed
+        self._held_kv += request.num_computed
+        self._held[request.req_id] = request
+
+    def _resume(self, now_s: float, limit_s: float) -> None:
+        """Those that were held go on as long as steps stay within the limit."""
+        while self._held:
+            req_id, request = next(iter(self._held.items()))
+            ctx = self._ctx + request.num_computed
+            if self._decode_s(self._num_decodes + 1, ctx) > limit_s:
+                return
+            del self._held[req_id]
+            self._held_kv -= request.num_computed
+            self._num_decodes += 1
+            self._ctx = ctx
+            request.is_decoding, request.joined = True, self._step
+            request.ends = self._step + request.output_len - request.num_done
+            heapq.heappush(self._ends, (request.ends, next(self._sequence), request))
+
+    # The prompts of a step.
+
+    def _schedule_prompts(self, now_s: float) -> list[tuple[FastRequest, int]]:
+        room = self._room(now_s)
+        chunks = []
+        for request in self._turn:
+            if room <= 0:
+                break
+            if request.req_id not in self._running:
+                if not self._finds_room(request):
+                    continue
+                self._forget(request)
+                self._start(request)
+            tokens = min(room, request.num_prompt - request.num_computed)
+            chunks.append((request, tokens))
+            room -= tokens
+        # Nobody of them has or finds room: the others go on.
+        return chunks or self._chunks_in(room, now_s)
+
+    def _room(self, now_s: float) -> int:
+        """The largest chunk whose step keeps all on course, and whose turn it is."""
+        most = super()._room(now_s)
+        self._jobs, self._turn = [], []
+        if most <= 0 or not (self._prefills or self._on_time or self._late):
+            return most
+        is_one_lost = self._judge_prompts(now_s, most)
+        longest_s = self._decodes.longest_s(now_s, self._step, self._bare_s())
+        room = self._tokens_within(longest_s, most)
+        if self._jobs:
+            token_s = self._step_s(room) / room if room else math.inf
+            if self._share_for(now_s, token_s) > 1.0:
+                is_anybody_lost = is_one_lost or self._decodes.lost or self._late
+                if not is_anybody_lost or self._is_sustained(now_s):
+                    lent_s = self._lent_s(now_s, most)
+                    if lent_s:
+                        # A little more than fits: a little less would not be in time.
+                        enough = self._tokens_within(lent_s, most) + _TUNING.sub_tile
+                        room = max(room, min(most, enough))
+            if room:
+                self._sort_out(now_s, self._step_s(room) / room)
+        return room if room >= min(_TUNING.sub_tile, self._wanted()) else 0
+
     def _judge_prompts(self, now_s: float, most: int) -> bool:
         """Find those that can be on time, begun or not; give up the others that wait.
 
@@ -145,7 +231,7 @@ class FastSloInstance(FastInstance):
         def can_be_on_time(deadline_s: float, request: FastRequest) -> bool:
             need_s = bare_s + (request.num_prompt - request.num_computed) * token_s
             late_s = deadline_s + _SAFETY * request.slo.ttft_s
-            return deadline_s == -math.inf or now_s + _PREFILL_MARGIN * need_s <= late_s
+            return deadline_s == -math.inf or now_s + _TUNING.prefill_margin * need_s <= late_s
 
         begun = [(self._deadline_s(request), request) for request in self._prefills]
         self._jobs = [job for job in begun if can_be_on_time(*job)]
@@ -183,121 +269,6 @@ class FastSloInstance(FastInstance):
         order = sorted(place for _, place in kept) + [place for _, place in sorted(last)]
         self._turn = [self._jobs[place][1] for place in order]
 
-    # Who is on course.
-
-    def _joined(self, request: FastRequest) -> None:
-        tpot_s = request.slo.tpot_s * (1.0 - _SAFETY)
-        if request.first_s - request.arrival_s > request.slo.ttft_s:
-            self._lost[request.req_id] = request
-        elif math.isfinite(tpot_s):
-            step_of_first = request.joined - request.num_done + 1
-            due = (request.first_s - tpot_s * step_of_first, next(self._numbers), request)
-            heapq.heappush(self._dues.setdefault(tpot_s, []), due)
-
-    def _release(self, request: FastRequest) -> None:
-        if self._held.pop(request.req_id, None) is not None:
-            self._held_kv -= request.num_computed
-            del self._running[request.req_id]
-        else:
-            super()._release(request)
-
-    def _end(self, request: FastRequest, now_s: float) -> Ended:
-        self._lost.pop(request.req_id, None)
-        self._traffic.ended(request.output_len)
-        return super()._end(request, now_s)
-
-    def remove(self, req_id: str, now_s: float) -> None:
-        """See `ClusterEngine.remove`."""
-        super().remove(req_id, now_s)
-        self._lost.pop(req_id, None)
-
-    def _used(self) -> float:
-        return super()._used() + self._held_kv
-
-    def _least_s(self) -> float:
-        """How long decode steps may take for the tightest target."""
-        share = _LOST_SHARE if self._late or self._lost else 0.0
-        return min(self._dues) * (1.0 - share)
-
-    def _keep_on_course(self, now_s: float) -> None:
-        """Hold decodes that steps are too long for, and those that are lost if it helps."""
-        self._slack_s(now_s)  # forgets who has ended
-        if not self._dues:
-            self._resume(now_s, math.inf)
-            return
-        least_s = self._least_s()
-        step_s = self._bare_s()
-        if step_s > least_s or self._on_time or self._prefills:
-            for request in self._lost.values():
-                if request.is_decoding:
-                    self._hold(request, now_s)
-            step_s = self._bare_s()
-            if step_s > least_s:
-                self._lose_too_slow(now_s)
-        else:
-            self._resume(now_s, least_s)
-
-    def _lose_too_slow(self, now_s: float) -> None:
-        """Keep the most of those on course whose bare steps are short enough for all of them."""
-        course = self._course(now_s)
-        sustain_s = course.sustain_s
-        order = np.argsort(-sustain_s, kind="stable").tolist()
-        kept = ctx = 0
-        for count, place in enumerate(order, 1):
-            request = course.requests[place]
-            ctx += request.num_computed + self._step - request.joined
-            if _DECODE_MARGIN * float(self._batch_time.decode_s(count, ctx)) <= sustain_s[place]:
-                kept = count
-        for place in order[kept:]:
-            self._lost[course.requests[place].req_id] = course.requests[place]
-            self._hold(course.requests[place], now_s)
-
-    def _course(self, now_s: float) -> _Course:
-        """Where the decodes on course are."""
-        found = [
-            (base_s, tpot_s, request)
-            for tpot_s, heap in self._dues.items()
-            for base_s, _, request in heap
-            if request.is_decoding
-        ]
-        if not found:
-            return _Course(np.empty(0), np.empty(0), np.empty(0), ())
-        base_s, tpot_s, requests = zip(*found, strict=True)
-        done = np.array([request.num_done - request.joined for request in requests]) + self._step
-        quantiles = np.concatenate([request.quantiles for request in requests])
-        left = remaining_mean(quantiles.reshape(-1, NUM_LEVELS), done, None)
-        targets_s = np.array(tpot_s)
-        bank_s = np.array(base_s) + targets_s * (self._step + 1) - now_s
-        return _Course(bank_s, targets_s, np.maximum(left, 1.0), requests)
-
-    def _lent_s(self, now_s: float, most: int) -> float:
-        """The shortest step in which all prompts are on time, if decodes can catch up; else 0.
-
-        A decode can if it does with later steps halfway between bare ones and its target.
-        """
-        bare_s = self._bare_s()
-        longest_s = self._step_s(most)
-        share = self._share_for(now_s, (longest_s - bare_s) / most)
-        if not bare_s < (1.0 - share) * longest_s:
-            return 0.0
-        need_s = bare_s / (1.0 - share)
-        course = self._course(now_s)
-        gain_s = 0.5 * np.maximum(0.0, course.tpot_s - bare_s)
-        can_lend_s = course.bank_s + (course.steps - 1.0) * gain_s
-        return need_s if need_s < can_lend_s.min(initial=math.inf) else 0.0
-
-    def _is_sustained(self, now_s: float) -> bool:
-        """Whether what comes can be served at the pace of the tightest target, which is tight."""
-        constant_s = float(self._batch_time.prefill_s(0.0))
-        load = self._traffic.load(
-            now_s,
-            min(self._dues, default=math.inf),
-            tokens_per_step=1.0,
-            decode_s=lambda count, ctx: float(self._batch_time.decode_s(count, ctx)),
-            prefill_s=lambda tokens: float(self._batch_time.prefill_s(tokens)) - constant_s,
-        )
-        return load is not None and load.total <= 1.0 and load.decodes >= _NEAR
-
     def _share_for(self, now_s: float, token_s: float) -> float:
         """The share of the time with which all prompts are on time, if a token takes so long."""
         tokens, share = 0, 0.0
@@ -307,31 +278,48 @@ class FastSloInstance(FastInstance):
                 share = max(share, tokens * token_s / max(deadline_s - now_s, 1e-9))
         return share
 
-    def _hold(self, request: FastRequest, now_s: float) -> None:
-        steps = self._step - request.joined
-        request.num_done += steps
-        request.num_computed += steps
-        request.last_s = now_s
-        request.is_decoding = False
-        self._num_decodes -= 1
-        self._ctx -= request.num_computed
-        self._held_kv += request.num_computed
-        self._held[request.req_id] = request
+    def _lent_s(self, now_s: float, most: int) -> float:
+        """The shortest step in which all prompts are on time, if decodes can catch up; else 0."""
+        bare_s = self._bare_s()
+        longest_s = self._step_s(most)
+        share = self._share_for(now_s, (longest_s - bare_s) / most)
+        if not bare_s < (1.0 - share) * longest_s:
+            return 0.0
+        need_s = bare_s / (1.0 - share)
+        can_lend_s = self._decodes.course(now_s, self._step).can_lend_s(bare_s)
+        return need_s if need_s < can_lend_s else 0.0
 
-    def _resume(self, now_s: float, limit_s: float) -> None:
-        """Those that were held go on as long as steps stay within the limit."""
-        while self._held:
-            req_id, request = next(iter(self._held.items()))
-            ctx = self._ctx + request.num_computed
-            if float(self._batch_time.decode_s(self._num_decodes + 1, ctx)) > limit_s:
-                return
-            del self._held[req_id]
-            self._held_kv -= request.num_computed
-            self._num_decodes += 1
-            self._ctx = ctx
-            request.is_decoding, request.joined = True, self._step
-            request.ends = self._step + request.output_len - request.num_done
-            heapq.heappush(self._ends, (request.ends, next(self._sequence), request))
+    def _is_sustained(self, now_s: float) -> bool:
+        """Whether what comes can be served at the pace of the tightest target, which is tight."""
+        constant_s = float(self._batch_time.prefill_s(0.0))
+        load = self._traffic.load(
+            now_s,
+            self._decodes.tightest_s,
+            tokens_per_step=1.0,
+            decode_s=self._decode_s,
+            prefill_s=lambda tokens: float(self._batch_time.prefill_s(tokens)) - constant_s,
+        )
+        return load is not None and load.total <= 1.0 and load.decodes >= _TUNING.near
+
+    def _wanted(self) -> int:
+        """Tokens of the prompt that is next."""
+        waiting = self._turn or self._prefills or [entry[2] for entry in self._on_time[:1]]
+        head = (waiting or self._late)[0]
+        return head.num_prompt - head.num_computed
+
+    def _tokens_within(self, limit_s: float, most: int) -> int:
+        """Prompt tokens of a step that takes no longer."""
+        if math.isinf(limit_s) or self._step_s(most) <= limit_s:
+            return most
+        low, high = 0, most // _TUNING.sub_tile
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._step_s(middle * _TUNING.sub_tile) > limit_s:
+                high = middle - 1
+            else:
+                low = middle
+        tokens = low * _TUNING.sub_tile
+        return tokens // _TILE * _TILE if tokens >= _TUNING.many_tiles * _TILE else tokens
 
     # Steps.
 
@@ -353,118 +341,23 @@ class FastSloInstance(FastInstance):
             self._push_back(request)
         super()._make_room(now_s)
 
-    def _slack_s(self, now_s: float) -> float:
-        """Time until the next token of a decode on course is due; forgets who is not."""
-        slack_s = math.inf
-        for tpot_s, heap in list(self._dues.items()):
-            while heap:
-                base_s, _, request = heap[0]
-                due_s = base_s + tpot_s * (self._step + 1)
-                if request.is_decoding and not self._is_lost(request, tpot_s, due_s - now_s):
-                    slack_s = min(slack_s, due_s - now_s)
-                    break
-                heapq.heappop(heap)
-            if not heap:
-                del self._dues[tpot_s]
-        return slack_s
+    def _num_steps(self, now_s: float) -> int:
+        steps = super()._num_steps(now_s)
+        # Who is on course changes as contexts grow.
+        return min(steps, 8) if self._held or self._decodes.lost else steps
 
-    def _longest_s(self, now_s: float) -> float:
-        """How long the next step may take: as the smallest bank, and where that is less than
-        halfway from a bare step to what the decode sustains, as long as that."""
-        slack_s = self._slack_s(now_s)
-        bare_s = self._bare_s()
-        if not self._dues or slack_s >= max(bare_s, *self._dues):
-            return slack_s
-        course = self._course(now_s)
-        halfway_s = bare_s + 0.5 * np.maximum(0.0, course.sustain_s - bare_s)
-        catch_up_s = np.minimum(halfway_s, course.tpot_s)
-        longest_s = np.where(course.bank_s >= halfway_s, course.bank_s, catch_up_s)
-        return float(longest_s.min(initial=math.inf))
-
-    def _is_lost(self, request: FastRequest, tpot_s: float, slack_s: float) -> bool:
-        if request.req_id in self._lost:
-            return True
-        if slack_s >= 0.0:
-            return False
-        step_s = self._bare_s()
-        left = request.ends - self._step
-        if slack_s + left * (tpot_s - _DECODE_MARGIN * step_s) >= 0.0:
-            return False
-        self._lost[request.req_id] = request
-        return True
-
-    def _room(self, now_s: float) -> int:
-        """The largest chunk whose step keeps all on course, and whose turn it is."""
-        most = super()._room(now_s)
-        self._jobs, self._turn = [], []
-        if most <= 0 or not (self._prefills or self._on_time or self._late):
-            return most
-        is_one_lost = self._judge_prompts(now_s, most)
-        room = self._tokens_within(self._longest_s(now_s), most)
-        if self._jobs:
-            token_s = self._step_s(room) / room if room else math.inf
-            if self._share_for(now_s, token_s) > 1.0:
-                is_anybody_lost = is_one_lost or self._lost or self._late
-                if not is_anybody_lost or self._is_sustained(now_s):
-                    lent_s = self._lent_s(now_s, most)
-                    if lent_s:
-                        # A little more than fits: a little less would not be in time.
-                        room = max(room, min(most, self._tokens_within(lent_s, most) + _SUB_TILE))
-            if room:
-                self._sort_out(now_s, self._step_s(room) / room)
-        return room if room >= min(_SUB_TILE, self._wanted()) else 0
-
-    def _schedule_prompts(self, now_s: float) -> list[tuple[FastRequest, int]]:
-        room = self._room(now_s)
-        chunks = []
-        for request in self._turn:
-            if room <= 0:
-                break
-            if request.req_id not in self._running:
-                if not self._finds_room(request):
-                    continue
-                self._forget(request)
-                self._start(request)
-            tokens = min(room, request.num_prompt - request.num_computed)
-            chunks.append((request, tokens))
-            room -= tokens
-        # Nobody of them has or finds room: the others go on.
-        return chunks or self._chunks_in(room, now_s)
-
-    def _tokens_within(self, limit_s: float, most: int) -> int:
-        """Prompt tokens of a step that takes no longer."""
-        if math.isinf(limit_s) or self._step_s(most) <= limit_s:
-            return most
-        low, high = 0, most // _SUB_TILE
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._step_s(middle * _SUB_TILE) > limit_s:
-                high = middle - 1
-            else:
-                low = middle
-        tokens = low * _SUB_TILE
-        return tokens // _TILE * _TILE if tokens >= _MANY_TILES * _TILE else tokens
+    def _quiet_steps(self, now_s: float) -> int:
+        """Decode steps until the bank holds a chunk."""
+        return 2
 
     def _bare_s(self) -> float:
         """Seconds of a step of the decodes alone."""
-        return float(self._batch_time.decode_s(self._num_decodes, self._ctx))
+        return self._decode_s(self._num_decodes, self._ctx)
+
+    def _decode_s(self, count: float, ctx: float) -> float:
+        return float(self._batch_time.decode_s(count, ctx))
 
     def _step_s(self, tokens: int) -> float:
         return self._batch_time.step_s(
             self._num_decodes, self._ctx, tokens, float(tokens * tokens), 0.0
         )
-
-    def _wanted(self) -> int:
-        """Tokens of the prompt that is next."""
-        waiting = self._turn or self._prefills or [entry[2] for entry in self._on_time[:1]]
-        head = (waiting or self._late)[0]
-        return head.num_prompt - head.num_computed
-
-    def _num_steps(self, now_s: float) -> int:
-        steps = super()._num_steps(now_s)
-        # Who is on course changes as contexts grow.
-        return min(steps, 8) if self._held or self._lost else steps
-
-    def _quiet_steps(self, now_s: float) -> int:
-        """Decode steps until the bank holds a chunk."""
-        return 2
