@@ -17,16 +17,14 @@ import aiohttp
 from aiohttp import web
 
 from sola_sched.colocation.sleeping import Dormitory, SleepOptions, WakeError
+from sola_sched.config.http_headers import OF_CONNECTION
 
 #: Paths of vLLM's besides /v1/ that are for clients; others put it to sleep or run code in it.
 _PASSED_ON = frozenset(
     ("/classify", "/detokenize", "/pooling", "/rerank", "/score", "/tokenize", "/v2/rerank")
 )
-#: Headers of one connection.
-_HOP = frozenset(
-    {"connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding",
-     "upgrade", "expect"}
-)  # fmt: skip
+#: Headers that both servers write themselves.
+_NOT_PASSED_ON = OF_CONNECTION | {"content-length", "expect", "host"}
 _CONTROL_S = 600.0
 
 
@@ -149,12 +147,12 @@ class Door:
             return _error(502, f"the server of {name!r} cannot be reached: {error}")
 
     async def _answer(self, request: web.Request, data: bytes, url: str) -> web.StreamResponse:
-        headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP}
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in _NOT_PASSED_ON}
         target = url + request.path_qs
         async with self._session.request(
             request.method, target, data=data, headers=headers, allow_redirects=False
         ) as answer:
-            passed = {k: v for k, v in answer.headers.items() if k.lower() not in _HOP}
+            passed = {k: v for k, v in answer.headers.items() if k.lower() not in _NOT_PASSED_ON}
             passed.pop("Content-Encoding", None)  # the client has decoded it
             response = web.StreamResponse(status=answer.status, headers=passed)
             await response.prepare(request)

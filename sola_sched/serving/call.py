@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from sola_sched.cluster.view import RoutedRequest
+from sola_sched.config.http_headers import OF_CONNECTION
 from sola_sched.config.slo import REQUEST_KEYS, SloTarget, request_target
 from sola_sched.errors import SloError
 from sola_sched.length_predictor.histogram import LengthHistogram
@@ -24,12 +25,9 @@ _CHARS_PER_TOKEN = 4.0
 _WEIGHT = 0.05
 #: Output of a request that does not limit it, or by more, tokens.
 _MOST_TOKENS = 2**17
-#: Headers that belong to one connection, or that the gateway writes itself.
-_NOT_PASSED_ON = SLO_HEADERS | {
-    ATTEMPT_HEADER,
-    "accept-encoding", "connection", "content-length", "expect", "host", "keep-alive",
-    "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
-    "upgrade", "x-request-id",
+#: Beside those of the connection, what the gateway writes itself.
+_NOT_PASSED_ON = OF_CONNECTION | SLO_HEADERS | {
+    ATTEMPT_HEADER, "accept-encoding", "content-length", "expect", "host", "x-request-id",
 }  # fmt: skip
 
 

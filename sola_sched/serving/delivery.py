@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import aiohttp
 
 from sola_sched.cluster.view import RoutedRequest
+from sola_sched.config.http_headers import OF_CONNECTION
 from sola_sched.config.slo import BEGAN_KEY, RESUMED_KEY, WAITED_KEY
 from sola_sched.errors import ConfigError
 from sola_sched.serving import events
@@ -39,6 +40,8 @@ _EVENT_STREAM = "text/event-stream"
 _numbers = itertools.count()
 #: Answers that another replica may do better than.
 _FAILURES = frozenset((500, 502, 504))
+#: What vLLM calls errors by their status; the gateway's others are all of one kind.
+_KINDS = {HTTPStatus.BAD_REQUEST: "BadRequestError", HTTPStatus.NOT_FOUND: "NotFoundError"}
 
 
 @dataclass(frozen=True)
@@ -376,14 +379,13 @@ class Delivery:
 
 def openai_error(message: str, status: HTTPStatus) -> dict[str, Any]:
     """An error as vLLM writes them."""
-    kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "ServiceUnavailableError"
+    kind = _KINDS.get(status, "ServiceUnavailableError")
     return {"error": {"message": message, "type": kind, "param": None, "code": status.value}}
 
 
-_OF_CONNECTION = frozenset(
-    ("connection", "content-length", "date", "keep-alive", "server", "transfer-encoding")
-)
+#: The gateway's own server writes the others.
+_NOT_PASSED_BACK = OF_CONNECTION | {"content-length", "date", "server"}
 
 
 def _passed_back(headers: Mapping[str, str]) -> dict[str, str]:
-    return {k: v for k, v in headers.items() if k.lower() not in _OF_CONNECTION}
+    return {k: v for k, v in headers.items() if k.lower() not in _NOT_PASSED_BACK}

@@ -20,7 +20,7 @@ from sola_sched.cluster.view import Router
 from sola_sched.errors import SloError
 from sola_sched.serving.call import Call, Lengths
 from sola_sched.serving.delivery import Delivery, GatewayOptions, openai_error
-from sola_sched.serving.feed import follow
+from sola_sched.serving.feed import LOAD_PATH, follow
 from sola_sched.serving.replicas import Replica, Replicas
 
 #: What is counted, and shown as `sola_gateway_NAME_total`.
@@ -71,6 +71,7 @@ class Gateway:
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/replicas", self._show_replicas)
+        app.router.add_get(LOAD_PATH, self._no_load)
         app.router.add_route("*", "/{path:.*}", self._serve)
         return app
 
@@ -170,6 +171,15 @@ class Gateway:
             for replica in self.replicas
         ]
         return web.json_response(shown, dumps=lambda value: json.dumps(value, allow_nan=False))
+
+    async def _no_load(self, _: web.Request) -> web.Response:
+        """A feed is one engine's and does not end; 404 is what a server without one answers."""
+        status = HTTPStatus.NOT_FOUND
+        message = (
+            f"{LOAD_PATH} must be asked for at an engine's own URL (this is a gateway); "
+            "GET /replicas lists the URLs, and the load of each engine."
+        )
+        return web.json_response(openai_error(message, status), status=status)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         registry = CollectorRegistry()

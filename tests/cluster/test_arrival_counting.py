@@ -102,3 +102,29 @@ def test_the_gateway_marks_a_second_attempt() -> None:
         assert second.headers[0][ATTEMPT_HEADER] == "2"
 
     run(test, first, second)
+
+
+@pytest.mark.parametrize("has_arrived", [False, True])
+def test_a_replica_that_refuses_the_connection_has_counted_nothing(has_arrived: bool) -> None:
+    pytest.importorskip("aiohttp")
+    from fake_replica import FakeReplica
+    from gateway_clients import Client, run, until
+
+    cutting, refusing, last = FakeReplica(cut_after=-1), FakeReplica(), FakeReplica()
+    order = [cutting, refusing, last] if has_arrived else [refusing, last]
+
+    async def test(client: Client) -> None:
+        async with refusing.running():
+            client.gateway.sync({f"new{i}": fake.url for i, fake in enumerate(order)})
+            await until(lambda: all(r.has_feed is not None for r in client.gateway.replicas))
+        assert (await client.complete()).is_ended  # nobody has told the gateway that one is gone
+        assert client.gateway.counts["failed_attempts"] == len(order) - 1
+
+    run(test, cutting, last)
+    arrivals = Arrivals()
+    for headers in (*cutting.headers, *last.headers):
+        _ask(ArrivalsMiddleware(_nothing, arrivals), "POST", "/v1/completions", *headers)
+
+    assert refusing.headers == []
+    assert last.headers[0].get(ATTEMPT_HEADER) == ("3" if has_arrived else None)
+    assert arrivals.num_arrived == 1

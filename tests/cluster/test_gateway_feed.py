@@ -10,11 +10,14 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from aiohttp.test_utils import TestServer
 from fake_engine import STEPS, line
 from fake_replica import FakeReplica
-from gateway_clients import gateway_before, until
+from gateway_clients import QUICK, Client, gateway_before, until
 
-from sola_sched.cluster.routers import JoinShortestQueue, LeastPredictedTtft
+from sola_sched.cluster.routers import JoinShortestQueue, LeastPredictedTtft, RoundRobin
+from sola_sched.serving.feed import LOAD_PATH, SILENT_S
+from sola_sched.serving.gateway import Gateway
 
 
 def test_reports_reach_the_router() -> None:
@@ -97,6 +100,39 @@ def test_the_end_of_a_feed_keeps_new_requests_away_at_once() -> None:
                 assert (await client.complete(1)).status == 200
 
         assert len(dying.bodies) == 0
+
+    asyncio.run(whole())
+
+
+def test_the_gateway_has_no_feed_and_says_where_there_is_one() -> None:
+    fake = FakeReplica(load=[line(waiting=2)])
+
+    async def whole() -> None:
+        async with gateway_before(fake) as client, asyncio.timeout(5):
+            async with client.session.get(client.url + LOAD_PATH) as reply:
+                status, error = reply.status, (await reply.json())["error"]
+            async with client.session.get(client.url + "/replicas") as reply:
+                shown = await reply.json()
+
+        assert (status, error["code"], error["type"]) == (404, 404, "NotFoundError")
+        assert "at an engine's own URL" in error["message"]
+        assert shown[0]["url"] == fake.url
+
+    asyncio.run(whole())
+
+
+def test_a_gateway_before_a_gateway_sends_it_requests() -> None:
+    async def whole() -> None:
+        async with gateway_before(FakeReplica(load=[line()])) as inner:
+            outer = Gateway(RoundRobin(), QUICK)
+            outer.sync({"inner": inner.url})
+            async with TestServer(outer.app(), host="127.0.0.1") as server:
+                replica = next(iter(outer.replicas))
+                await until(lambda: replica.has_feed is not None, SILENT_S / 2)
+                url = str(server.make_url("")).rstrip("/")
+                got = await Client(outer, url, inner.session).complete()
+
+        assert (replica.has_feed, got.is_ended) == (False, True)
 
     asyncio.run(whole())
 
