@@ -6,7 +6,7 @@ from __future__ import annotations
 #: docs/results/cluster-*.md have it, of runs on clusters below and past saturation.
 OF_ONE_MODEL = (
     "vLLM -1.3 points on average, 7.9 at most (17 runs); "
-    "`sola_sched` +0.8 points on average, 5.4 at most (17 runs)"
+    "`sola_sched` +0.6 points on average, 7.5 at most (17 runs)"
 )
 #: The same where services share a GPU by least slack (docs/results/sharing-real.md).
 OF_SERVICES = "+4.4 points (from -1.4 to +23.5)"
