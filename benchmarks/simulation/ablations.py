@@ -113,7 +113,6 @@ WithoutPromptsAlone = _without(planner, "find_prompts_alone", lambda *_, **__: N
 WithoutLead = _without(pace, "Jobs", _JobsWithoutLead)
 WithoutLending = _without(lost.Decodes, "most_lent_s", lambda _: -math.inf)
 WithoutLendingPastLost = _without(pace, "_is_sustained", lambda _: False)
-WithoutHurried = _without(lost, "_lose_hurried", lambda *_: None)
 WithoutFirstDeadline = _without(pace, "first_due_s", lambda *_: math.inf)
 WithoutTooSlow = _without(lost, "_lose_too_slow", lambda *_: None)
 WithoutOthersLost = _without(best_effort._LostStep, "_ends_beside", lambda *_: False)

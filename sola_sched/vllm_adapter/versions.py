@@ -106,14 +106,13 @@ class Seams:
     def resuming(self) -> list[Any]:
         """Waiting requests whose KV is there: vLLM starts them before all that a plan admits."""
         scheduler = self._scheduler
-        queue = scheduler.skipped_waiting if self._has_skipped else scheduler.kv_holding_waiting
         loaded, is_blocked = (
             scheduler.finished_recving_kv_req_ids,
             scheduler._is_blocked_waiting_status,
         )
         return [
             request
-            for request in queue
+            for request in self._drained_first()
             if request.request_id in loaded
             or (request.num_computed_tokens and not is_blocked(request.status))
         ]
@@ -129,8 +128,12 @@ class Seams:
 
     def _holding_kv(self) -> Iterator[Any]:
         """Waiting requests that have KV, or will when a load ends."""
-        name = "skipped_waiting" if self._has_skipped else "kv_holding_waiting"
-        return (r for r in getattr(self._scheduler, name) if r.num_computed_tokens)
+        return (r for r in self._drained_first() if r.num_computed_tokens)
+
+    def _drained_first(self) -> Any:
+        """The queue that vLLM empties before `waiting`."""
+        scheduler = self._scheduler
+        return scheduler.skipped_waiting if self._has_skipped else scheduler.kv_holding_waiting
 
     def _is_ready(self, request: Any) -> bool:
         """Whether nothing blocks the request; a finished grammar unblocks it here."""
@@ -173,9 +176,8 @@ class Seams:
         """Take its KV from a request that waits with it; its prompt is computed anew."""
         from vllm.v1.request import RequestStatus
 
-        scheduler, status = self._scheduler, request.status
-        name = "skipped_waiting" if self._has_skipped else "kv_holding_waiting"
-        for queue in (getattr(scheduler, name), scheduler.waiting):
+        status = request.status
+        for queue in (self._drained_first(), self._scheduler.waiting):
             if request in queue:
                 queue.remove_requests([request])
         request.status = RequestStatus.RUNNING  # only such are preempted
