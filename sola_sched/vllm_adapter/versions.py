@@ -184,8 +184,11 @@ class Seams:
         try:
             self.preempt(request, timestamp)
         finally:
-            # As it was: the model's worker has not seen the next input of a session.
+            # As it was: the model's worker has not seen the next input of a session. Once its KV
+            # has been loaded, vLLM goes by this count, and would send the worker no input.
             request.status = status
+            if status == RequestStatus.WAITING:
+                request.num_preemptions = 0
 
     def within_max_loras(self, requests: Iterable[Any]) -> list[Any]:
         """Those of `requests` whose adapters fit beside those of all who run or hold KV.

@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 import torch
 from engine_harness import STOCK, TIGHT_BLOCKS, EngineRequest, RunResult, make_workload, run
 from marks import MODES
+from needs import NEEDS_SWAPPING
 from tiny_llama import write_byte_tokenizer, write_tiny_llama
 from vllm import LLM
 
@@ -135,8 +136,9 @@ def test_inputs_that_stream_in_are_answered_as_by_stock(is_async, model_dir) -> 
 
 
 @pytest.mark.parametrize("is_async", MODES)
+@pytest.mark.parametrize("swaps", [False, pytest.param(True, marks=NEEDS_SWAPPING)])
 def test_sessions_that_go_on_together_in_full_memory_are_answered_as_with_plenty(
-    is_async, model_dir
+    swaps, is_async, model_dir
 ) -> None:
     """Stock vLLM waits for ever here: each session holds KV that another one lacks."""
     tokens = itertools.cycle(token for r in make_workload(**SMALL) for token in r.prompt)
@@ -145,14 +147,25 @@ def test_sessions_that_go_on_together_in_full_memory_are_answered_as_with_plenty
         for i in range(3)
         for k, length in enumerate((180, 120, 1))
     ]
+    sola = {**SOLA["sola_sched"], "swap": {"always": True} if swaps else {"mode": "off"}}
 
     plenty = run(STOCK, requests, model_dir, async_scheduling=is_async)
     result = run(
-        requests=requests, model_dir=model_dir, async_scheduling=is_async, num_blocks=24, **OURS
+        OURS["scheduler_cls"],
+        requests,
+        model_dir,
+        async_scheduling=is_async,
+        num_blocks=24,
+        additional_config={"sola_sched": sola},
     )
 
     assert all(len(plenty.tokens[f"s{i}"]) == 2 * 20 for i in range(3))
     assert_served_as(plenty, result)
+    assert result.stats["num_kv_given_back"] >= 1
+    if swaps:
+        assert result.stats["swap"]["num_loaded"] > 300
+    else:
+        assert result.num_recomputed > 100
 
 
 def test_pooling_models_run_in_vllms_order(tmp_path: Path) -> None:
