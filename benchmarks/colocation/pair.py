@@ -10,9 +10,9 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,13 @@ class Service:
     burstiness: float
     slo: SloTarget
 
+    def scaled(self, factor: float) -> Service:
+        """The same where everything takes `factor` times as long."""
+        assert self.slo.ttft_s is not None
+        assert self.slo.tpot_s is not None
+        slo = SloTarget(self.slo.ttft_s * factor, self.slo.tpot_s * factor)
+        return replace(self, rate_per_s=self.rate_per_s / factor, slo=slo)
+
     def workload(self, seconds: float, seed: int, vocab_size: int) -> Workload:
         """Its requests of about so many seconds."""
         rng = np.random.default_rng([seed, len(self.name), self.prompt_tokens])
@@ -80,8 +87,9 @@ def _about(rng: np.random.Generator, mean: int) -> int:
 
 @dataclass(frozen=True)
 class Order:
-    """What an engine is told to run: `scheduler` as in `python -m sola_sched.bench`."""
+    """What an engine is told to serve: `scheduler` as in `python -m sola_sched.bench`."""
 
+    service: Service
     scheduler: str
     turns: dict[str, Any] | None
     seconds: float
@@ -112,7 +120,7 @@ class _PairedBackend(EngineBackend):
         self._line.recv()
 
 
-def _serve(service: Service, shape: model.ModelShape, core: int, line: Connection) -> None:
+def _serve(shape: model.ModelShape, core: int, line: Connection) -> None:
     """One engine's process: runs orders until it is sent None."""
     cores = os.sched_getaffinity(0)
     environment.prepare(None, is_random=True)
@@ -127,9 +135,8 @@ def _serve(service: Service, shape: model.ModelShape, core: int, line: Connectio
     backend = _PairedBackend(options, line, core)
     line.send("up")
     while (order := line.recv()) is not None:
-        outcome = backend.run(
-            service.workload(order.seconds, order.seed, shape.vocab_size), order.spec, service.slo
-        )
+        workload = order.service.workload(order.seconds, order.seed, shape.vocab_size)
+        outcome = backend.run(workload, order.spec, order.service.slo)
         lease = getattr(backend.scheduler, "sola_lease", None)
         os.sched_setaffinity(0, cores)
         line.send((outcome.records, None if lease is None else lease.stats))
@@ -140,6 +147,7 @@ class Pair:
 
     Attributes:
         processes: In the order of the services.
+        services: Their traffic; may be replaced between runs.
     """
 
     def __init__(self, services: Sequence[Service], shape: model.ModelShape, core: int) -> None:
@@ -149,23 +157,30 @@ class Pair:
         for service in services:
             line, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(service, shape, core, theirs), name=service.name, daemon=True
+                target=_serve, args=(shape, core, theirs), name=service.name, daemon=True
             )
             process.start()
             theirs.close()
             self._lines.append(line)
             self.processes.append(process)
-        self._all("up")
+        self._all("up", range(len(self._lines)))
 
     def begin(self, scheduler: str, turns: Sequence[dict[str, Any] | None], seconds: float,
-              seed: int) -> None:  # fmt: skip
-        """Start engines and requests; the services' options of turns are given one by one."""
-        for line, own in zip(self._lines, turns, strict=True):
-            line.send(Order(scheduler, own, seconds, seed))
-        self._all("ready")
+              seed: int, only: int | None = None) -> None:  # fmt: skip
+        """Start engines and requests.
+
+        Args:
+            turns: The services' options of turns, one by one.
+            only: The one service whose engine runs; all run without.
+        """
+        numbers = range(len(self._lines)) if only is None else [only]
+        for number in numbers:
+            order = Order(self.services[number], scheduler, turns[number], seconds, seed)
+            self._lines[number].send(order)
+        self._all("ready", numbers)
         self.started_s = time.monotonic()
-        for line in self._lines:
-            line.send("go")
+        for number in numbers:
+            self._lines[number].send("go")
 
     def result(self, number: int) -> tuple[list[RequestRecord], Any]:
         """Wait for the requests of one service, and what its lease counted."""
@@ -181,8 +196,8 @@ class Pair:
             if process.is_alive():
                 process.kill()
 
-    def _all(self, word: str) -> None:
-        for number in range(len(self._lines)):
+    def _all(self, word: str, numbers: Iterable[int]) -> None:
+        for number in numbers:
             got = self._receive(number)
             assert got == word, f"expected {word!r}, got {got!r}"
 
