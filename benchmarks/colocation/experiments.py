@@ -44,7 +44,7 @@ ARMS = {
 }
 #: The core that both engines have; the benchmark itself runs on another one.
 _CORE = 1
-_KILLS = 3
+_KILLS = 8
 
 
 def colocation(setup: Setup) -> Outcome:
