@@ -125,7 +125,7 @@ PARTS = (
         "vllm.v1.request.RequestStatus",
         _names("""
             FINISHED_ERROR FINISHED_IGNORED FINISHED_LENGTH_CAPPED FINISHED_REPETITION
-            FINISHED_STOPPED RUNNING
+            FINISHED_STOPPED RUNNING WAITING
             """),
         _names("PREEMPTED WAITING_FOR_REMOTE_KVS"),
     ),
