@@ -175,7 +175,7 @@ EXPERIMENTS = (
     Experiment("predictor-latency", "time of one prediction, by part, and memory", "10 min",
                "predictor.bench_latency:latency", ("store", "data"), "predictor-latency.jsonl"),
     Experiment("colocation", "two engines on one core, with and without turns; a kill",
-               "6 min", "colocation.experiments:colocation", ("seeds", "quick"),
+               "12 min", "colocation.experiments:colocation", ("seeds", "quick"),
                defaults={"seeds": _THREE}),
     Experiment("colocation-turns", "what a turn costs", "1 min", "colocation.experiments:turns",
                ("quick",)),

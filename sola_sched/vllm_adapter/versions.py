@@ -173,7 +173,7 @@ class Seams:
         scheduler._preempt_request(request, timestamp, drop_stale_output=drop)
 
     def give_back(self, request: Any, timestamp: float) -> None:
-        """Take its KV from a request that waits with it; its prompt is computed anew."""
+        """Take its KV from a request that waits with it, to be loaded or computed anew."""
         from vllm.v1.request import RequestStatus
 
         status = request.status
