@@ -171,9 +171,9 @@ class SteeringMixin(_Host):
         """Break a deadlock of vLLM's: all who could run wait, for KV that others of them hold.
 
         Streaming sessions hold KV while they wait. If they go on together and memory has no room
-        for any, vLLM waits for ever; here the last of them gives its KV back, to be loaded or computed
-        anew.
-        Those that wait for their client's next input keep theirs: vLLM knows their answers by it.
+        for any, vLLM waits for ever; here the last of them gives its KV back, to be loaded or
+        computed anew. Those that wait for their client's next input keep theirs: vLLM knows their
+        answers by it.
         """
         waiting = [r for r in self._seams.not_running() if r.status.name != WAITS_FOR_INPUT]
         if any(self._is_blocked_waiting_status(r.status) for r in waiting):
