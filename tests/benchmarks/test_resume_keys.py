@@ -98,7 +98,7 @@ def test_length_histogram_and_swap_policy_decide_our_runs(changed: Any) -> None:
 #: What the plug-in imports when vLLM loads it, beside files of its own name.
 OF_PLUGIN = (
     "__init__.py", "compiled.py", "execution.py", "load_feed.py", "loops.py", "names.py",
-    "refusals.py", "services.py", "state.py", "versions.py",
+    "refusals.py", "services.py", "state.py", "traffic.py", "versions.py",
 )  # fmt: skip
 
 
