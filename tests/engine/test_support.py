@@ -163,7 +163,7 @@ def test_sessions_that_go_on_together_in_full_memory_are_answered_as_with_plenty
     assert_served_as(plenty, result)
     assert result.stats["num_kv_given_back"] >= 1
     if swaps:
-        assert result.stats["swap"]["num_loaded"] > 300
+        assert result.stats["swap"]["num_loaded"] > 100
     else:
         assert result.num_recomputed > 100
 
