@@ -55,9 +55,12 @@ class Service:
 
     def scaled(self, factor: float) -> Service:
         """The same where everything takes `factor` times as long."""
-        assert self.slo.ttft_s is not None
-        assert self.slo.tpot_s is not None
-        slo = SloTarget(self.slo.ttft_s * factor, self.slo.tpot_s * factor)
+        slo = replace(
+            self.slo,
+            ttft_s=self.slo.ttft_s * factor,
+            tpot_s=self.slo.tpot_s * factor,
+            e2e_s=self.slo.e2e_s * factor,
+        )
         return replace(self, rate_per_s=self.rate_per_s / factor, slo=slo)
 
     def workload(self, seconds: float, seed: int, vocab_size: int) -> Workload:
@@ -174,9 +177,12 @@ class Pair:
             only: The one service whose engine runs; all run without.
         """
         numbers = range(len(self._lines)) if only is None else [only]
+        orders = [
+            Order(service, scheduler, own, seconds, seed)
+            for service, own in zip(self.services, turns, strict=True)
+        ]
         for number in numbers:
-            order = Order(self.services[number], scheduler, turns[number], seconds, seed)
-            self._lines[number].send(order)
+            self._lines[number].send(orders[number])
         self._all("ready", numbers)
         self.started_s = time.monotonic()
         for number in numbers:

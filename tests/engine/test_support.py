@@ -163,9 +163,9 @@ def test_sessions_that_go_on_together_in_full_memory_are_answered_as_with_plenty
     assert_served_as(plenty, result)
     assert result.stats["num_kv_given_back"] >= 1
     if swaps:
-        assert result.stats["swap"]["num_loaded"] > 100
+        assert result.stats["swap"]["num_loaded"] >= 180 + 20 - 1  # of one session at least
     else:
-        assert result.num_recomputed > 100
+        assert result.num_recomputed >= 180 + 20 - 1
 
 
 def test_pooling_models_run_in_vllms_order(tmp_path: Path) -> None:
