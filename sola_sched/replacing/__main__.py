@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,10 +78,12 @@ def _parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run until interrupted; return the exit code."""
+    """Run until interrupted or terminated; return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        make_follower(sys.argv[1:] if argv is None else argv).run()
+        follower = make_follower(sys.argv[1:] if argv is None else argv)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        follower.run()
     except (ConfigError, InfeasibleError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import importlib.util
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -83,15 +85,21 @@ async def _run_gateway(args: argparse.Namespace) -> None:
             f"'--host' and '--port' must be free to listen on (got {args.host}:{args.port}: "
             f"{error.strerror or error}); choose others."
         ) from error
-    print(f"gateway: http://{args.host}:{args.port}", flush=True)
+    print(f"gateway: http://{args.host}:{runner.addresses[0][1]}", flush=True)
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     try:
-        await asyncio.Event().wait()
-    finally:
+        await ended.wait()
+    finally:  # streams that have begun may go on for a minute
         await runner.cleanup()
 
 
 def _run_on_ray(args: argparse.Namespace, options: dict[str, Any]) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if importlib.util.find_spec("vllm"):  # what it refuses it refuses here, not in a replica
+        from sola_sched.serving.engine import parse_arguments, to_arguments
+
+        parse_arguments(to_arguments({"model": args.model, **options}))
     import ray
     from ray import serve
 
@@ -112,8 +120,9 @@ def _run_on_ray(args: argparse.Namespace, options: dict[str, Any]) -> None:
         "port": args.port,
         "gateway": options_of(args),
     }
-    serve.run(build(cluster), name="sola", route_prefix=None)
-    print(f"gateway: http://{args.host}:{args.port}", flush=True)
+    gateway = serve.run(build(cluster), name="sola", route_prefix=None)
+    print(f"gateway: {gateway.url.remote().result()}", flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while True:
             time.sleep(3600)

@@ -35,7 +35,8 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     Args:
         arguments: As on the command line, `--model` among them.
     """
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(list(arguments))
+    parser = FlexibleArgumentParser(prog="vllm serve", usage="vllm serve MODEL [options]")
+    args = make_arg_parser(parser).parse_args(list(arguments))
     args.scheduler_cls = args.scheduler_cls or _SCHEDULER
     if args.scheduler_cls == _SCHEDULER:
         additional = dict(args.additional_config or {})

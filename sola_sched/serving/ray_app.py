@@ -194,6 +194,7 @@ class GatewayServer:
         self._engines = engines
         self._urls: dict[str, Mapping[str, str]] = {}
         self._runner: web.AppRunner | None = None
+        self._url = ""
         self._asking: list[asyncio.Task[None]] = []
 
     async def record_replica_metadata(self) -> dict[str, Any]:
@@ -205,14 +206,13 @@ class GatewayServer:
         )
         await self._runner.setup()
         host = self._args.host or "0.0.0.0"
-        site = web.TCPSite(self._runner, host, self._args.port)
-        await site.start()
+        await web.TCPSite(self._runner, host, self._args.port).start()
         self._asking = [asyncio.create_task(_wake_router(engine)) for engine in self._engines]
         if self._args.follows is not None:
             self._asking.append(asyncio.create_task(self._follow(self._args.follows)))
-        port = self._runner.addresses[0][1]
-        logger.info("the gateway listens on %s:%d", host, port)
-        return {URL: f"http://{host}:{port}"}
+        self._url = f"http://{host}:{self._runner.addresses[0][1]}"
+        logger.info("the gateway listens on %s", self._url)
+        return {URL: self._url}
 
     async def _follow(self, service: str) -> None:
         """Take in the engines of the service's other applications, as they come and go."""
@@ -233,6 +233,10 @@ class GatewayServer:
     def _sync(self, name: str, urls: Mapping[str, str]) -> None:
         self._urls[name] = urls
         self._gateway.sync({k: v for each in self._urls.values() for k, v in each.items()})
+
+    async def url(self) -> str:
+        """Where it listens."""
+        return self._url
 
     async def counts(self) -> dict[str, int]:
         """What the gateway has counted."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -97,8 +96,8 @@ def controller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controller]
         try:
             yield made
         finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
+            process.terminate()
+            assert process.wait(60) == 0
 
 
 def test_services_change_under_load_and_every_stream_is_what_it_would_have_been(

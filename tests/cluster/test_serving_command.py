@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import socket
+import sys
 
 import pytest
 
 pytest.importorskip("aiohttp")
 
+import aiohttp
 from command_help import assert_explained
+from fake_replica import FakeReplica, output_of
+from gateway_clients import until
 
 from sola_sched.serving.__main__ import _by_name, main
 
@@ -66,6 +72,47 @@ def test_a_port_that_is_taken_is_an_error(capsys: pytest.CaptureFixture[str]) ->
     assert f"must be free to listen on (got 127.0.0.1:{port}" in capsys.readouterr().err
 
 
+def test_a_gateway_that_is_terminated_ends_its_streams_and_takes_no_new_ones() -> None:
+    async def whole() -> None:
+        async with asyncio.timeout(30), FakeReplica(token_s=0.02).running() as fake:
+            command = ["-P", "-m", "sola_sched.serving", "gateway", "--port", "0"]
+            gateway = await asyncio.create_subprocess_exec(
+                *(sys.executable, *command, "--replica", fake.url), stdout=asyncio.subprocess.PIPE
+            )
+            assert gateway.stdout is not None
+            url = (await gateway.stdout.readline()).decode().removeprefix("gateway: ").strip()
+            body = {"model": "fake", "prompt": "hello", "max_tokens": 100, "stream": True}
+            async with aiohttp.ClientSession() as session:
+                stream = asyncio.create_task(_text_of(session, url, body))
+                await until(lambda: fake.bodies)
+
+                gateway.terminate()
+
+                while await _listens(session, url):
+                    await asyncio.sleep(0.01)
+                assert not stream.done()
+                assert await stream == output_of("hello", 100)
+            assert await gateway.wait() == 0
+
+    asyncio.run(whole())
+
+
+async def _listens(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(f"{url}/health"):
+            return True
+    except aiohttp.ClientConnectorError:
+        return False
+
+
+async def _text_of(session: aiohttp.ClientSession, url: str, body: dict[str, object]) -> str:
+    async with session.post(f"{url}/v1/completions", json=body) as reply:
+        raw = (await reply.read()).decode()
+    assert raw.endswith("data: [DONE]\n\n")
+    events = [json.loads(event.removeprefix("data: ")) for event in raw.split("\n\n")[:-2]]
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
 @pytest.mark.vllm
 def test_arguments_of_vllm_serve_pass_through_whole() -> None:
     pytest.importorskip("vllm")
@@ -85,3 +132,17 @@ def test_arguments_of_vllm_serve_pass_through_whole() -> None:
     assert args.middleware == ["x.Y", "z.W", MIDDLEWARE]
     assert args.served_model_name == ["m", "n"]
     assert args.allowed_origins == ["http://here"]
+
+
+@pytest.mark.vllm
+@pytest.mark.ray
+def test_what_vllm_serve_would_refuse_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("vllm")
+    with pytest.raises(SystemExit) as ended:
+        main(["ray", "model", "--rooter", "single"])
+
+    assert ended.value.code == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line == "vllm serve: error: unrecognized arguments: --rooter"

@@ -15,13 +15,9 @@ pytest.importorskip("ray.serve")
 
 import aiohttp
 from fake_replica import output_of
-from local_ray import free_port, local_ray
+from local_ray import local_ray
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-def _url(port: int) -> str:
-    return f"http://127.0.0.1:{port}"
 
 
 def _replicas(url: str) -> list[dict[str, Any]]:
@@ -39,7 +35,6 @@ def cluster() -> Iterator[str]:
 
     from sola_sched.serving.ray_app import ROUTER_CLASS, GatewayServer
 
-    port = free_port()
     with local_ray():
         serve.start(proxy_location="Disabled")
         light = {"num_cpus": 0}
@@ -50,10 +45,11 @@ def cluster() -> Iterator[str]:
             request_router_config=RequestRouterConfig(request_router_class=ROUTER_CLASS),
         )
         gateway = serve.deployment(GatewayServer).options(name="gateway", ray_actor_options=light)
-        args = {"model": "m", "host": "127.0.0.1", "port": port, "router": "shortest-queue"}
-        serve.run(gateway.bind([engines.bind(0.02)], args), name="sola", route_prefix=None)
-        _wait_for(lambda: sum(bool(r["has_feed"]) for r in _replicas(_url(port))) == 2)
-        yield _url(port)
+        args = {"model": "m", "host": "127.0.0.1", "port": 0, "router": "shortest-queue"}
+        app = gateway.bind([engines.bind(0.02)], args)
+        url = serve.run(app, name="sola", route_prefix=None).url.remote().result()
+        _wait_for(lambda: sum(bool(r["has_feed"]) for r in _replicas(url)) == 2)
+        yield url
 
 
 def _wait_for(condition: Any, limit_s: float = 120.0) -> None:

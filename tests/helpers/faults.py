@@ -131,6 +131,7 @@ class Faults:
                     mock.patch.object(owner, name, self._failing(site, getattr(owner, name)))
                 )
             yield self
+        print(f"{self.total} failures injected")  # `pytest -rP` shows it
 
     def _failing(self, site: str, original: Any) -> Any:
         @wraps(original)
