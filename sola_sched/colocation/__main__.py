@@ -44,9 +44,6 @@ def make_parser() -> LineParser:
     door.add_argument("--least-s", type=float, default=SleepOptions.least_s,
         help="a service that has woken keeps its place for so many seconds although others wait "
         "for it (default: %(default)s)")  # fmt: skip
-    door.add_argument("--level", type=int, choices=(1, 2), default=1,
-        help="of vLLM's sleep: 1 keeps the weights in host memory, 2 drops them "
-        "(default: %(default)s)")  # fmt: skip
     commands.add_parser("memory", help="whether engines here can share KV memory (kvcached)")
     return parser
 
@@ -75,13 +72,13 @@ def main(argv: Sequence[str]) -> int:
         if not 0.0 <= value < math.inf:
             parser.error(f"{flag} must be finite and >= 0 (got {value})")
     options = SleepOptions(args.idle_s, args.max_awake, args.least_s)
-    door = Door(urls, options, args.level)
+    door = Door(urls, options)
     try:
         web.run_app(door.app(), host=args.host, port=args.port, handler_cancellation=True,
                     access_log=None)  # fmt: skip
     except (aiohttp.ClientError, RuntimeError) as error:
         parser.error(f"every server must run and be able to sleep (got: {error}); start it first")
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         parser.error(
             f"'--host' and '--port' must be free to listen on (got {args.host}:{args.port}: "

@@ -34,16 +34,16 @@ class VllmServer:
     Args:
         url: Without a path.
         session: For its requests.
-        level: Of its sleep: 1 keeps the weights in host memory.
     """
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, level: int = 1) -> None:
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self.url = url.rstrip("/")
-        self._session, self._level = session, level
+        self._session = session
 
     async def sleep(self) -> None:
+        # Level 1: nothing would load the weights that level 2 drops.
         # `wait`: vLLM's own default would end requests that the door does not know of.
-        await self._post(f"/sleep?level={self._level}&mode=wait")
+        await self._post("/sleep?level=1&mode=wait")
         if not await self.is_sleeping():
             raise RuntimeError(f"{self.url} does not sleep although it was told to")
 
@@ -83,11 +83,10 @@ class Door:
     Args:
         urls: Of the services, by the name that requests give as `model`.
         options: When they sleep.
-        level: Of their sleep.
     """
 
-    def __init__(self, urls: Mapping[str, str], options: SleepOptions, level: int = 1) -> None:
-        self._urls, self._options, self._level = dict(urls), options, level
+    def __init__(self, urls: Mapping[str, str], options: SleepOptions) -> None:
+        self._urls, self._options = dict(urls), options
         self.dormitory: Dormitory
 
     def app(self) -> web.Application:
@@ -103,11 +102,12 @@ class Door:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             self._session = session
-            servers = {
-                name: VllmServer(url, session, self._level) for name, url in self._urls.items()
-            }
+            servers = {name: VllmServer(url, session) for name, url in self._urls.items()}
             self.dormitory = Dormitory(servers, self._options)
-            await self.dormitory.start()
+            try:
+                await self.dormitory.start()
+            except (OSError, UnicodeError) as error:  # not of the door's own address
+                raise RuntimeError(str(error) or type(error).__name__) from error
             task = asyncio.create_task(self.dormitory.run())
             yield
             task.cancel()
@@ -140,18 +140,22 @@ class Door:
             return _error(404, f"'model' must be one of {known} (got {name!r}).")
         try:
             async with self.dormitory.awake(name):
-                return await self._answer(request, data, self._urls[name].rstrip("/"))
+                return await self._answer(request, data, name)
         except WakeError as error:
             return _error(503, str(error), {"Retry-After": "10"})
-        except aiohttp.ClientConnectorError as error:
-            return _error(502, f"the server of {name!r} cannot be reached: {error}")
 
-    async def _answer(self, request: web.Request, data: bytes, url: str) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, data: bytes, name: str) -> web.StreamResponse:
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _NOT_PASSED_ON}
-        target = url + request.path_qs
-        async with self._session.request(
-            request.method, target, data=data, headers=headers, allow_redirects=False
-        ) as answer:
+        target = self._urls[name].rstrip("/") + request.path_qs
+        try:
+            answer = await self._session.request(
+                request.method, target, data=data, headers=headers, allow_redirects=False
+            )
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            status = 504 if isinstance(error, TimeoutError) else 502
+            reason = str(error) or type(error).__name__
+            return _error(status, f"the server of {name!r} cannot be reached: {reason}")
+        async with answer:  # an error from here on cuts the client's connection
             passed = {k: v for k, v in answer.headers.items() if k.lower() not in _NOT_PASSED_ON}
             passed.pop("Content-Encoding", None)  # the client has decoded it
             response = web.StreamResponse(status=answer.status, headers=passed)

@@ -4,7 +4,8 @@ A service that sleeps has its weights in host memory and no KV cache (vLLM's sle
 so that others have the GPU's memory. `Dormitory` counts who is in flight where: a service is put to
 sleep only while nobody is, and lets nobody in until it is awake again. Where fewer fit into the
 memory than are asked for, a service that is waited for takes the place of the one that has been
-idle longest, or else of the one that has been awake longest, once its requests have ended.
+idle longest, or else of the one that has been awake longest, once its requests have ended. A
+service that failed to fall asleep lets nobody in until it has told whether it sleeps.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -43,16 +44,19 @@ class Service:
 
     Attributes:
         is_awake: It takes requests.
-        is_moving: It is being put to sleep or woken.
+        is_known: Whether it is awake is known; a sleep that failed may have taken effect.
+        is_moving: It is being put to sleep, woken, or asked whether it sleeps.
         is_leaving: It takes no more requests, since its place is wanted.
         num_in_flight, num_waiting: Requests that it serves, and that wait for it.
         asked_s: Since when requests have waited for it.
         awake_s, used_s: When it woke, and when its last request ended.
+        again_s: When it may be told to sleep or asked whether it sleeps, after that failed.
         failure: Why it could not be woken, for those who wait now.
     """
 
     sleeper: Sleeper
     is_awake: bool = False
+    is_known: bool = True
     is_moving: bool = False
     is_leaving: bool = False
     num_in_flight: int = 0
@@ -60,6 +64,7 @@ class Service:
     asked_s: float = 0.0
     awake_s: float = 0.0
     used_s: float = 0.0
+    again_s: float = 0.0
     failure: Exception | None = None
 
     @property
@@ -83,7 +88,8 @@ class SleepOptions:
         idle_s: Seconds without a request after which a service is put to sleep, >= 0.
         max_awake: Services that fit into the GPU's memory together, >= 1; None for all.
         least_s: Seconds for which a service that has woken keeps its place although others wait.
-        retry_s: Seconds until a service that would not sleep is told so again.
+        retry_s: Seconds until a service that would not sleep is told so again, and one that did not
+            tell whether it sleeps is asked again.
     """
 
     idle_s: float = 300.0
@@ -168,24 +174,33 @@ class Dormitory:
         for service in self.services.values():
             if service.is_awake and not service.is_moving and service.is_leaving:
                 if not service.num_in_flight:
-                    self._move(service, to_sleep=True)
+                    self._move(service, self._fall_asleep)
             elif service.is_idle:
-                left_s = service.used_s + options.idle_s - now_s
+                left_s = max(service.used_s + options.idle_s, service.again_s) - now_s
                 if left_s <= 0.0:
-                    self._move(service, to_sleep=True)
+                    self._move(service, self._fall_asleep)
+                else:
+                    times.append(left_s)
+            elif not service.is_known and not service.is_moving:
+                left_s = service.again_s - now_s
+                if left_s <= 0.0 or (service.num_waiting and service.failure is None):
+                    self._move(service, self._ask)
                 else:
                     times.append(left_s)
         wanted = [
             service
             for service in self.services.values()
             if service.num_waiting and not service.is_awake and not service.is_moving
-            and service.failure is None
+            and service.is_known and service.failure is None
         ]  # fmt: skip
         for service in sorted(wanted, key=lambda each: each.asked_s):
-            # Who is on the way to sleep still has its memory.
-            num_there = sum(each.is_awake or each.is_moving for each in self.services.values())
+            # Who is on the way to sleep still has its memory, and who does not tell may have it.
+            num_there = sum(
+                each.is_awake or each.is_moving or not each.is_known
+                for each in self.services.values()
+            )
             if options.max_awake is None or num_there < options.max_awake:
-                self._move(service, to_sleep=False)
+                self._move(service, self._wake)
             else:
                 times.append(self._make_room(now_s))
         return min(filter(None, times), default=None)
@@ -195,24 +210,32 @@ class Dormitory:
         awake = [each for each in self.services.values() if each.is_awake]
         if any(each.is_leaving or each.is_moving for each in awake):
             return 0.0
-        idle = [each for each in awake if each.is_idle]
+        ready = [each for each in awake if each.again_s <= now_s]
+        idle = [each for each in ready if each.is_idle]
         if idle:
-            self._move(min(idle, key=lambda each: each.used_s), to_sleep=True)
+            self._move(min(idle, key=lambda each: each.used_s), self._fall_asleep)
             return 0.0
-        oldest = min(awake, key=lambda each: each.awake_s, default=None)
-        if oldest is None:
-            return 0.0
-        left_s = oldest.awake_s + self.options.least_s - now_s
-        if left_s <= 0.0:
-            oldest.is_leaving = True
-            if not oldest.num_in_flight:
-                self._move(oldest, to_sleep=True)
-            return 0.0
-        return left_s
+        oldest = min(ready, key=lambda each: each.awake_s, default=None)
+        times = [each.again_s - now_s for each in awake if each.again_s > now_s]
+        if oldest is not None:
+            left_s = oldest.awake_s + self.options.least_s - now_s
+            if left_s <= 0.0:
+                oldest.is_leaving = True
+                if not oldest.num_in_flight:
+                    self._move(oldest, self._fall_asleep)
+                return 0.0
+            times.append(left_s)
+        return min(times, default=0.0)
 
-    def _move(self, service: Service, *, to_sleep: bool) -> None:
+    def _move(self, service: Service, move: Callable[[Service], Awaitable[None]]) -> None:
+        async def whole() -> None:
+            await move(service)
+            async with self._changed:
+                service.is_moving = service.is_leaving = False
+                self._changed.notify_all()
+
         service.is_moving = True
-        task = asyncio.create_task(self._fall_asleep(service) if to_sleep else self._wake(service))
+        task = asyncio.create_task(whole())
         self._moves.add(task)
         task.add_done_callback(self._moves.discard)
 
@@ -220,11 +243,10 @@ class Dormitory:
         try:
             await service.sleeper.wake_up()
             service.is_awake = True
-            service.awake_s = service.used_s = self.clock()
+            service.awake_s = service.used_s = service.again_s = self.clock()
         except Exception as error:
             logger.error("a service could not be woken: %s", error)
-            service.failure = error
-        await self._moved(service)
+            self._fail(service, error)
 
     async def _fall_asleep(self, service: Service) -> None:
         try:
@@ -232,14 +254,23 @@ class Dormitory:
             service.is_awake = False
         except Exception as error:
             logger.error("a service could not be put to sleep: %s", error)
-            service.used_s = self.clock() + self.options.retry_s - self.options.idle_s
-            service.awake_s = self.clock()
-        await self._moved(service)
+            await self._ask(service)
 
-    async def _moved(self, service: Service) -> None:
-        async with self._changed:
-            service.is_moving = service.is_leaving = False
-            self._changed.notify_all()
+    async def _ask(self, service: Service) -> None:
+        """Learn whether a service sleeps that could not be put to sleep."""
+        try:
+            service.is_awake = not await service.sleeper.is_sleeping()
+            service.is_known = True
+        except Exception as error:
+            logger.error("a service does not tell whether it sleeps: %s", error)
+            service.is_awake = service.is_known = False
+            self._fail(service, error)
+        service.awake_s = self.clock()
+        service.again_s = service.awake_s + self.options.retry_s
+
+    def _fail(self, service: Service, error: Exception) -> None:
+        if service.num_waiting:  # for others it is old
+            service.failure = error
 
     def _nudge(self) -> None:
         async def notify() -> None:

@@ -51,6 +51,17 @@ def positive_float(text: str) -> float:
     return value
 
 
+def natural_float(text: str) -> float:
+    """A finite number >= 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number >= 0 (got {text!r})")
+    return value
+
+
 def rate(text: str) -> float:
     """A number > 0 or ``inf``."""
     try:

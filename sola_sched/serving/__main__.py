@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import importlib.util
 import logging
@@ -16,12 +17,22 @@ from typing import Any
 
 from aiohttp import web
 
-from sola_sched.config.flags import LineParser, port, positive_float, positive_int, server_url
+from sola_sched.config.flags import (
+    LineParser,
+    natural_float,
+    port,
+    positive_float,
+    positive_int,
+    server_url,
+)
 from sola_sched.errors import ConfigError
 from sola_sched.serving.delivery import GatewayOptions
 from sola_sched.serving.gateway import Gateway
 from sola_sched.serving.policies import DEFAULT, NAMES, make_router
 
+_APPLICATION = "sola"
+#: Seconds that requests have to end when the whole on Ray Serve is ended.
+_DRAIN_S = 30.0
 #: What each of the gateway's options is for.
 _HELP = {
     "stall_s": "a replica that has requests and computes nothing for so many seconds has stalled: "
@@ -49,7 +60,7 @@ def make_parser() -> LineParser:
     whole.add_argument("model", help="the model, as `vllm serve` takes it")
     whole.add_argument("--num-replicas", type=positive_int, default=2,
         help="engines, each with a server of its own (default: %(default)s)")  # fmt: skip
-    whole.add_argument("--num-gpus", type=float,
+    whole.add_argument("--num-gpus", type=natural_float,
         help="of each replica (default: 1 where Ray has GPUs, else 0)")  # fmt: skip
     whole.add_argument("--address", help="of a Ray cluster; a local one is started without")
     for each in (gateway, whole):
@@ -79,56 +90,71 @@ async def _run_gateway(args: argparse.Namespace) -> None:
     await runner.setup()
     try:
         await web.TCPSite(runner, args.host, args.port).start()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         await runner.cleanup()
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
             f"'--host' and '--port' must be free to listen on (got {args.host}:{args.port}: "
-            f"{error.strerror or error}); choose others."
+            f"{reason}); choose others."
         ) from error
     print(f"gateway: http://{args.host}:{runner.addresses[0][1]}", flush=True)
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     try:
         await ended.wait()
-    finally:  # streams that have begun may go on for a minute
+    finally:  # what has begun may go on for two minutes
         await runner.cleanup()
 
 
 def _run_on_ray(args: argparse.Namespace, options: dict[str, Any]) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if importlib.util.find_spec("vllm"):  # what it refuses it refuses here, not in a replica
-        from sola_sched.serving.engine import parse_arguments, to_arguments
-
-        parse_arguments(to_arguments({"model": args.model, **options}))
+    _check_options({"model": args.model, **options})
     import ray
     from ray import serve
 
     from sola_sched.serving.ray_app import build
 
     ray.init(address=args.address, ignore_reinit_error=True)
-    serve.start(proxy_location="Disabled")
-    num_gpus = args.num_gpus
-    if num_gpus is None:
-        num_gpus = float(ray.cluster_resources().get("GPU", 0.0) > 0.0)
-    group = {"num_replicas": args.num_replicas, "num_gpus": num_gpus}
-    cluster = {
-        "model": args.model,
-        "options": options,
-        "engines": [group],
-        "router": args.router,
-        "host": args.host,
-        "port": args.port,
-        "gateway": options_of(args),
-    }
-    gateway = serve.run(build(cluster), name="sola", route_prefix=None)
-    print(f"gateway: {gateway.url.remote().result()}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        serve.start(proxy_location="Disabled")
+        num_gpus = args.num_gpus
+        if num_gpus is None:
+            num_gpus = float(ray.cluster_resources().get("GPU", 0.0) > 0.0)
+        group = {"num_replicas": args.num_replicas, "num_gpus": num_gpus, "drain_s": _DRAIN_S}
+        cluster = {
+            "model": args.model,
+            "options": options,
+            "engines": [group],
+            "router": args.router,
+            "host": args.host,
+            "port": args.port,
+            "gateway": options_of(args),
+        }
+        gateway = serve.run(build(cluster), name=_APPLICATION, route_prefix=None)
+        print(f"gateway: {gateway.url.remote().result()}", flush=True)
         while True:
             time.sleep(3600)
-    finally:
-        serve.shutdown()
+    except RuntimeError as error:
+        raise ConfigError(f"Ray Serve must be able to start the application ({error})") from error
+    finally:  # what else runs on a cluster of others stays
+        with contextlib.suppress(TimeoutError):
+            serve.delete(_APPLICATION)
+        if args.address is None:
+            serve.shutdown()
         ray.shutdown()
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """What `vllm serve` refuses is refused here, before anything starts."""
+    if importlib.util.find_spec("vllm") is None:
+        return
+    from sola_sched.serving.engine import parse_arguments, to_arguments
+
+    try:
+        parse_arguments(to_arguments(options))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"arguments of `vllm serve` must be valid (got: {error})") from error
 
 
 def _by_name(arguments: Sequence[str]) -> dict[str, Any]:

@@ -82,9 +82,10 @@ class Call:
         passed["X-Request-Id"] = request_id
         passed["Accept-Encoding"] = "identity"  # the gateway reads the events of a stream
         call = cls(method, path, passed, data, body, request_id, arrival_s)
-        if body is not None and call.is_stream and asks_for_ids(body):
+        if body is not None and call.is_stream:
             call.wants_ids = bool(body.get("return_token_ids"))
-            body["return_token_ids"] = True
+            if asks_for_ids(body):
+                body["return_token_ids"] = True
         return call
 
 

@@ -249,8 +249,11 @@ class Delivery:
                     await self._write(reply, data)
                 continue
             out: list[bytes] = []
-            is_over = False
+            is_over = has_more = False
             for event in splitter.feed(data):
+                if event.startswith(b":"):  # a comment of the server; its engine may have stalled
+                    out.append(event)
+                    continue
                 if events.is_error(event) and not events.is_of_client(event):
                     with attempt.writing():
                         await self._write(reply, b"".join(out))
@@ -258,14 +261,18 @@ class Delivery:
                 is_over |= event == events.DONE
                 changed = rewrite.feed(event) if rewrite is not None else event
                 if changed:
+                    has_more = True
                     sent.append(changed)
                     out.append(events.without_token_ids(changed) if strips else changed)
-            if out:
+            if has_more:
                 attempt.has_begun = True
+                if self._first_token_s is None:
+                    self._first_token_s = self._replicas.clock()
                 if is_over:
                     attempt.limit = None
-                with attempt.writing():
-                    await self._write(reply, b"".join(out))
+            with attempt.writing():
+                await self._write(reply, b"".join(out))
+            if has_more:
                 self._replicas.progressed(replica)
             if is_over:
                 self._learn()
@@ -278,7 +285,6 @@ class Delivery:
         if not data:
             return
         if not self._has_started:
-            self._first_token_s = self._replicas.clock()
             await self._start(reply.status, _passed_back(reply.headers))
         await self._client.write(data)
 

@@ -40,10 +40,9 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     args.scheduler_cls = args.scheduler_cls or _SCHEDULER
     if args.scheduler_cls == _SCHEDULER:
         additional = dict(args.additional_config or {})
-        additional["sola_sched"] = {
-            "load_interval_s": LOAD_INTERVAL_S,
-            **additional.get("sola_sched", {}),
-        }
+        ours = additional.get("sola_sched", {})
+        if isinstance(ours, dict):  # the scheduler refuses what else it may be
+            additional["sola_sched"] = {"load_interval_s": LOAD_INTERVAL_S, **ours}
         args.additional_config = additional
     args.middleware = [*args.middleware, arrivals.MIDDLEWARE]
     args.model = getattr(args, "model_tag", None) or args.model

@@ -36,6 +36,8 @@ _HEALTH_PERIOD_S = 2.0
 _FOLLOW_S = 1.0
 #: Serve kills a replica that has not ended so long after it has drained.
 _STOP_S = 20.0
+#: The same of a gateway, whose requests have two minutes to end.
+_GATEWAY_STOP_S = 140.0
 ROUTER_CLASS = "sola_sched.serving.ray_router.SolaRequestRouter"
 
 
@@ -221,11 +223,16 @@ class GatewayServer:
             try:
                 there = set(await asyncio.to_thread(_engines_of, service))
                 for name in there - known:
-                    handle = serve.get_deployment_handle(_engine_name(0), name)
+                    try:
+                        handle = serve.get_deployment_handle(_engine_name(0), name)
+                    except KeyError:  # it is still being built, or cannot be
+                        continue
                     self._asking.append(asyncio.create_task(_wake_router(handle)))
+                    known.add(name)
                 for name in known - there:
                     self._sync(membership.key(name, _engine_name(0)), {})
-                known = there
+                known &= there
+                self._asking = [task for task in self._asking if not task.done()]
             except Exception:  # Serve's controller starts anew: those that are known go on
                 logger.exception("which engines %s has cannot be told; asking again", service)
             await asyncio.sleep(_FOLLOW_S)
@@ -287,6 +294,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     gateway = serve.deployment(GatewayServer).options(
         name="gateway",
         num_replicas=1,
+        graceful_shutdown_timeout_s=_GATEWAY_STOP_S,
         ray_actor_options={"num_cpus": 0, "resources": cluster.gateway_resources},
     )
     return gateway.bind(engines, cluster.model_dump())

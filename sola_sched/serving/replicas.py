@@ -60,7 +60,7 @@ class Attempt:
     def end(self) -> None:
         """End it, at once or after the write."""
         self.is_over = True
-        if self.limit is not None and not self.is_writing:
+        if self.limit is not None and not self.is_writing and not self.limit.expired():
             self.limit.reschedule(asyncio.get_running_loop().time())
 
     @contextmanager

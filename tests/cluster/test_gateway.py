@@ -13,7 +13,7 @@ from gateway_clients import Client, gateway_before, run, until
 
 from sola_sched.cluster.routers import RoundRobin
 from sola_sched.serving.call import Call, Lengths
-from sola_sched.serving.replicas import Replicas
+from sola_sched.serving.replicas import Attempt, Replicas
 
 WHOLE = output_of("hello", 12)
 
@@ -78,6 +78,41 @@ def test_a_stalled_stream_goes_on_elsewhere() -> None:
         assert len(stalled.bodies) == 1
 
     run(test, stalled, other)
+
+
+def test_a_stream_of_which_only_comments_come_has_stalled_and_goes_on_elsewhere() -> None:
+    async def test(client: Client) -> None:
+        got = await client.complete()
+
+        assert (got.text, got.is_ended) == (WHOLE, True)
+        assert got.num_comments > 1
+        assert client.gateway.counts["stalls"] == 1
+
+    run(test, FakeReplica(stall_after=5, comment_s=0.05), FakeReplica())
+
+
+def test_an_attempt_may_be_ended_twice() -> None:
+    async def whole() -> None:
+        async with asyncio.timeout(None) as limit:
+            attempt = Attempt(limit)
+            attempt.end()
+            try:
+                await asyncio.sleep(10)
+            finally:
+                attempt.end()
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(whole())
+
+
+def test_ids_that_a_client_asks_for_beside_echo_reach_it() -> None:
+    async def test(client: Client) -> None:
+        got = await client.complete(echo=True, return_token_ids=True)
+
+        assert all(choice["token_ids"] for chunk in got.chunks for choice in chunk["choices"])
+        assert (await client.complete(echo=True)).chunks[0]["choices"][0].get("token_ids") is None
+
+    run(test, FakeReplica())
 
 
 def test_a_server_without_feed_that_answers_but_does_not_compute_has_stalled() -> None:

@@ -38,6 +38,9 @@ REPLICA = ["gateway", "--replica", "http://localhost:8001"]
          "python -m sola_sched.serving gateway --help"),
         (["ray", "m", "--num-replicas", "0"], "must be a whole number >= 1 (got '0')"),
         (["ray", "m", "n"], "must begin with -- (got 'n')"),
+        (["gateway", *REPLICA[1:], "--host", "a..b"], "must be free to listen on (got a..b:"),
+        (["ray", "m", "--num-gpus", "-1"], "must be a finite number >= 0 (got '-1')"),
+        (["ray", "m", "--num-gpus", "nan"], "must be a finite number >= 0 (got 'nan')"),
         (["ray", "m", "--avoid-s", "0"], "--avoid-s: must be a number > 0 (got '0')"),
     ],
 )  # fmt: skip
@@ -135,14 +138,20 @@ def test_arguments_of_vllm_serve_pass_through_whole() -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--rooter", "single"], "vllm serve: error: unrecognized arguments: --rooter"),
+        (["--enable-auto-tool-choice"], "error: arguments of `vllm serve` must be valid (got: "),
+    ],
+)
 def test_what_vllm_serve_would_refuse_is_refused_before_anything_starts(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], args: list[str], message: str
 ) -> None:
     pytest.importorskip("vllm")
     with pytest.raises(SystemExit) as ended:
-        main(["ray", "model", "--rooter", "single"])
+        main(["ray", "model", *args])
 
     assert ended.value.code == 2
     *_, line = capsys.readouterr().err.splitlines()
-    assert line == "vllm serve: error: unrecognized arguments: --rooter"
+    assert line.startswith(message)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from aiohttp import ClientSession, web
+from aiohttp import ClientPayloadError, ClientSession, TCPConnector, web
 from aiohttp.test_utils import TestServer
 from yarl import URL
 
@@ -22,12 +24,26 @@ from sola_sched.colocation.sleeping import SleepOptions
 
 class FakeVllm:
     """What the door needs of a vLLM server. A request while it sleeps, or sleep while it serves,
-    is counted as a mistake."""
+    is counted as a mistake.
 
-    def __init__(self, has_sleep_mode: bool = True) -> None:
+    Args:
+        has_sleep_mode: As with `--enable-sleep-mode`.
+        num_lost: Times that it sleeps and its reply is lost.
+        cuts_at: How many pieces an answer has when its connection breaks; -1 for no headers.
+        is_reset: It breaks with a reset.
+    """
+
+    def __init__(
+        self,
+        has_sleep_mode: bool = True,
+        num_lost: int = 0,
+        cuts_at: int | None = None,
+        is_reset: bool = False,
+    ) -> None:
         self.is_asleep, self.num_serving, self.num_mistakes = True, 0, 0
         self.log: list[str] = []
-        self._has_sleep_mode = has_sleep_mode
+        self._has_sleep_mode, self._num_lost = has_sleep_mode, num_lost
+        self._cuts_at, self._is_reset = cuts_at, is_reset
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -46,6 +62,9 @@ class FakeVllm:
         self.log.append(request.query_string)
         await asyncio.sleep(0.01)
         self.is_asleep = True
+        if self._num_lost:
+            self._num_lost -= 1
+            self._break(request)
         return web.json_response({})
 
     async def _wake_up(self, request: web.Request) -> web.Response:
@@ -56,17 +75,30 @@ class FakeVllm:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         self.num_mistakes += self.is_asleep
+        if self._cuts_at == -1:
+            self._break(request)
+            return web.Response()
         self.num_serving += 1
         body = await request.json()
         response = web.StreamResponse(headers={"X-Served-By": body["model"]})
         await response.prepare(request)
         for number in range(body.get("n", 3)):
+            if number == self._cuts_at:
+                self._break(request)
+                break
             await asyncio.sleep(0.005)
             await response.write(f"data: {number}\n\n".encode())
             self.num_mistakes += self.is_asleep
         self.num_serving -= 1
         await response.write_eof()
         return response
+
+    def _break(self, request: web.Request) -> None:
+        assert request.transport is not None
+        if self._is_reset:
+            connection = request.transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        request.transport.abort()
 
 
 @asynccontextmanager
@@ -124,6 +156,74 @@ def test_an_idle_service_is_put_to_sleep() -> None:
 
     play(scene)
     assert servers["a"].num_mistakes == 0
+
+
+def test_a_service_whose_reply_to_sleep_is_lost_is_woken_for_the_next_request() -> None:
+    servers = {"a": FakeVllm(num_lost=1)}
+
+    async def scene() -> None:
+        async with door_before(servers, idle_s=0.05) as (client, url):
+            await complete(client, url, "a")
+            while not servers["a"].is_asleep:
+                await asyncio.sleep(0.01)
+            assert (await complete(client, url, "a"))[0] == 200
+
+    play(scene)
+    assert servers["a"].num_mistakes == 0
+    assert servers["a"].log[:3] == ["wake up", "level=1&mode=wait", "wake up"]
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_server_that_breaks_the_connection_before_its_answer_gives_502(is_reset: bool) -> None:
+    async def scene() -> None:
+        servers = {"a": FakeVllm(cuts_at=-1, is_reset=is_reset)}
+        async with door_before(servers) as (client, url):
+            status, text = await complete(client, url, "a")
+            async with client.get(f"{url}/services") as answer:
+                services = await answer.json()
+
+        assert status == 502
+        error = json.loads(text)["error"]
+        assert error["message"].startswith("the server of 'a' cannot be reached: ")
+        assert error["code"] == 502
+        assert services["a"]["num_in_flight"] == 0
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(TimeoutError(), 504), (OSError("no more descriptors"), 502)]
+)
+def test_a_connection_that_cannot_be_made_gives_502_or_504(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
+) -> None:
+    async def scene() -> None:
+        async with door_before({"a": FakeVllm()}) as (client, url):
+            connect = TCPConnector.connect
+
+            async def fail(connector: TCPConnector, request: Any, *args: Any, **named: Any) -> Any:
+                if request.url.path == "/v1/completions" and request.url.port != URL(url).port:
+                    raise error
+                return await connect(connector, request, *args, **named)
+
+            monkeypatch.setattr(TCPConnector, "connect", fail)
+            found, text = await complete(client, url, "a")
+
+        assert found == status
+        message = json.loads(text)["error"]["message"]
+        assert message.startswith("the server of 'a' cannot be reached: ")
+        assert not message.endswith(": ")
+
+    play(scene)
+
+
+def test_an_answer_that_breaks_off_is_cut_for_the_client_too() -> None:
+    async def scene() -> None:
+        async with door_before({"a": FakeVllm(cuts_at=1)}) as (client, url):
+            with pytest.raises(ClientPayloadError):
+                await complete(client, url, "a")
+
+    play(scene)
 
 
 def test_a_server_without_sleep_mode_is_named_with_what_to_do() -> None:

@@ -30,10 +30,12 @@ SERVICE = ["door", "--service", "a=http://127.0.0.1:9"]
         (["door", "--service", "a=http://b:x"], "must be http://HOST:PORT without a path"),
         (["door", "--service", "a=http://b:1/v1"], "must be http://HOST:PORT without a path"),
         ([*SERVICE, "--service", "a=http://b:1"], "must have each NAME once (got a, a)"),
+        ([*SERVICE, "--level", "2"], "unrecognized arguments: --level 2"),
         ([*SERVICE, "--max-awake", "0"], "--max-awake: must be a whole number >= 1 (got '0')"),
         ([*SERVICE, "--idle-s", "nan"], "--idle-s must be finite and >= 0 (got nan)"),
         ([*SERVICE, "--least-s", "-1"], "--least-s must be finite and >= 0 (got -1.0)"),
         (SERVICE, "every server must run"),
+        (["door", "--service", "a=http://a..b:1"], "every server must run"),
     ],
 )
 def test_bad_arguments_and_servers_that_do_not_run_end_with_2(
@@ -66,6 +68,16 @@ def test_a_port_that_is_taken_is_an_error(capsys: pytest.CaptureFixture[str]) ->
     (line,) = capsys.readouterr().err.splitlines()
     assert "'--host' and '--port' must be free to listen on" in line
     assert f"(got 127.0.0.1:{port}: " in line
+    assert "choose others" in line
+
+
+def test_a_host_that_is_no_name_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with awake_server() as server, pytest.raises(SystemExit) as ended:
+        main(["door", "--service", f"a={server}", "--host", "a..b", "--port", "0"])
+
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "'--host' and '--port' must be free to listen on (got a..b:0: " in line
     assert "choose others" in line
 
 

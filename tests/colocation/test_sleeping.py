@@ -14,26 +14,41 @@ from sola_sched.colocation.sleeping import Dormitory, SleepOptions, WakeError
 
 
 class FakeSleeper:
-    """Notes what it is told; asleep at first."""
+    """Notes what it is told; asleep at first.
+
+    Attributes:
+        failures: Of its next moves, which do not take effect.
+        lost: Of its next moves to sleep, which take effect.
+        unanswered: Of the next questions whether it sleeps.
+        num_ticks: Turns of the event loop that a move takes.
+    """
 
     def __init__(self, name: str, log: list[str], is_asleep: bool = True) -> None:
         self.name, self.log, self.is_asleep = name, log, is_asleep
         self.failures: list[Exception] = []
+        self.lost: list[Exception] = []
+        self.unanswered: list[Exception] = []
+        self.num_ticks = 1
 
     async def sleep(self) -> None:
         await self._do("sleep")
         self.is_asleep = True
+        if self.lost:
+            raise self.lost.pop()
 
     async def wake_up(self) -> None:
         await self._do("wake")
         self.is_asleep = False
 
     async def is_sleeping(self) -> bool:
+        if self.unanswered:
+            raise self.unanswered.pop()
         return self.is_asleep
 
     async def _do(self, word: str) -> None:
         self.log.append(f"{word} {self.name}")
-        await asyncio.sleep(0)
+        for _ in range(self.num_ticks):
+            await asyncio.sleep(0)
         if self.failures:
             raise self.failures.pop()
 
@@ -167,6 +182,107 @@ def test_a_service_that_cannot_be_woken_fails_those_who_wait_and_is_tried_again(
     log = in_world("a", SleepOptions(), play)
 
     assert log == ["wake a", "wake a", "serve a", "end a"]
+
+
+def test_a_request_after_a_failure_that_nobody_waited_for_is_a_new_attempt() -> None:
+    async def play(world: World) -> None:
+        world.sleepers["a"].failures = [RuntimeError("out of memory")]
+        world.sleepers["a"].num_ticks = 20
+        gone, _ = world.ask("a")
+        while not world.log:
+            await asyncio.sleep(0)
+        gone.cancel()
+        await world.settle()
+        task, done = world.ask("a")
+        done.set()
+        await world.settle()
+        await task
+
+    log = in_world("a", SleepOptions(), play)
+
+    assert log == ["wake a", "wake a", "serve a", "end a"]
+
+
+async def serve_once(world: World, name: str) -> None:
+    task, done = world.ask(name)
+    done.set()
+    await world.settle()
+    await task
+
+
+def test_a_service_that_sleeps_although_it_failed_to_say_so_is_woken() -> None:
+    async def play(world: World) -> None:
+        await serve_once(world, "a")
+        world.sleepers["a"].lost = [TimeoutError()]
+        await world.wait(10.1)
+        await serve_once(world, "a")
+        await serve_once(world, "b")  # no pause is left of the time when it failed
+
+    log = in_world("ab", SleepOptions(idle_s=10.0, max_awake=1), play)
+
+    assert log[:7] == ["wake a", "serve a", "end a", "sleep a", "wake a", "serve a", "end a"]
+    assert log[7:] == ["sleep a", "wake b", "serve b", "end b"]
+
+
+def test_a_service_lets_nobody_in_until_it_has_told_whether_it_sleeps() -> None:
+    async def play(world: World) -> None:
+        await serve_once(world, "a")
+        sleeper = world.sleepers["a"]
+        sleeper.lost = [TimeoutError()]
+        sleeper.unanswered = [RuntimeError("it hangs") for _ in range(3)]
+        await world.wait(10.1)
+        assert len(sleeper.unanswered) == 2
+        task, _ = world.ask("a")  # asks at once
+        await world.settle()
+        with pytest.raises(WakeError, match="'a' could not be woken: it hangs"):
+            await task
+        await world.wait(2.9)
+        assert len(sleeper.unanswered) == 1
+        await world.wait(0.2)
+        assert not sleeper.unanswered
+        await world.wait(3.1)
+        await serve_once(world, "a")
+
+    log = in_world("a", SleepOptions(idle_s=10.0, retry_s=3.0), play)
+
+    assert log == ["wake a", "serve a", "end a", "sleep a", "wake a", "serve a", "end a"]
+
+
+def test_a_service_that_may_be_awake_has_its_place_until_it_has_told() -> None:
+    async def play(world: World) -> None:
+        await serve_once(world, "a")
+        world.sleepers["a"].lost = [TimeoutError()]
+        world.sleepers["a"].unanswered = [RuntimeError("it hangs")]
+        task, done = world.ask("b")
+        done.set()
+        await world.settle()
+        await world.wait(2.9)
+        assert world.log[3:] == ["sleep a"]
+        await world.wait(0.2)
+        await task
+
+    log = in_world("ab", SleepOptions(max_awake=1, retry_s=3.0), play)
+
+    assert log[3:] == ["sleep a", "wake b", "serve b", "end b"]
+
+
+def test_a_service_that_will_not_make_room_is_told_again_after_a_pause() -> None:
+    async def play(world: World) -> None:
+        await serve_once(world, "a")
+        world.sleepers["a"].failures = [RuntimeError("no") for _ in range(2)]
+        task, done = world.ask("b")
+        done.set()
+        await world.settle()
+        assert world.log[3:] == ["sleep a"]
+        await world.wait(2.9)
+        assert world.log[3:] == ["sleep a"]
+        await world.wait(0.2)
+        await world.wait(3.1)
+        await task
+
+    log = in_world("ab", SleepOptions(max_awake=1, retry_s=3.0), play)
+
+    assert log[3:] == ["sleep a", "sleep a", "sleep a", "wake b", "serve b", "end b"]
 
 
 def test_a_service_that_will_not_sleep_serves_on_and_is_told_again_later() -> None:

@@ -50,6 +50,7 @@ class FakeReplica:
         die_after: Cuts its connections after so many tokens of a stream, and refuses new ones.
         cut_after: Cuts a stream after so many tokens, once; -1 before the answer begins.
         stall_after: Sends nothing more after so many tokens of a stream.
+        comment_s: Seconds between comments that it sends while it stalls; None for none.
         refuse_s: Answers 503 with this `Retry-After`.
         status: Answers every request with this status, if it is not 200.
         error_after: Sends an error instead of a token, once.
@@ -65,6 +66,7 @@ class FakeReplica:
     die_after: int | None = None
     cut_after: int | None = None
     stall_after: int | None = None
+    comment_s: float | None = None
     refuse_s: float | None = None
     status: int = 200
     error_after: int | None = None
@@ -158,8 +160,9 @@ class FakeReplica:
         done = 0
         while done < num_tokens:
             await asyncio.sleep(self.token_s)
-            if done == self.stall_after:
-                await asyncio.sleep(3600)
+            while done == self.stall_after:
+                await asyncio.sleep(self.comment_s or 3600)
+                await response.write(b": keep-alive\n\n")
             if done == self.error_after:
                 self.error_after = None
                 await response.write(b'data: {"error": {"message": "boom", "code": 500}}\n\n')

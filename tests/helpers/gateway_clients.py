@@ -31,6 +31,7 @@ class Got:
         headers: Of the answer, names in lower case.
         chunks: Of a stream.
         is_ended: Whether the stream has had its `[DONE]`.
+        num_comments: Of the stream.
         raw: The whole body.
     """
 
@@ -38,6 +39,7 @@ class Got:
     headers: dict[str, str]
     chunks: list[dict[str, Any]] = field(default_factory=list)
     is_ended: bool = False
+    num_comments: int = 0
     raw: bytes = b""
 
     @property
@@ -74,6 +76,9 @@ class Client:
         if reply.content_type == "text/event-stream":
             for event in raw.decode().split("\n\n")[:-1]:
                 data = event.removeprefix("data: ")
+                if data.startswith(":"):
+                    got.num_comments += 1
+                    continue
                 got.is_ended |= data == "[DONE]"
                 if data != "[DONE]":
                     got.chunks.append(json.loads(data))

@@ -51,4 +51,4 @@ class LightEngine(Engine):
     """An `Engine` that differs in its server alone; the option `answer_s` is that of it."""
 
     async def _start(self, host: str) -> Any:
-        return LightServer(host, self._options["answer_s"])
+        return LightServer(host, float(self._options["answer_s"]))
