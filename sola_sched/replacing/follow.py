@@ -182,11 +182,31 @@ class Follower:
         judged = sum(one.num_judged for one in self._observed.values())
         return met / judged if judged else None
 
+    def _deployed(self) -> list[Application]:
+        """What is deployed.
+
+        Raises:
+            DeploymentError: An application of ours is not as `plan` writes it.
+        """
+        deployed = self._api.deployed()
+        for one in deployed:
+            try:
+                for engine in engines_of([one]).values():
+                    description(engine)
+                for gateway in gateways_of([one]).values():
+                    int(gateway["args"]["port"])
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                raise DeploymentError(
+                    f"application {one['name']!r} must be as `plan` writes it (got {error!r}); "
+                    "remove it from Serve."
+                ) from error
+        return deployed
+
     def _gateways(self) -> dict[str, str]:
         """URLs of the services' gateways."""
         gateways = {}
         details = self._api.details()
-        for service, application in gateways_of(self._api.deployed()).items():
+        for service, application in gateways_of(self._deployed()).items():
             replicas = [
                 replica
                 for each in details.get(application["name"], {}).get("deployments", {}).values()
@@ -201,7 +221,7 @@ class Follower:
         if not self._wanted:
             logger.warning("no service is described that can be used: nothing is changed")
             return
-        state = _State(self._api.deployed())
+        state = _State(self._deployed())
         placer = Search(self._wanted, self._observed, self._span_s, self._options, self._start_s)
         changed = state.changed(placer.setting)
         for name in state.services - changed:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import math
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,8 +42,11 @@ def fetch(url: str) -> str:
     Raises:
         OSError: It is not to be had.
     """
-    with urllib.request.urlopen(url, timeout=5.0) as answer:
-        text: str = answer.read().decode()
+    try:
+        with urllib.request.urlopen(url, timeout=5.0) as answer:
+            text: str = answer.read().decode()
+    except (http.client.HTTPException, ValueError) as error:  # it has ended meanwhile, or is none
+        raise OSError(f"no text is to be had at {url} ({error!r})") from error
     return text
 
 
@@ -71,7 +76,7 @@ class Observer:
         found, seen = {}, {}
         for service, gateway in gateways.items():
             try:
-                urls = [str(one["url"]) for one in json.loads(self._fetch(f"{gateway}/replicas"))]
+                urls = _urls(self._fetch(f"{gateway}/replicas"))
             except (OSError, ValueError):
                 continue
             total: dict[str, float] = {}
@@ -97,17 +102,31 @@ def counts(text: str) -> dict[str, float]:
     """Counters of one engine from the text of its `/metrics`.
 
     Raises:
-        ValueError: It is no such text.
+        ValueError: It is no such text, or a counter has no value that one can have.
     """
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if (name := _SAMPLES.get(sample.name)) is not None:
                 found[name] = found.get(name, 0.0) + sample.value
-            elif sample.name == "sola_requests_total":
+            elif sample.name == "sola_requests_total" and "outcome" in sample.labels:
                 outcome = sample.labels["outcome"]
                 found[outcome] = found.get(outcome, 0.0) + sample.value
+    if not all(0.0 <= value < math.inf for value in found.values()):
+        raise ValueError(f"counters must be finite numbers >= 0 (got {found})")
     return found
+
+
+def _urls(text: str) -> list[str]:
+    """URLs of the engines from the text of a gateway's `/replicas`.
+
+    Raises:
+        ValueError: It is no such text.
+    """
+    try:
+        return [str(one["url"]) for one in json.loads(text)]
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"replicas must be a list of objects with 'url' ({error!r})") from error
 
 
 def _observed(total: Mapping[str, float]) -> Observed:

@@ -14,7 +14,11 @@ from sola_sched.errors import DeploymentError
 from sola_sched.plan.deploy import Application, serve_config
 
 _PATH = "/api/serve/applications/"
+#: Most that a part of an answer may take.
+_LIMIT_S = 30.0
 _POLL_S = 0.5
+#: Bytes of an answer that is not Serve's in the message.
+_SHOWN = 200
 _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 
 
@@ -40,16 +44,23 @@ class ServeApi:
         """Serve's details of each application, by name.
 
         Raises:
-            DeploymentError: Serve is not to be reached.
+            DeploymentError: Serve is not to be reached, or it is not Serve that answers.
         """
-        found: dict[str, dict[str, Any]] = self._ask("GET").get("applications") or {}
-        return found
+        text = self._ask("GET")
+        try:
+            return _applications(json.loads(text))
+        except (ValueError, RecursionError) as error:
+            begin = " ".join(text[:_SHOWN].decode(errors="replace").split())
+            raise DeploymentError(
+                f"what answers at {self._address} must be Ray's dashboard (got {begin!r}: {error})"
+                "; correct '--address'."
+            ) from error
 
     def deployed(self) -> list[Application]:
         """Configurations of all applications that were deployed by one, others' included."""
         return [
-            config
-            for each in self.details().values()
+            {**config, "name": name}  # Serve shows only what was given, which a name need not be
+            for name, each in self.details().items()
             if (config := each.get("deployed_app_config")) is not None
             and each.get("status") != "DELETING"
         ]
@@ -92,31 +103,67 @@ class ServeApi:
                 )
             self._sleep(_POLL_S)
 
-    def _ask(self, method: str, body: Any = None) -> dict[str, Any]:
+    def _ask(self, method: str, body: Any = None) -> bytes:
+        """What is answered.
+
+        Raises:
+            DeploymentError: With an error, or nothing.
+        """
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self._address + _PATH, data, {"Content-Type": "application/json"}, method=method
-        )
         try:
-            with urllib.request.urlopen(request, timeout=30.0) as answer:
-                text = answer.read()
+            request = urllib.request.Request(
+                self._address + _PATH, data, {"Content-Type": "application/json"}, method=method
+            )
+            with urllib.request.urlopen(request, timeout=_LIMIT_S) as answer:
+                text: bytes = answer.read()
         except urllib.error.HTTPError as error:
-            said = _short(error.read().decode(errors="replace"))
+            must = "tell what is deployed" if body is None else "accept the configuration"
             raise DeploymentError(
-                f"Serve must accept the configuration (HTTP {error.code}: {said})."
+                f"Serve at {self._address} must {must} (HTTP {error.code}: {_said(error)})."
             ) from error
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:  # last: a bad address
             raise DeploymentError(
                 f"Serve must be reached at {self._address} (got {error}); is Ray's dashboard there?"
             ) from error
-        return dict(json.loads(text)) if text.strip() else {}
+        return text
+
+
+def _applications(said: Any) -> dict[str, dict[str, Any]]:
+    """Serve's details of each application.
+
+    Raises:
+        ValueError: What is read of them is of another form.
+    """
+    found = _object(_object(said, "it").get("applications"), "'applications'")
+    for name, each in found.items():
+        _object(each, f"application {name!r}")
+        if each.get("deployed_app_config") is not None:
+            _object(each["deployed_app_config"], "'deployed_app_config'")
+        for part, deployment in _object(each.get("deployments", {}), "'deployments'").items():
+            replicas = _object(deployment, f"deployment {part!r}").get("replicas", [])
+            if not isinstance(replicas, list) or not all(isinstance(r, dict) for r in replicas):
+                raise ValueError("'replicas' must be a list of objects")
+    return found
+
+
+def _object(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} must be an object")
+    return value
+
+
+def _said(error: urllib.error.HTTPError) -> str:
+    try:
+        return _short(error.read().decode(errors="replace"))
+    except (OSError, http.client.HTTPException) as broken:
+        return f"its text has not come, {broken!r}"
 
 
 def _reason(application: dict[str, Any]) -> str:
     """Why it has failed: a deployment's message tells more than the application's."""
     deployments = application.get("deployments", {}).values()
-    messages = [each.get("message", "") for each in deployments]
-    return _short(next(filter(None, messages), application.get("message", "")))
+    messages = [each.get("message") for each in deployments]
+    return _short(str(next(filter(None, [*messages, application.get("message")]), "")))
 
 
 def _short(text: str) -> str:

@@ -1,0 +1,48 @@
+"""A server that answers every request with the same bytes, whatever they are."""
+
+from __future__ import annotations
+
+import socketserver
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def http(body: bytes, status: str = "200 OK", length: int | None = None) -> bytes:
+    """An answer that says that it is as long as it is, or is to be."""
+    num = len(body) if length is None else length
+    return f"HTTP/1.1 {status}\r\nContent-Length: {num}\r\n\r\n".encode() + body
+
+
+@contextmanager
+def answering(answer: bytes, *, is_left_open: bool = False) -> Iterator[str]:
+    """Serve it; the address.
+
+    Args:
+        answer: Head and body.
+        is_left_open: Say nothing more, instead of closing the connection.
+    """
+    is_over = threading.Event()
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            num = 0
+            for line in iter(self.rfile.readline, b"\r\n"):
+                name, _, value = line.decode().partition(":")
+                if name.lower() == "content-length":
+                    num = int(value)
+            self.rfile.read(num)
+            self.wfile.write(answer)
+            if is_left_open:
+                is_over.wait(60.0)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            is_over.set()
+            server.shutdown()
+            thread.join()
