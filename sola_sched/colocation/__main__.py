@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from sola_sched.colocation.sleeping import SleepOptions
-from sola_sched.config.flags import LineParser, port, positive_int, server_url
+from sola_sched.config.flags import LineParser, not_free, port, positive_int, server_url
 
 
 def named_server(text: str) -> tuple[str, str]:
@@ -79,11 +79,7 @@ def main(argv: Sequence[str]) -> int:
     except (aiohttp.ClientError, RuntimeError) as error:
         parser.error(f"every server must run and be able to sleep (got: {error}); start it first")
     except (OSError, OverflowError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        parser.error(
-            f"'--host' and '--port' must be free to listen on (got {args.host}:{args.port}: "
-            f"{reason}); choose others"
-        )
+        parser.error(not_free(args.host, args.port, error))
     return 0
 
 

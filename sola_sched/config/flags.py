@@ -95,6 +95,15 @@ def server_url(text: str) -> str:
     return text.rstrip("/")
 
 
+def not_free(host: str, port: int, error: Exception) -> str:
+    """What is wrong with an address that a server cannot listen on."""
+    reason = getattr(error, "strerror", None) or error
+    return (
+        f"'--host' and '--port' must be free to listen on (got {host}:{port}: {reason}); "
+        "choose others."
+    )
+
+
 def _is_server(text: str) -> bool:
     try:
         parts = urllib.parse.urlsplit(text)

@@ -20,6 +20,7 @@ from aiohttp import web
 from sola_sched.config.flags import (
     LineParser,
     natural_float,
+    not_free,
     port,
     positive_float,
     positive_int,
@@ -92,11 +93,7 @@ async def _run_gateway(args: argparse.Namespace) -> None:
         await web.TCPSite(runner, args.host, args.port).start()
     except (OSError, UnicodeError) as error:
         await runner.cleanup()
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"'--host' and '--port' must be free to listen on (got {args.host}:{args.port}: "
-            f"{reason}); choose others."
-        ) from error
+        raise ConfigError(not_free(args.host, args.port, error)) from error
     print(f"gateway: http://{args.host}:{runner.addresses[0][1]}", flush=True)
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)

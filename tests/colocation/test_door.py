@@ -144,33 +144,28 @@ def test_requests_for_two_services_of_which_one_fits_are_all_answered() -> None:
     assert "level=1&mode=wait" in servers["a"].log + servers["b"].log
 
 
-def test_an_idle_service_is_put_to_sleep() -> None:
-    servers = {"a": FakeVllm()}
+def sleep_and_wake(server: FakeVllm) -> None:
+    """Leave it idle until it sleeps, then ask again."""
 
     async def scene() -> None:
-        async with door_before(servers, idle_s=0.05) as (client, url):
+        async with door_before({"a": server}, idle_s=0.05) as (client, url):
             await complete(client, url, "a")
-            while not servers["a"].is_asleep:
+            while not server.is_asleep:
                 await asyncio.sleep(0.01)
             assert (await complete(client, url, "a"))[0] == 200
 
     play(scene)
-    assert servers["a"].num_mistakes == 0
+    assert server.num_mistakes == 0
+
+
+def test_an_idle_service_is_put_to_sleep() -> None:
+    sleep_and_wake(FakeVllm())
 
 
 def test_a_service_whose_reply_to_sleep_is_lost_is_woken_for_the_next_request() -> None:
-    servers = {"a": FakeVllm(num_lost=1)}
-
-    async def scene() -> None:
-        async with door_before(servers, idle_s=0.05) as (client, url):
-            await complete(client, url, "a")
-            while not servers["a"].is_asleep:
-                await asyncio.sleep(0.01)
-            assert (await complete(client, url, "a"))[0] == 200
-
-    play(scene)
-    assert servers["a"].num_mistakes == 0
-    assert servers["a"].log[:3] == ["wake up", "level=1&mode=wait", "wake up"]
+    server = FakeVllm(num_lost=1)
+    sleep_and_wake(server)
+    assert server.log[:3] == ["wake up", "level=1&mode=wait", "wake up"]
 
 
 @pytest.mark.parametrize("is_reset", [False, True])

@@ -113,6 +113,13 @@ def in_world(
     return asyncio.run(whole())
 
 
+async def serve_once(world: World, name: str) -> None:
+    task, done = world.ask(name)
+    done.set()
+    await world.settle()
+    await task
+
+
 def test_a_request_wakes_its_service_and_idleness_puts_it_to_sleep() -> None:
     async def play(world: World) -> None:
         task, done = world.ask("a")
@@ -174,10 +181,7 @@ def test_a_service_that_cannot_be_woken_fails_those_who_wait_and_is_tried_again(
         for task in tasks:
             with pytest.raises(WakeError, match="'a' could not be woken: out of memory"):
                 await task
-        task, done = world.ask("a")
-        done.set()
-        await world.settle()
-        await task
+        await serve_once(world, "a")
 
     log = in_world("a", SleepOptions(), play)
 
@@ -193,21 +197,11 @@ def test_a_request_after_a_failure_that_nobody_waited_for_is_a_new_attempt() -> 
             await asyncio.sleep(0)
         gone.cancel()
         await world.settle()
-        task, done = world.ask("a")
-        done.set()
-        await world.settle()
-        await task
+        await serve_once(world, "a")
 
     log = in_world("a", SleepOptions(), play)
 
     assert log == ["wake a", "wake a", "serve a", "end a"]
-
-
-async def serve_once(world: World, name: str) -> None:
-    task, done = world.ask(name)
-    done.set()
-    await world.settle()
-    await task
 
 
 def test_a_service_that_sleeps_although_it_failed_to_say_so_is_woken() -> None:

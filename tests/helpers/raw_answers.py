@@ -36,13 +36,23 @@ def answering(answer: bytes, *, is_left_open: bool = False) -> Iterator[str]:
             if is_left_open:
                 is_over.wait(60.0)
 
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    with serving(server) as address:
         try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
+            yield address
         finally:
             is_over.set()
-            server.shutdown()
-            thread.join()
+
+
+@contextmanager
+def serving(server: socketserver.BaseServer) -> Iterator[str]:
+    """Let it serve in a thread, and close it; the address."""
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
