@@ -238,7 +238,7 @@ EXPERIMENTS = (
     _cluster("unequal", "the same, Fig. 5, 6: throughput by router on unequal clusters", "5 min",
              "unequal:routers"),
     _cluster("combined", "the combined placement beside both papers' own, over load", "15 min",
-             "combined:combined", seeds=(3, 4, 5)),
+             "combined:combined", seeds=tuple(range(3, 15))),
     _cluster("checked", "some of these points with real schedulers in the engines", "20 min",
              "combined:checked", seeds=(0,)),
     _cluster("predictions", "what knowing output lengths is worth to a router", "5 min",

@@ -72,8 +72,8 @@ class InstanceView:
         running_lost: 1.0 where a target cannot be met any more [r], else 0.0.
         num_waiting_lost: Waiting requests that have missed their TTFT target, the first in the
             order of arrival.
-        serves_lost_last: Whether these wait until nobody on time does, as with `policy=attain`;
-            else they are in the way of those behind them.
+        serves_lost_last: Whether these wait until nobody on time does, and prompts while decodes
+            need the time, as with `policy=attain`; else they are in the way of those behind them.
         num_unreported: Of the waiting requests, those at the end that were sent after the report.
         is_alive: False for one that is known to be gone.
     """
