@@ -88,7 +88,7 @@ def combined(setup: Setup) -> Outcome:
                 ])  # fmt: skip
     head = ["workload", "engines", "req/s", *ROUTERS, "against least-ttft, points"]
     verdict = (
-        "Combined placement is above both papers' own in every line."
+        "Combined placement is below neither of the papers' own in any line."
         if not below
         else f"Combined placement is below one of the papers' own {len(below)} times of "
         f"{2 * len(lines)}, by {100 * max(-gain for gain in below):.1f} points at most."

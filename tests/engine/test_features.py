@@ -78,6 +78,15 @@ def test_structured_output(generate: Callable[..., list[Any]]) -> None:
     assert tokens(ours) == tokens(generate(None, params))
 
 
+def test_several_answers_to_one_prompt(generate: Callable[..., list[Any]]) -> None:
+    """`n > 1`: vLLM makes a request of each answer. With `top_k=1` all draw the likeliest token."""
+    params = SamplingParams(n=3, temperature=1.0, top_k=1, max_tokens=24, ignore_eos=True)
+    ours = generate("sola_sched.Scheduler", params)
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    answers = [[list(answer.token_ids) for answer in output.outputs] for output in ours]
+    assert answers == [[one] * 3 for one in tokens(generate(None, greedy))]
+
+
 def test_kv_connector(generate: Callable[..., list[Any]], tmp_path: Path) -> None:
     def connector(folder: str) -> dict[str, Any]:
         return {

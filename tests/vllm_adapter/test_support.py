@@ -41,6 +41,7 @@ ROWS = (
     "sleep mode",
     "prefix-cache reset",
     "streaming input",
+    "several answers to one prompt (`n > 1`)",
 )
 
 
