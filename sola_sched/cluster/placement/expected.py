@@ -20,8 +20,7 @@ there. h < 1: many of those that it would put behind are put behind by a later p
 request that waits long leaves less time to those that come after it. If it can attain nowhere it
 goes where few are left to be hurt, so an overload that lasts stays on few instances, and the
 others keep their targets, while a short one is spread. An engine that serves lost requests last
-also lets prompts wait while its decodes need the time: there `prompts` is 0, and longer steps are
-all the harm.
+also lets prompts wait while its decodes need the time: there half of `prompts` is taken from them.
 
 Of many instances some are looked at, see `SampledRouter`.
 """
@@ -46,6 +45,9 @@ FloatArray = NDArray[np.float64]
 _TTFT_WIDTH, _TPOT_WIDTH = 0.1, 0.05
 #: h and d, found by trial (docs/decisions/combined-placement.md).
 _HARM, _DELAY = 0.25, 1.0
+#: Share of the time of prompts by which decodes are put off: of an engine that lets prompts wait
+#: for them, found by trial likewise, and of any other.
+_TAKEN_IF_HELD, _TAKEN = 0.5, 1.0
 _LEAST_S = 1e-6
 _FARTHEST = 50.0
 
@@ -79,11 +81,9 @@ def expected_gain(view: InstanceView, request: RoutedRequest, now_s: float) -> f
     decodes = _decodes_of(view, slo.tpot_s)
     if decodes is None:
         return gain
+    new_s = _taken(view) * float(model.prefill_s(request.prompt_tokens))
     step_s = float(model.decode_s(num + 1, with_new))
-    prompts_s = decodes.prompts_s
-    if not view.serves_lost_last:
-        prompts_s += float(model.prefill_s(request.prompt_tokens))
-    after_s = decodes.left * step_s + prompts_s
+    after_s = decodes.left * step_s + (decodes.prompts_s + new_s)
     change = float(_chances(after_s / decodes.due_s).sum()) - decodes.num_attain
     return gain + _HARM * change
 
@@ -94,7 +94,7 @@ class _Decodes(NamedTuple):
     Attributes:
         left: Tokens that each has left [d].
         due_s: Bank and target: time until its last token is due [d].
-        prompts_s: Time that the prompts to come take from them; 0 where these wait for them.
+        prompts_s: Time that the prompts to come take from them.
         num_attain: How many are expected to attain.
     """
 
@@ -112,13 +112,15 @@ def _decodes_of(view: InstanceView, tpot_s: float) -> _Decodes | None:
         return None
     left = view.running_left[alive]
     due_s = np.maximum(view.running_bank_s[alive] + left * tpot_s, _LEAST_S)
-    prompts_s = 0.0
-    if not view.serves_lost_last:
-        tokens = float(view.running_prefill.sum() + view.waiting_ahead.sum())
-        prompts_s = float(view.model.prefill_s(tokens)) if tokens else 0.0
+    tokens = float(view.running_prefill.sum() + view.waiting_ahead.sum())
+    prompts_s = _taken(view) * float(view.model.prefill_s(tokens)) if tokens else 0.0
     step_s = float(view.model.decode_s(max(1, view.num_requests), view.held_tokens))
     num_attain = float(_chances((left * step_s + prompts_s) / due_s).sum())
     return _Decodes(left, due_s, prompts_s, num_attain)
+
+
+def _taken(view: InstanceView) -> float:
+    return _TAKEN_IF_HELD if view.serves_lost_last else _TAKEN
 
 
 def _chance(x: float, width: float) -> float:
