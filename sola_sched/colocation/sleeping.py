@@ -246,7 +246,9 @@ class Dormitory:
             service.awake_s = service.used_s = service.again_s = self.clock()
         except Exception as error:
             logger.error("a service could not be woken: %s", error)
-            self._fail(service, error)
+            await self._ask(service)  # its answer may have been lost, and it be awake
+            if not service.is_awake:
+                self._fail(service, error)
 
     async def _fall_asleep(self, service: Service) -> None:
         try:
@@ -257,7 +259,7 @@ class Dormitory:
             await self._ask(service)
 
     async def _ask(self, service: Service) -> None:
-        """Learn whether a service sleeps that could not be put to sleep."""
+        """Learn whether a service sleeps that did not do as it was told."""
         try:
             service.is_awake = not await service.sleeper.is_sleeping()
             service.is_known = True

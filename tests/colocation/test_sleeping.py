@@ -18,7 +18,7 @@ class FakeSleeper:
 
     Attributes:
         failures: Of its next moves, which do not take effect.
-        lost: Of its next moves to sleep, which take effect.
+        lost: Of its next moves, which take effect.
         unanswered: Of the next questions whether it sleeps.
         num_ticks: Turns of the event loop that a move takes.
     """
@@ -31,26 +31,25 @@ class FakeSleeper:
         self.num_ticks = 1
 
     async def sleep(self) -> None:
-        await self._do("sleep")
-        self.is_asleep = True
-        if self.lost:
-            raise self.lost.pop()
+        await self._do("sleep", is_asleep=True)
 
     async def wake_up(self) -> None:
-        await self._do("wake")
-        self.is_asleep = False
+        await self._do("wake", is_asleep=False)
 
     async def is_sleeping(self) -> bool:
         if self.unanswered:
             raise self.unanswered.pop()
         return self.is_asleep
 
-    async def _do(self, word: str) -> None:
+    async def _do(self, word: str, *, is_asleep: bool) -> None:
         self.log.append(f"{word} {self.name}")
         for _ in range(self.num_ticks):
             await asyncio.sleep(0)
         if self.failures:
             raise self.failures.pop()
+        self.is_asleep = is_asleep
+        if self.lost:
+            raise self.lost.pop()
 
 
 class World:
@@ -216,6 +215,14 @@ def test_a_service_that_sleeps_although_it_failed_to_say_so_is_woken() -> None:
 
     assert log[:7] == ["wake a", "serve a", "end a", "sleep a", "wake a", "serve a", "end a"]
     assert log[7:] == ["sleep a", "wake b", "serve b", "end b"]
+
+
+def test_a_service_that_woke_although_it_failed_to_say_so_serves() -> None:
+    async def play(world: World) -> None:
+        world.sleepers["a"].lost = [TimeoutError()]
+        await serve_once(world, "a")
+
+    assert in_world("a", SleepOptions(), play) == ["wake a", "serve a", "end a"]
 
 
 def test_a_service_lets_nobody_in_until_it_has_told_whether_it_sleeps() -> None:
