@@ -237,7 +237,7 @@ EXPERIMENTS = (
              "1 min", "unequal:deployment"),
     _cluster("unequal", "the same, Fig. 5, 6: throughput by router on unequal clusters", "5 min",
              "unequal:routers"),
-    _cluster("combined", "the combined placement beside both papers' own, over load", "15 min",
+    _cluster("combined", "the combined placement beside both papers' own, over load", "5 min",
              "combined:combined", seeds=tuple(range(3, 15))),
     _cluster("checked", "some of these points with real schedulers in the engines", "20 min",
              "combined:checked", seeds=(0,)),

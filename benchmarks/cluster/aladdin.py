@@ -98,19 +98,17 @@ def fig9(setup: Setup) -> Outcome:
 
 def gpus(setup: Setup) -> Outcome:
     """Fig. 11: GPUs needed over the rate, prefill and decode in the same workers."""
-    beds = {name: TESTBEDS[name] for name in _FIG_11}
-    return _needed(setup, beds, _FIG_11_RATES, SYSTEMS, _ABOUT_11, is_decode=False)
+    return _needed(setup, _FIG_11_RATES, SYSTEMS, _ABOUT_11, is_decode=False)
 
 
 def decode(setup: Setup) -> Outcome:
     """Fig. 12: GPUs that the decode pool needs when prompts are computed elsewhere."""
-    beds = {name: TESTBEDS[name] for name in _FIG_11}
     systems = {
         name: (worker, "aladdin-decode" if r == "aladdin" else r)
         for name, (worker, r) in SYSTEMS.items()
         if name != "default"
     }
-    return _needed(setup, beds, _FIG_12_RATES, systems, _ABOUT_12, is_decode=True)
+    return _needed(setup, _FIG_12_RATES, systems, _ABOUT_12, is_decode=True)
 
 
 def draw(name: str, setup: Setup, outcome: Outcome, folder: Path) -> Path:
@@ -171,16 +169,17 @@ def _case(
 
 def _needed(
     setup: Setup,
-    beds: dict[str, Testbed],
     rates: Sequence[float],
     systems: dict[str, tuple[int, str]],
     about: str,
     *,
     is_decode: bool,
 ) -> Outcome:
+    setup.check_only(_FIG_11)
     rows: list[Row] = []
     lines = []
-    for name, bed in beds.items():
+    for name in (name for name in _FIG_11 if not setup.only or name in setup.only):
+        bed = TESTBEDS[name]
         for rate in rates[:1] if setup.is_quick else rates:
             for label, engines in _ENGINES.items():
                 # Decode pools have no prompts to chunk.
