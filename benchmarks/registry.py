@@ -74,12 +74,15 @@ def _cluster(
     function: str,
     figure: str = "",
     seeds: Sequence[int] = _THREE,
+    has_parts: bool = True,
 ) -> Experiment:
     """Of `cluster/`: many engines in virtual time, rows shared by all of them."""
+    parts: dict[str, Any] = {"only": ()} if has_parts else {}
+    options = ("data", "workers", "quick", "seeds", *parts)
+    defaults = {"seeds": seeds} | parts
     return Experiment(
-        f"cluster-{name}", summary, duration, f"cluster.{function}",
-        ("data", "workers", "quick", "only", "seeds"), "cluster/runs.jsonl",
-        {"only": (), "seeds": seeds}, figure,
+        f"cluster-{name}", summary, duration, f"cluster.{function}", options,
+        "cluster/runs.jsonl", defaults, figure,
     )  # fmt: skip
 
 
@@ -226,7 +229,7 @@ EXPERIMENTS = (
                ("seeds", "num_requests", "only", "quick", "request_rate"), "gateway.jsonl",
                {"seeds": (0, 1, 2, 3, 4), "num_requests": 100, "only": (), "request_rate": 2.5}),
     _cluster("fast", "the fast engine model beside the real schedulers: error and speed", "5 min",
-             "fast_model:error", seeds=(0,)),
+             "fast_model:error", seeds=(0,), has_parts=False),
     _cluster("aladdin", "Aladdin Fig. 9, 10: attainment on four GPUs, by placement", "10 min",
              "aladdin:fig9", "cluster.aladdin:draw"),
     _cluster("gpus", "Aladdin Fig. 11: GPUs needed, prefill and decode together", "15 min",
@@ -234,19 +237,19 @@ EXPERIMENTS = (
     _cluster("decode", "Aladdin Fig. 12: GPUs that a decode pool needs", "10 min",
              "aladdin:decode"),
     _cluster("deployment", "heterogeneous clusters, Fig. 4: the estimate and the simulator",
-             "1 min", "unequal:deployment"),
+             "1 min", "unequal:deployment", has_parts=False),
     _cluster("unequal", "the same, Fig. 5, 6: throughput by router on unequal clusters", "5 min",
              "unequal:routers"),
     _cluster("combined", "the combined placement beside both papers' own, over load", "5 min",
              "combined:combined", seeds=tuple(range(3, 15))),
     _cluster("checked", "some of these points with real schedulers in the engines", "20 min",
-             "combined:checked", seeds=(0,)),
+             "combined:checked", seeds=(0,), has_parts=False),
     _cluster("predictions", "what knowing output lengths is worth to a router", "5 min",
              "combined:predictions"),
     _cluster("day", "a day's rise and fall: scaling rules and a fixed number", "10 min",
-             "day:day"),
+             "day:day", has_parts=False),
     _cluster("many", "up to 256 instances in virtual time: cost of a request by router", "10 min",
-             "many:many"),
+             "many:many", has_parts=False),
     Experiment("cluster-gap", "best fit beside the optimum of HiGHS", "2 min",
                "cluster.placing:gap", ("quick",)),
     Experiment("cluster-placing", "Aladdin Fig. 13: time to place a second's requests", "1 min",
