@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import MISSING, fields, is_dataclass
+from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,13 @@ def load(path: Path) -> list[Row]:
     """All rows of a file; none if it does not exist. A line that was cut off is left out."""
     if not path.exists():
         return []
+    state = path.stat()
+    return [dict(row) for row in _parsed(path, state.st_mtime_ns, state.st_size)]
+
+
+@lru_cache(maxsize=1)
+def _parsed(path: Path, mtime_ns: int, size: int) -> list[Row]:
+    """Kept until the file changes: a search asks again and again."""
     return [json.loads(line) for line in _whole(path).splitlines()]
 
 
