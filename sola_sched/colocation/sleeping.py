@@ -243,12 +243,14 @@ class Dormitory:
         try:
             await service.sleeper.wake_up()
             service.is_awake = True
-            service.awake_s = service.used_s = service.again_s = self.clock()
         except Exception as error:
             logger.error("a service could not be woken: %s", error)
-            await self._ask(service)  # its answer may have been lost, and it be awake
+            with contextlib.suppress(Exception):  # its answer may have been lost, and it be awake
+                service.is_awake = not await service.sleeper.is_sleeping()
             if not service.is_awake:
                 self._fail(service, error)
+        if service.is_awake:
+            service.awake_s = service.used_s = service.again_s = self.clock()
 
     async def _fall_asleep(self, service: Service) -> None:
         try:
@@ -259,7 +261,7 @@ class Dormitory:
             await self._ask(service)
 
     async def _ask(self, service: Service) -> None:
-        """Learn whether a service sleeps that did not do as it was told."""
+        """Learn whether a service sleeps that could not be put to sleep."""
         try:
             service.is_awake = not await service.sleeper.is_sleeping()
             service.is_known = True

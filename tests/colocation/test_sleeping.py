@@ -225,6 +225,21 @@ def test_a_service_that_woke_although_it_failed_to_say_so_serves() -> None:
     assert in_world("a", SleepOptions(), play) == ["wake a", "serve a", "end a"]
 
 
+def test_a_service_that_is_gone_when_it_is_woken_takes_no_place() -> None:
+    async def play(world: World) -> None:
+        world.sleepers["a"].failures = [OSError("refused")]
+        world.sleepers["a"].unanswered = [OSError("refused") for _ in range(9)]
+        task, _ = world.ask("a")
+        await world.settle()
+        with pytest.raises(WakeError, match="'a' could not be woken: refused"):
+            await task
+        await serve_once(world, "b")
+
+    log = in_world("ab", SleepOptions(max_awake=1), play)
+
+    assert log == ["wake a", "wake b", "serve b", "end b"]
+
+
 def test_a_service_lets_nobody_in_until_it_has_told_whether_it_sleeps() -> None:
     async def play(world: World) -> None:
         await serve_once(world, "a")
