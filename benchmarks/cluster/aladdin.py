@@ -10,6 +10,7 @@ from pathlib import Path
 from cluster.cases import Case, file_of, mean_by, rows_of
 from cluster.fast_error import error_of
 from harness.markdown import markdown
+from harness.parts import chosen
 from harness.resumable import Row
 from harness.setup import Outcome, Setup
 
@@ -60,8 +61,7 @@ _WORKERS = (1, 2, 4)
 
 def fig9(setup: Setup) -> Outcome:
     """Fig. 9 and 10: attainment and P99 of ATGT over the rate."""
-    setup.check_only(list(TESTBEDS))
-    names = [name for name in TESTBEDS if not setup.only or name in setup.only]
+    names = chosen(setup, TESTBEDS)
     cases = [
         _case(setup, TESTBEDS[name], system, engine, rate, seed=seed)
         for name in names
@@ -175,10 +175,9 @@ def _needed(
     *,
     is_decode: bool,
 ) -> Outcome:
-    setup.check_only(_FIG_11)
     rows: list[Row] = []
     lines = []
-    for name in (name for name in _FIG_11 if not setup.only or name in setup.only):
+    for name in chosen(setup, _FIG_11):
         bed = TESTBEDS[name]
         for rate in rates[:1] if setup.is_quick else rates:
             for label, engines in _ENGINES.items():

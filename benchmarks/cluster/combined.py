@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from cluster.cases import Case, file_of, mean_by, rows_of
 from cluster.fast_error import error_of
 from harness.markdown import markdown
+from harness.parts import chosen
 from harness.setup import Outcome, Setup
 
 
@@ -58,8 +59,7 @@ _REQUESTS = 400
 
 def combined(setup: Setup) -> Outcome:
     """Attainment of each router on each scene, with vLLM and with ours in the engines."""
-    setup.check_only(list(SCENES))
-    names = [name for name in SCENES if not setup.only or name in setup.only]
+    names = chosen(setup, SCENES)
     cases = [
         _case(setup, SCENES[name], engine, router, rate, seed)
         for name in names
@@ -99,8 +99,7 @@ def combined(setup: Setup) -> Outcome:
 
 def predictions(setup: Setup) -> Outcome:
     """What knowing output lengths is worth to a router."""
-    setup.check_only(list(SCENES))
-    names = [name for name in ("equal", "tight TPOT") if not setup.only or name in setup.only]
+    names = [name for name in chosen(setup, SCENES) if name in ("equal", "tight TPOT")]
     routers = ("aladdin", "workload", "combined")
     cases = [
         replace(_case(setup, SCENES[name], engine, router, rate, seed), lengths=lengths)

@@ -8,6 +8,7 @@ from cluster import testbeds
 from cluster.cases import Case, file_of, mean_by, rows_of
 from cluster.fast_error import error_of
 from harness.markdown import markdown
+from harness.parts import chosen
 from harness.points import read_lengths
 from harness.setup import Outcome, Setup
 from sola_sched.cluster.performance.from_profile import samples_of_profile
@@ -77,8 +78,7 @@ def deployment(setup: Setup) -> Outcome:
 
 def routers(setup: Setup) -> Outcome:
     """Fig. 5 and 6: throughput by router over the rate, on two unequal clusters."""
-    setup.check_only(list(CLUSTERS))
-    names = [name for name in CLUSTERS if not setup.only or name in setup.only]
+    names = chosen(setup, CLUSTERS)
     file = file_of(setup, "sharegpt")
     cases = [
         Case(

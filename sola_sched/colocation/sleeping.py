@@ -245,7 +245,8 @@ class Dormitory:
             service.is_awake = True
         except Exception as error:
             logger.error("a service could not be woken: %s", error)
-            with contextlib.suppress(Exception):  # its answer may have been lost, and it be awake
+            # Its answer may be lost, and it awake. One that is gone takes no place: no `_ask`.
+            with contextlib.suppress(Exception):
                 service.is_awake = not await service.sleeper.is_sleeping()
             if not service.is_awake:
                 self._fail(service, error)
