@@ -61,5 +61,5 @@ def make_requests(case: Case, max_model_len: int, data: Path | None) -> Requests
         else:
             burstiness = float(shape) if kind == "gamma" else 1.0
             arrival_s = arrival_times(size, case.rate_per_s, burstiness, seed=case.seed)
-    outputs = np.clip(table.output[chosen], 1, max_model_len - 1)
+    outputs = np.clip(table.output[chosen] * case.output_factor, 1, max_model_len - 1)
     return Requests(np.minimum(table.prompt[chosen], max_model_len - outputs), outputs, arrival_s)

@@ -62,6 +62,7 @@ class Case:
         ttft_s, tpot_s: Targets.
         arrivals: See `arrivals.make_requests`.
         num_requests: In all; those that come first are not counted (`FILLING`).
+        output_factor: On the outputs of the data set, e.g. for a model that thinks first.
         seed: Of lengths, arrivals, router and delays.
         lengths: What routers know: ``histogram`` of what has ended, or a predictor of
             `sola_sched.bench.backends.predictors`, e.g. ``oracle``.
@@ -79,6 +80,7 @@ class Case:
     tpot_s: float
     arrivals: str = "poisson"
     num_requests: int = 1000
+    output_factor: int = 1
     seed: int = 0
     lengths: str = "histogram"
     is_real: bool = False

@@ -24,8 +24,8 @@ _POINTS = (
     Case("2*llama-2-70b@a100-pcie:2", "", "shortest-queue", "sharegpt", 1.0, 1.6, 0.075),
     Case("4*llama-2-7b@v100:1", "", "combined", "sharegpt", 3.0, 0.8, 0.03),
     Case(
-        "1*llama-3-8b@v100-pcie:4+1*llama-3-8b@v100-pcie:1", "", "workload", "sharegpt", 4.0, 1.0,
-        0.06, seed=1,
+        "1*llama-3-8b@v100-nvlink:4+1*llama-3-8b@v100-nvlink:1", "", "workload", "sharegpt",
+        4.0, 1.0, 0.06, seed=1,
     ),
     Case(
         "2*llama-2-13b@a100-pcie:2", "", "combined", "sharegpt", 4.0, 0.6, 0.03, is_decode=True,

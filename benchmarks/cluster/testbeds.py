@@ -1,7 +1,14 @@
 """The GPUs and models of both papers' testbeds, and engines on them: fast ones and real ones.
 
 Step times are computed from public figures with the shares of peak that were fitted to measured
-kernels (`sola_sched.simulator.steps.roofline`), not measured. GPUs without NVLink reduce over PCIe.
+kernels (`sola_sched.simulator.steps.roofline`), not measured. GPUs without NVLink reduce over
+PCIe.
+
+The heterogeneous paper's V100 are SXM2 modules "connected over PCIe 3.0 x16". Over PCIe alone eight
+instances on one GPU each would be ahead of two on four; in its Fig. 4 they are behind. With two of
+the modules' NVLinks between neighbours the order is the paper's, so there are both. vLLM 0.6 has
+no FlashAttention on them: its own kernel has a thread block for each query head, which reads KV for
+itself, so with grouped heads KV is read once for each head of a group.
 """
 
 from __future__ import annotations
@@ -26,15 +33,17 @@ from sola_sched.simulator.steps.time import StepTimeModel
 if TYPE_CHECKING:
     from sola_sched.simulator.cluster.real import RealInstance
 
-#: Beside those of the package: Aladdin's A100 (80 GB, PCIe), the heterogeneous paper's A800 (the
-#: same but for NVLink) and V100 (PCIe 3.0).
+#: Beside those of the package: Aladdin's A100 (80 GB, PCIe), which is the heterogeneous paper's
+#: A800 too, and that paper's V100.
 _GPUS: dict[str, Gpu] = GPUS | {
     "a100-pcie": replace(
         GPUS["a100"], name="A100-PCIE-80GB", hbm_bytes_per_s=1.935e12, link_bytes_per_s=32e9
     ),
     "v100-pcie": replace(GPUS["v100"], link_bytes_per_s=16e9),
+    "v100-nvlink": replace(GPUS["v100"], link_bytes_per_s=50e9),
 }
-_FITTED_AS = {"a100-pcie": "a100", "v100-pcie": "v100"}
+_FITTED_AS = {"a100-pcie": "a100", "v100-pcie": "v100", "v100-nvlink": "v100"}
+_READS_KV_BY_QUERY_HEAD = ("v100-pcie", "v100-nvlink")
 _MODELS: dict[str, Model] = MODELS | {
     "llama-2-7b": Model("Llama-2-7b", 4096, 11008, 32, 32, 32, 32000, 4096),
     "llama-2-13b": Model("Llama-2-13b", 5120, 13824, 40, 40, 40, 32000, 4096),
@@ -93,6 +102,8 @@ def step_profile(kind: Kind, is_decode: bool = False) -> StepProfile:
             f"{model.max_model_len} tokens (got {tokens})."
         )
     values = {name: value for name, (value, _) in roofline.step_time(model, gpu, assumed).items()}
+    if kind.gpu in _READS_KV_BY_QUERY_HEAD:
+        values["per_ctx_s"] *= model.gpu_heads / model.gpu_kv_heads
     step_time = StepTimeModel(**values)
     if is_decode:
         step_time = DecodeOnly(**values)

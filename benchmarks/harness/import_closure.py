@@ -21,11 +21,14 @@ _FULL_NAME = re.compile(rf"{_PACKAGE}(\.[a-zA-Z_]\w*)+")
 
 
 def digest(files: Iterable[Path]) -> str:
-    """Changes with the name or the content of any of the files; one that is missing counts too."""
+    """Changes with the name or the content of any of the files; one that is missing counts too.
+
+    The same wherever the files lie, so in whatever order they come.
+    """
+    contents = ((file.name, file.read_bytes() if file.is_file() else b"") for file in files)
     total = hashlib.sha256()
-    for file in files:
-        content = file.read_bytes() if file.is_file() else b""
-        total.update(f"{file.name} {len(content)}\n".encode() + content)
+    for name, content in sorted(contents):
+        total.update(f"{name} {len(content)}\n".encode() + content)
     return total.hexdigest()[:16]
 
 

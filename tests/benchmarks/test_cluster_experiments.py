@@ -31,7 +31,7 @@ _CASE = Case("1*llama-3-8b@a100:1", "stock:512", "combined", "none", 4.0, 1.0, 0
         ),
         pytest.param("gpus", "| testbed, model | req/s |", 4, True, marks=LONG),
         pytest.param("decode", "| testbed, model | req/s |", 4, True, marks=LONG),
-        ("deployment", "| t | instances |", 4, True),
+        ("deployment", "| link | t | instances |", 8, True),
         pytest.param(
             "unequal",
             "| cluster | req/s | round robin, tokens/s |",

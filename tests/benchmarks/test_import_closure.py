@@ -101,3 +101,15 @@ def test_a_digest_tells_content_and_names(tmp_path: Path) -> None:
 
     assert len(seen) == 6
     assert digest([one]) == digest([one])
+
+
+def test_a_digest_is_the_same_wherever_the_files_lie(tmp_path: Path) -> None:
+    digests = set()
+    for first, second in (("a", "b"), ("b", "a")):
+        here, there = tmp_path / first / "one.py", tmp_path / second / "two.py"
+        for file, content in ((here, "1"), (there, "2")):
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(content)
+        digests |= {digest(sorted([here, there])), digest([there, here])}
+
+    assert len(digests) == 1

@@ -13,11 +13,12 @@ from sola_sched.cluster.unequal import (
     Machine,
     ServedModel,
     WorkloadMapper,
+    estimate_refilled,
     estimate_throughput,
     kv_bytes_of,
     search_deployment,
 )
-from sola_sched.cluster.unequal.deployment import machine_deployments
+from sola_sched.cluster.unequal.deployment import Estimate, machine_deployments
 from sola_sched.errors import ConfigError, InfeasibleError
 
 #: Llama-3-8B in 16 bit, 128 KiB of KV a token.
@@ -50,9 +51,22 @@ def test_slots_limit_the_batches_of_the_estimate() -> None:
     assert found == pytest.approx(120 / alone_s)
 
 
-def test_a_request_larger_than_the_memory_is_said_with_numbers() -> None:
+def test_refilled_batches_have_a_prompt_and_an_end_for_each_request_and_output() -> None:
+    # 100 tokens hold four of 20 + 10 / 2: in 10 steps four end and four prompts are computed.
+    turn_s = 4 * 20 * 1e-4 + TIMES.batch_decode_s(4, 20, 10)
+
+    found = estimate_refilled(TIMES, 100.0, 1.0, [(10, 10), (30, 10)], num_instances=3)
+    in_two_slots = estimate_refilled(TIMES, 100.0, 1.0, [(20, 10)], max_requests=2)
+
+    assert found == pytest.approx(3 * 4 * 30 / turn_s)
+    turn_s = 2 * 20 * 1e-4 + TIMES.batch_decode_s(2, 20, 10)
+    assert in_two_slots == pytest.approx(2 * 30 / turn_s)
+
+
+@pytest.mark.parametrize("estimate", [estimate_throughput, estimate_refilled])
+def test_a_request_larger_than_the_memory_is_said_with_numbers(estimate: Estimate) -> None:
     with pytest.raises(InfeasibleError, match=r"100 \+ 50 tokens.*needs 0\.15 GB of 0\.10 GB"):
-        estimate_throughput(TIMES, 1e8, 1e6, [(100, 50)])
+        estimate(TIMES, 1e8, 1e6, [(10, 5), (100, 50)])
 
 
 def _scaled(shares: dict[int, float]) -> dict[int, StaticBatchTime]:
@@ -105,6 +119,7 @@ def test_a_model_that_fits_nowhere_says_how_much_is_missing() -> None:
         lambda: Machine("m", 4, 32e9, usable_ratio=1.5),
         lambda: ServedModel(-1.0, 1.0, 10),
         lambda: estimate_throughput(TIMES, 1e9, 1.0, []),
+        lambda: estimate_refilled(TIMES, 1e9, 1.0, []),
     ],
 )
 def test_values_out_of_range_are_refused(wrong: object) -> None:

@@ -12,9 +12,11 @@ the memory allows, the times of the batches (Eq. 3, 4) are summed, tokens are di
 the machine has u / t instances. All degrees that divide u are tried on each machine. Machines add
 up, so the best of each is the best of the cluster.
 
-Departures: delta is held on each GPU (the paper's text; its Eq. 1 has it once). KV of a token is
-given, as models with grouped heads have less than the paper's 2 l h. Algorithm 1 as printed returns
-t tokens / time; its text says u / t, which is used.
+Departures: engines refill a batch as requests end, and static batches, which last as long as their
+longest request, rank degrees wrongly (docs/results/cluster-deployment.md). So the search goes by
+`estimate_refilled`, with Algorithm 1 beside it. delta is held on each GPU (the paper's text; its
+Eq. 1 has it once). KV of a token is given, as models with grouped heads have less than the paper's
+2 l h. Algorithm 1 as printed returns t tokens / time; its text says u / t, which is used.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from sola_sched.cluster.performance.static_batch_time import StaticBatchTime
 from sola_sched.errors import ConfigError, InfeasibleError
@@ -92,8 +95,7 @@ class Deployment:
         tensor_parallel: t.
         num_instances: u / t.
         kv_bytes: KVSize of one instance.
-        tokens_per_s: Estimated throughput of the machine, prompt and output tokens. Only its order
-            among deployments means something: batches are static in the estimate.
+        tokens_per_s: Estimated throughput of the machine, prompt and output tokens.
     """
 
     machine: Machine
@@ -107,6 +109,49 @@ def kv_bytes_of(machine: Machine, tensor_parallel: int, model: ServedModel) -> f
     """Eq. 1: memory for KV of one instance; negative where the weights do not fit."""
     per_gpu = machine.memory_bytes * machine.usable_ratio - machine.engine_bytes
     return tensor_parallel * per_gpu - model.weight_bytes
+
+
+class Estimate(Protocol):
+    """`estimate_refilled` or `estimate_throughput`."""
+
+    def __call__(
+        self,
+        batch_time: StaticBatchTime,
+        kv_bytes: float,
+        kv_bytes_per_token: float,
+        requests: Sequence[tuple[int, int]],
+        *,
+        num_instances: int = 1,
+        max_requests: int | None = None,
+    ) -> float:
+        """Tokens per second of the instances."""
+
+
+def estimate_refilled(
+    batch_time: StaticBatchTime,
+    kv_bytes: float,
+    kv_bytes_per_token: float,
+    requests: Sequence[tuple[int, int]],
+    *,
+    num_instances: int = 1,
+    max_requests: int | None = None,
+) -> float:
+    """Tokens per second of instances that refill their batches, with requests of mean lengths.
+
+    A request holds its prompt and on average half of its output, so a batch has
+    b = KVSize / KV(I + O / 2). In the time of O decode steps (Eq. 4) each of the b ends once and
+    another prompt is computed, at what one more prompt costs in a batch (Eq. 3).
+
+    Args and errors: as of `estimate_throughput`.
+    """
+    _require_fitting(requests, kv_bytes, kv_bytes_per_token)
+    mean_in = sum(tokens_in for tokens_in, _ in requests) / len(requests)
+    mean_out = sum(tokens_out for _, tokens_out in requests) / len(requests)
+    batch = kv_bytes / kv_bytes_per_token / (mean_in + 0.5 * mean_out)
+    batch = max(1.0, min(batch, max_requests or math.inf))
+    prompt_s = batch_time.batch_prefill_s(2, mean_in) - batch_time.batch_prefill_s(1, mean_in)
+    turn_s = batch * prompt_s + batch_time.batch_decode_s(batch, mean_in, mean_out)
+    return float(num_instances * batch * (mean_in + mean_out) / turn_s)
 
 
 def estimate_throughput(
@@ -132,8 +177,7 @@ def estimate_throughput(
         ConfigError: There are no requests.
         InfeasibleError: One of them does not fit in the memory alone.
     """
-    if not requests:
-        raise ConfigError("'requests' must hold lengths of past requests (got none).")
+    _require_fitting(requests, kv_bytes, kv_bytes_per_token)
     total_s, begin = 0.0, 0
     while begin < len(requests):
         end, sum_in, longest_in, longest_out = begin, 0, 0, 0
@@ -143,13 +187,6 @@ def estimate_throughput(
                 break
             end, sum_in, longest_out = end + 1, sum_in + tokens_in, longest
             longest_in = max(longest_in, tokens_in)
-        if end == begin:
-            needed = sum(requests[begin]) * kv_bytes_per_token
-            raise InfeasibleError(
-                f"A request of {requests[begin][0]} + {requests[begin][1]} tokens must fit in the "
-                f"KV memory of an instance (needs {needed / 1e9:.2f} GB of {kv_bytes / 1e9:.2f} "
-                "GB); take more GPUs per instance."
-            )
         total_s += float(batch_time.batch_s(end - begin, longest_in, longest_out))
         begin = end
     num_tokens = sum(tokens_in + tokens_out for tokens_in, tokens_out in requests)
@@ -163,6 +200,7 @@ def machine_deployments(
     requests: Sequence[tuple[int, int]],
     *,
     max_requests: int | None = None,
+    estimate: Estimate = estimate_refilled,
 ) -> list[Deployment]:
     """Every degree that meets Eq. 2 and has p1 to p8, most throughput first.
 
@@ -176,7 +214,7 @@ def machine_deployments(
         if kv_bytes < needed or t not in batch_times:
             continue
         number = machine.num_gpus // t
-        tokens_per_s = estimate_throughput(
+        tokens_per_s = estimate(
             batch_times[t], kv_bytes, model.kv_bytes_per_token, requests,
             num_instances=number, max_requests=max_requests,
         )  # fmt: skip
@@ -199,6 +237,7 @@ def search_deployment(
     requests: Sequence[tuple[int, int]],
     *,
     max_requests: int | None = None,
+    estimate: Estimate = estimate_refilled,
 ) -> list[Deployment]:
     """The deployment with the most throughput on each machine.
 
@@ -208,16 +247,33 @@ def search_deployment(
         batch_times: By machine name and degree.
         requests: Prompt and output tokens of a sample of the workload.
         max_requests: Slots of an instance; None for no limit.
+        estimate: By which degrees are compared.
 
     Raises:
         InfeasibleError: The model fits on a machine with no degree.
     """
     return [
         machine_deployments(
-            machine, model, batch_times.get(machine.name, {}), requests, max_requests=max_requests
+            machine, model, batch_times.get(machine.name, {}), requests,
+            max_requests=max_requests, estimate=estimate,
         )[0]
         for machine in machines
-    ]
+    ]  # fmt: skip
+
+
+def _require_fitting(
+    requests: Sequence[tuple[int, int]], kv_bytes: float, kv_bytes_per_token: float
+) -> None:
+    if not requests:
+        raise ConfigError("'requests' must hold lengths of past requests (got none).")
+    longest = max(requests, key=sum)
+    needed = sum(longest) * kv_bytes_per_token
+    if needed > kv_bytes:
+        raise InfeasibleError(
+            f"A request of {longest[0]} + {longest[1]} tokens must fit in the KV memory of an "
+            f"instance (needs {needed / 1e9:.2f} GB of {kv_bytes / 1e9:.2f} GB); take more GPUs "
+            "per instance."
+        )
 
 
 def _require_positive(thing: object, names: Sequence[str]) -> None:
