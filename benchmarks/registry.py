@@ -243,7 +243,7 @@ EXPERIMENTS = (
     _cluster("combined", "the combined placement beside both papers' own, over load", "5 min",
              "combined:combined", seeds=tuple(range(3, 15))),
     _cluster("checked", "some of these points with real schedulers in the engines", "5 min",
-             "combined:checked", seeds=tuple(range(6)), has_parts=False),
+             "combined:checked", seeds=tuple(range(30, 42)), has_parts=False),
     _cluster("predictions", "what knowing output lengths is worth to a router", "5 min",
              "combined:predictions"),
     _cluster("day", "a day's rise and fall: scaling rules and a fixed number", "10 min",
