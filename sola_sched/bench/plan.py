@@ -18,6 +18,7 @@ from sola_sched.bench.data.datasets import DatasetOptions, ModelLimits, build
 from sola_sched.bench.data.workload import Workload, assign_classes
 from sola_sched.bench.report import results
 from sola_sched.bench.report.progress import Progress
+from sola_sched.config.flags import url_of
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.errors import ConfigError
 
@@ -221,7 +222,7 @@ def _server(args: argparse.Namespace) -> tuple[Backend, ModelLimits]:
 
     backend = OpenAIBackend(
         ServerOptions(
-            base_url=args.base_url or f"http://{args.host}:{args.port}",
+            base_url=args.base_url or url_of(args.host, args.port),
             endpoint=args.endpoint,
             model=args.served_model_name or args.model,
             tokenizer=args.tokenizer,

@@ -104,6 +104,11 @@ def not_free(host: str, port: int, error: Exception) -> str:
     )
 
 
+def url_of(host: str, port: int) -> str:
+    """Where a server listens; an IPv6 address stands in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def _is_server(text: str) -> bool:
     try:
         parts = urllib.parse.urlsplit(text)

@@ -18,6 +18,7 @@ from sola_sched.cluster.sharing.controller import Controller
 from sola_sched.cluster.sharing.placement import Placement
 from sola_sched.cluster.sharing.seats import Move, Seat, moves, seat
 from sola_sched.cluster.sharing.unserved import Score
+from sola_sched.config.flags import url_of
 from sola_sched.errors import ConfigError, DeploymentError, InfeasibleError
 from sola_sched.plan.deploy import (
     Application,
@@ -214,7 +215,7 @@ class Follower:
             ]
             if replicas:
                 host = replicas[0].get("node_ip") or "127.0.0.1"
-                gateways[service] = f"http://{host}:{application['args']['port']}"
+                gateways[service] = url_of(host, application["args"]["port"])
         return gateways
 
     def _place(self, real: float | None, may_stay: bool) -> None:

@@ -25,6 +25,7 @@ from sola_sched.config.flags import (
     positive_float,
     positive_int,
     server_url,
+    url_of,
 )
 from sola_sched.errors import ConfigError
 from sola_sched.serving.delivery import GatewayOptions
@@ -94,7 +95,7 @@ async def _run_gateway(args: argparse.Namespace) -> None:
     except (OSError, UnicodeError) as error:
         await runner.cleanup()
         raise ConfigError(not_free(args.host, args.port, error)) from error
-    print(f"gateway: http://{args.host}:{runner.addresses[0][1]}", flush=True)
+    print(f"gateway: {url_of(args.host, runner.addresses[0][1])}", flush=True)
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     try:

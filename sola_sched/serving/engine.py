@@ -17,6 +17,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from sola_sched.config.flags import url_of
 from sola_sched.serving import arrivals
 
 #: Seconds between two reports of the load, where the configuration says nothing of it.
@@ -78,8 +79,9 @@ class EngineServer:
 
     async def serve(self, host: str) -> str:
         """Serve on a free port of `host`; returns the URL."""
-        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listening.bind((host, 0))
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.bind(address)
         config = uvicorn.Config(
             self.app, log_level="warning", access_log=False, lifespan="on", timeout_keep_alive=600
         )
@@ -87,7 +89,7 @@ class EngineServer:
         # Its own handlers would take the signals of the process that it is a guest of.
         self._server.capture_signals = _no_signals
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
-        self.url = f"http://{host}:{listening.getsockname()[1]}"
+        self.url = url_of(host, listening.getsockname()[1])
         return self.url
 
     async def check(self) -> None:

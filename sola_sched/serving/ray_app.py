@@ -20,6 +20,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
+from sola_sched.config.flags import url_of
 from sola_sched.serving import membership
 from sola_sched.serving.arrivals import ARRIVALS
 from sola_sched.serving.delivery import GatewayOptions
@@ -212,7 +213,7 @@ class GatewayServer:
         self._asking = [asyncio.create_task(_wake_router(engine)) for engine in self._engines]
         if self._args.follows is not None:
             self._asking.append(asyncio.create_task(self._follow(self._args.follows)))
-        self._url = f"http://{host}:{self._runner.addresses[0][1]}"
+        self._url = url_of(host, self._runner.addresses[0][1])
         logger.info("the gateway listens on %s", self._url)
         return {URL: self._url}
 

@@ -75,10 +75,14 @@ def test_a_port_that_is_taken_is_an_error(capsys: pytest.CaptureFixture[str]) ->
     assert f"must be free to listen on (got 127.0.0.1:{port}" in capsys.readouterr().err
 
 
-def test_a_gateway_that_is_terminated_ends_its_streams_and_takes_no_new_ones() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_gateway_that_is_terminated_ends_its_streams_and_takes_no_new_ones(host: str) -> None:
+    if host == "::1" and not _has_ipv6():
+        pytest.skip("this machine has no IPv6")
+
     async def whole() -> None:
         async with asyncio.timeout(30), FakeReplica(token_s=0.02).running() as fake:
-            command = ["-P", "-m", "sola_sched.serving", "gateway", "--port", "0"]
+            command = ["-P", "-m", "sola_sched.serving", "gateway", "--host", host, "--port", "0"]
             gateway = await asyncio.create_subprocess_exec(
                 *(sys.executable, *command, "--replica", fake.url), stdout=asyncio.subprocess.PIPE
             )
@@ -98,6 +102,14 @@ def test_a_gateway_that_is_terminated_ends_its_streams_and_takes_no_new_ones() -
             assert await gateway.wait() == 0
 
     asyncio.run(whole())
+
+
+def _has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
 
 
 async def _listens(session: aiohttp.ClientSession, url: str) -> bool:
