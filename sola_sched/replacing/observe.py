@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
+import asyncio
 import json
 import math
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+#: For the whole of an answer: nobody holds the controller by sending it bit by bit.
+LIMIT_S = 5.0
 #: Counters of an engine, by what they are called here.
 _SAMPLES = {
     "vllm:request_prompt_tokens_count": "requests",
@@ -43,11 +45,18 @@ def fetch(url: str) -> str:
         OSError: It is not to be had.
     """
     try:
-        with urllib.request.urlopen(url, timeout=5.0) as answer:
-            text: str = answer.read().decode()
-    except (http.client.HTTPException, ValueError) as error:  # it has ended meanwhile, or is none
+        return asyncio.run(_get(url))
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise OSError(f"no text is to be had at {url} ({error!r})") from error
-    return text
+
+
+async def _get(url: str) -> str:
+    timeout = aiohttp.ClientTimeout(total=LIMIT_S)
+    async with (
+        aiohttp.ClientSession(timeout=timeout, raise_for_status=True) as session,
+        session.get(url) as answer,
+    ):
+        return await answer.text()
 
 
 class Observer:

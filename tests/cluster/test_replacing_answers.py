@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from raw_answers import answering, http
 
 from sola_sched.errors import DeploymentError
-from sola_sched.replacing import serve_api
+from sola_sched.replacing import observe, serve_api
 from sola_sched.replacing.observe import Observed, Observer, counts
 from sola_sched.replacing.serve_api import ServeApi
 
@@ -80,6 +81,18 @@ def test_engine_whose_counters_do_not_come_whole_does_not_answer(answer) -> None
         replicas = json.dumps([{"url": bad}, {"url": good}]).encode()
         with answering(http(replicas)) as gateway:
             assert Observer().since_last({"chat": gateway}) == {"chat": Observed(1.0)}
+
+
+def test_engine_that_sends_its_counters_bit_by_bit_holds_nobody(monkeypatch) -> None:
+    monkeypatch.setattr(observe, "LIMIT_S", 0.5)
+    bits = answering(http(ONE_REQUEST * 100), pause_s=0.1)
+    with answering(http(ONE_REQUEST)) as good, bits as slow:
+        replicas = json.dumps([{"url": slow}, {"url": good}]).encode()
+        with answering(http(replicas)) as gateway:
+            began_s = time.monotonic()
+
+            assert Observer().since_last({"chat": gateway}) == {"chat": Observed(1.0)}
+            assert time.monotonic() - began_s < 5.0
 
 
 def test_count_of_no_outcome_is_none_of_ours() -> None:

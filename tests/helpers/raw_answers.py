@@ -5,7 +5,7 @@ from __future__ import annotations
 import socketserver
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 def http(body: bytes, status: str = "200 OK", length: int | None = None) -> bytes:
@@ -15,12 +15,13 @@ def http(body: bytes, status: str = "200 OK", length: int | None = None) -> byte
 
 
 @contextmanager
-def answering(answer: bytes, *, is_left_open: bool = False) -> Iterator[str]:
+def answering(answer: bytes, *, is_left_open: bool = False, pause_s: float = 0.0) -> Iterator[str]:
     """Serve it; the address.
 
     Args:
         answer: Head and body.
         is_left_open: Say nothing more, instead of closing the connection.
+        pause_s: Before each byte of it, if it is not to come at once.
     """
     is_over = threading.Event()
 
@@ -32,7 +33,12 @@ def answering(answer: bytes, *, is_left_open: bool = False) -> Iterator[str]:
                 if name.lower() == "content-length":
                     num = int(value)
             self.rfile.read(num)
-            self.wfile.write(answer)
+            pieces = [answer[i : i + 1] for i in range(len(answer))] if pause_s else [answer]
+            for piece in pieces:
+                if is_over.wait(pause_s):
+                    return
+                with suppress(OSError):  # who asked has gone
+                    self.wfile.write(piece)
             if is_left_open:
                 is_over.wait(60.0)
 
