@@ -8,5 +8,5 @@ Source: SeaLLM (Zhao et al.), sections 3, 4.3 and 5. Weights are loaded by the e
 the paper's node workers pull them beforehand.
 
 May import: errors, config, core, cluster, simulator, plan, bench.
-Third party: numpy, prometheus_client (observe).
+Third party: numpy, aiohttp (observe), prometheus_client (observe).
 """
