@@ -79,8 +79,11 @@ class SolaRequestRouter(RequestRouter):
         if pending_request is None or len(able) < 2:
             return [able] if able else []
         name = pending_request.metadata.internal_request_id
-        if (before := self._chosen.pop(name, None)) is not None:
-            self._mine.not_sent(name, before)
+        if not self._give_up(name):
+            # Serve cancels it when nobody waits for the request any more.
+            pending_request.future.add_done_callback(
+                lambda future: future.cancelled() and self._give_up(name)
+            )
         request = self._lengths.routed(_call_of(pending_request), name, None, frozenset())
         there = {replica.replica_id.unique_id for replica in able}
         choice = self._mine.choose(request, [r for r in self._mine if r.name not in there])
@@ -89,6 +92,13 @@ class SolaRequestRouter(RequestRouter):
         self._chosen[name] = choice
         best = [replica for replica in able if replica.replica_id.unique_id == choice.name]
         return [best, [replica for replica in able if replica not in best]]
+
+    def _give_up(self, name: str) -> bool:
+        """Take back the choice for a request, if there is one that no replica has accepted."""
+        if (chosen := self._chosen.pop(name, None)) is None:
+            return False
+        self._mine.not_sent(name, chosen)
+        return True
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any

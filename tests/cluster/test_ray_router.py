@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,7 @@ def router(monkeypatch: pytest.MonkeyPatch) -> Any:
 def _pending(number: int) -> Any:
     return SimpleNamespace(
         args=[{"prompt": "hello " * 50, "max_tokens": 50}],
+        future=Future(),
         metadata=SimpleNamespace(
             request_id=f"http-{number}", internal_request_id=f"internal-{number}"
         ),
@@ -59,6 +61,18 @@ def test_requests_that_have_ended_weigh_on_no_replica(router: Any, is_followed: 
     _choose(router, _pending(99))  # Serve asks again where nobody has taken it
     loads = router._mine._router._loads
     assert sum(load for load in loads.values() if load) <= 1.0
+
+
+def test_a_request_that_serve_gives_up_weighs_on_no_replica(router: Any) -> None:
+    for number in range(20):
+        pending = _pending(number)
+        _choose(router, pending)
+        _choose(router, pending)  # nobody has taken it, and its client leaves
+
+        pending.future.cancel()
+
+    assert not any(router._mine._router._loads.values())
+    assert not router._chosen
 
 
 def test_the_death_of_a_replica_with_requests_is_taken_in(router: Any) -> None:
