@@ -153,9 +153,10 @@ def routers(setup: Setup) -> Outcome:
     head = ["cluster", "req/s", "round robin, tokens/s", *list(ROUTERS)[1:], "all busy"]
     about = (
         "Tokens/s of prompts and outputs from the first arrival to the last token, against round "
-        f"robin; {_REQUESTS:,} requests (2,000 with outputs x 4), vLLM with a chunk of 2048 in the engines. The paper "
-        "reports +122.5 % on the first cluster at 24 requests/s and +33.6 % on the second at 16. "
-        "*All busy* is what the instances serve each alone, all requests at once, in sum."
+        f"robin; {_REQUESTS:,} requests (2,000 with outputs x 4), vLLM with a chunk of 2048 in the "
+        "engines. The paper reports +122.5 % on the first cluster at 24 requests/s and +33.6 % on "
+        "the second at 16. *All busy* is what the instances serve each alone, all requests at once, "
+        "in sum."
     )
     return Outcome(rows, f"{about} {error_of(setup, 'tokens_per_s')}\n\n{markdown(head, lines, 2)}")
 
