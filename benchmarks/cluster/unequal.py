@@ -155,8 +155,8 @@ def routers(setup: Setup) -> Outcome:
         "Tokens/s of prompts and outputs from the first arrival to the last token, against round "
         f"robin; {_REQUESTS:,} requests (2,000 with outputs x 4), vLLM with a chunk of 2048 in the "
         "engines. The paper reports +122.5 % on the first cluster at 24 requests/s and +33.6 % on "
-        "the second at 16. *All busy* is what the instances serve each alone, all requests at once, "
-        "in sum."
+        "the second at 16. *All busy* is what the instances serve each alone, all requests at "
+        "once, in sum."
     )
     return Outcome(rows, f"{about} {error_of(setup, 'tokens_per_s')}\n\n{markdown(head, lines, 2)}")
 
