@@ -1,7 +1,8 @@
 """Triton kernels that move KV between paged blocks and a packed INT8 form.
 
-Same functions, arguments and results as ``reference``, which holds the definition. They run on a
-CUDA device, and on CPU tensors with ``TRITON_INTERPRET=1`` set before Triton is imported.
+Same functions, arguments and results as ``reference``, which holds the definition, and both for all
+layers in one launch. They run on a CUDA device, and on CPU tensors with ``TRITON_INTERPRET=1`` set
+before Triton is imported.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import triton.language as tl
 from sola_sched.kernels.layout import (
     FP16_MAX,
     NUM_STEPS,
+    Layers,
     PackedKV,
     allocate,
     check_arguments,
     group_length,
 )
 
-#: Tile sizes: tokens are strided far apart in the cache, channels are near each other.
-_MAX_BLOCK_T = 64
-_MAX_BLOCK_C = 128
+#: Tokens and channels of a tile, the fastest of those tried on H100 and H200 (see README.md).
+_QUANTIZE_TILE = (16, 64)
+_DEQUANTIZE_TILE = (16, 256)
+#: A group's minimum and maximum are taken across threads: one warp is faster than several.
+_QUANTIZE_WARPS = 1
 
 
 def quantize_kv(
@@ -54,29 +58,14 @@ def quantize_kv(
         out = allocate(
             num_tokens, num_kv_heads, head_dim, group_tokens=group_tokens, device=cache.device
         )
-    if out.data.numel() == 0:
-        return out
-    length = group_length(num_tokens, group_tokens)
-    num_channels = num_kv_heads * head_dim
-    block_c = _tile(num_channels, _MAX_BLOCK_C)
-    grid = (out.scale.shape[0], triton.cdiv(num_channels, block_c))
-    _quantize_kv_kernel[grid](
+    _launch_quantize(
         cache,
+        None,
         block_table,
-        out.data,
-        out.scale,
-        out.offset,
-        first_token,
-        num_tokens,
-        length,
-        cache.shape[1],
-        head_dim,
-        num_channels,
-        *cache.stride(),
-        LIMIT=FP16_MAX,
-        NUM_STEPS=NUM_STEPS,
-        BLOCK_T=_tile(length, _MAX_BLOCK_T),
-        BLOCK_C=block_c,
+        out,
+        num_tokens=num_tokens,
+        group_tokens=group_tokens,
+        first_token=first_token,
     )
     return out
 
@@ -105,18 +94,194 @@ def dequantize_kv(
         tokens=tokens,
     )
     _check_device(cache.device)
+    _launch_dequantize(
+        packed,
+        cache,
+        None,
+        block_table,
+        group_tokens=group_tokens,
+        first_token=first_token,
+        tokens=tokens,
+    )
+
+
+def quantize_layers(
+    layers: Layers,
+    block_table: torch.Tensor,
+    *,
+    num_tokens: int,
+    group_tokens: int | None,
+    first_token: int = 0,
+    out: PackedKV,
+) -> None:
+    """Do for every layer what ``quantize_kv`` does for one, in one launch.
+
+    Args:
+        layers: The caches, each as in ``quantize_kv``.
+        block_table: As in ``quantize_kv``, the same for all layers.
+        num_tokens: As in ``quantize_kv``.
+        group_tokens: As in ``quantize_kv``.
+        first_token: As in ``quantize_kv``.
+        out: Buffers to fill: data ``[num_layers, num_tokens, num_kv_heads, head_dim]``, scale and
+            offset ``[num_layers, num_groups, num_kv_heads, head_dim]``. Each layer is contiguous;
+            scale and offset have the same stride from layer to layer.
+
+    Raises:
+        TypeError, ValueError: See ``layout.check_arguments``; or ``out`` does not fit ``layers``.
+    """
+    cache = layers.caches[0]
+    check_arguments(
+        cache,
+        block_table,
+        _first_layer("out", out, layers),
+        first_token=first_token,
+        num_tokens=num_tokens,
+        group_tokens=group_tokens,
+    )
+    _check_device(cache.device)
+    _launch_quantize(
+        cache,
+        layers,
+        block_table,
+        out,
+        num_tokens=num_tokens,
+        group_tokens=group_tokens,
+        first_token=first_token,
+    )
+
+
+def dequantize_layers(
+    packed: PackedKV,
+    layers: Layers,
+    block_table: torch.Tensor,
+    *,
+    group_tokens: int | None,
+    first_token: int = 0,
+    tokens: range | None = None,
+) -> None:
+    """Do for every layer what ``dequantize_kv`` does for one, in one launch.
+
+    Args:
+        packed: What ``quantize_layers`` filled.
+        layers: The caches, each as in ``dequantize_kv``.
+        block_table: As in ``dequantize_kv``, the same for all layers.
+        group_tokens: As in ``dequantize_kv``.
+        first_token: As in ``dequantize_kv``.
+        tokens: As in ``dequantize_kv``.
+
+    Raises:
+        TypeError, ValueError: See ``layout.check_arguments``; or ``packed`` does not fit
+            ``layers``.
+    """
+    cache = layers.caches[0]
+    tokens = check_arguments(
+        cache,
+        block_table,
+        _first_layer("packed", packed, layers),
+        first_token=first_token,
+        num_tokens=packed.num_tokens,
+        group_tokens=group_tokens,
+        tokens=tokens,
+    )
+    _check_device(cache.device)
+    _launch_dequantize(
+        packed,
+        cache,
+        layers,
+        block_table,
+        group_tokens=group_tokens,
+        first_token=first_token,
+        tokens=tokens,
+    )
+
+
+def _first_layer(name: str, packed: PackedKV, layers: Layers) -> PackedKV:
+    """The first layer of ``packed``; the others follow at one stride, as the kernels expect."""
+    parts = (packed.data, packed.scale, packed.offset)
+    if any(part.dim() != 4 or part.shape[0] != len(layers.caches) for part in parts):
+        raise ValueError(
+            f"'{name}' must hold {len(layers.caches)} layers in dimension 0 of 4 (got shapes "
+            f"{[list(part.shape) for part in parts]})."
+        )
+    if packed.scale.stride(0) != packed.offset.stride(0):
+        raise ValueError(
+            f"'{name}' must have one layer stride for scale and offset (got "
+            f"{packed.scale.stride(0)} and {packed.offset.stride(0)})."
+        )
+    return PackedKV(packed.data[0], packed.scale[0], packed.offset[0])
+
+
+def _launch_quantize(
+    cache: torch.Tensor,
+    layers: Layers | None,
+    block_table: torch.Tensor,
+    out: PackedKV,
+    *,
+    num_tokens: int,
+    group_tokens: int | None,
+    first_token: int,
+) -> None:
+    """Quantize ``cache``, or ``layers`` of which it is the first, from checked arguments."""
+    if out.data.numel() == 0:
+        return
+    length = group_length(num_tokens, group_tokens)
+    head_dim = cache.shape[3]
+    num_channels = cache.shape[2] * head_dim
+    block_t, block_c = _tile(_QUANTIZE_TILE, length, num_channels)
+    num_layers = len(layers.caches) if layers else 1
+    grid = (out.scale.shape[-3], triton.cdiv(num_channels, block_c), num_layers)
+    _quantize_kv_kernel[grid](
+        cache,
+        layers.offsets if layers else block_table,
+        block_table,
+        out.data,
+        out.scale,
+        out.offset,
+        out.data.stride(0) if layers else 0,
+        out.scale.stride(0) if layers else 0,
+        first_token,
+        num_tokens,
+        length,
+        cache.shape[1],
+        head_dim,
+        num_channels,
+        *cache.stride(),
+        LIMIT=FP16_MAX,
+        NUM_STEPS=NUM_STEPS,
+        BLOCK_T=block_t,
+        BLOCK_C=block_c,
+        HAS_LAYERS=layers is not None,
+        ALIGNMENT=layers.alignment if layers else 1,
+        num_warps=_QUANTIZE_WARPS,
+    )
+
+
+def _launch_dequantize(
+    packed: PackedKV,
+    cache: torch.Tensor,
+    layers: Layers | None,
+    block_table: torch.Tensor,
+    *,
+    group_tokens: int | None,
+    first_token: int,
+    tokens: range,
+) -> None:
+    """Restore ``cache``, or ``layers`` of which it is the first, from checked arguments."""
     if not len(tokens) or packed.data.numel() == 0:
         return
     head_dim = cache.shape[3]
     num_channels = cache.shape[2] * head_dim
-    block_t = _tile(len(tokens), _MAX_BLOCK_T)
-    block_c = _tile(num_channels, _MAX_BLOCK_C)
-    grid = (triton.cdiv(len(tokens), block_t), triton.cdiv(num_channels, block_c))
+    block_t, block_c = _tile(_DEQUANTIZE_TILE, len(tokens), num_channels)
+    num_layers = len(layers.caches) if layers else 1
+    grid = (triton.cdiv(len(tokens), block_t), triton.cdiv(num_channels, block_c), num_layers)
     _dequantize_kv_kernel[grid](
         packed.data,
         packed.scale,
         packed.offset,
+        packed.data.stride(0) if layers else 0,
+        packed.scale.stride(0) if layers else 0,
         cache,
+        layers.offsets if layers else block_table,
         block_table,
         first_token,
         tokens.start,
@@ -129,6 +294,8 @@ def dequantize_kv(
         LIMIT=FP16_MAX,
         BLOCK_T=block_t,
         BLOCK_C=block_c,
+        HAS_LAYERS=layers is not None,
+        ALIGNMENT=layers.alignment if layers else 1,
     )
 
 
@@ -140,8 +307,9 @@ def _check_device(device: torch.device) -> None:
         )
 
 
-def _tile(size: int, limit: int) -> int:
-    return int(min(triton.next_power_of_2(size), limit))
+def _tile(limit: tuple[int, int], num_tokens: int, num_channels: int) -> tuple[int, int]:
+    tokens, channels = map(triton.next_power_of_2, (num_tokens, num_channels))
+    return min(int(tokens), limit[0]), min(int(channels), limit[1])
 
 
 @triton.jit
@@ -172,10 +340,13 @@ def _load_tokens(
 @triton.jit
 def _quantize_kv_kernel(
     cache_ptr,
+    layer_offset_ptr,
     table_ptr,
     data_ptr,
     scale_ptr,
     offset_ptr,
+    data_stride,
+    param_stride,
     first_token,
     num_tokens,
     group_tokens,
@@ -190,11 +361,19 @@ def _quantize_kv_kernel(
     NUM_STEPS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    HAS_LAYERS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):
     """o = down(min x), s = up((max x - o) / 255), data = floor((x - o) / s + 1/2), per channel.
 
-    One program per group of tokens and tile of channels; it reads the group twice.
+    One program per group of tokens, tile of channels and layer; it reads the group twice.
     """
+    if HAS_LAYERS:
+        layer = tl.program_id(2).to(tl.int64)
+        cache_ptr += tl.multiple_of(tl.load(layer_offset_ptr + layer), ALIGNMENT)
+        data_ptr += layer * data_stride
+        scale_ptr += layer * param_stride
+        offset_ptr += layer * param_stride
     group = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_channel = channel < num_channels
@@ -275,7 +454,10 @@ def _dequantize_kv_kernel(
     data_ptr,
     scale_ptr,
     offset_ptr,
+    data_stride,
+    param_stride,
     cache_ptr,
+    layer_offset_ptr,
     table_ptr,
     first_token,
     first_packed,
@@ -291,11 +473,19 @@ def _dequantize_kv_kernel(
     LIMIT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    HAS_LAYERS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):
-    """cache[table[t // block_size], t % block_size, c] = s[g, c] data[p, c] + o[g, c].
+    """cache[table[t // block_size], t % block_size, c] = s[g, c] data[p, c] + o[g, c], each layer.
 
     p = first_packed, first_packed + 1, ... for t = first_token, first_token + 1, ...
     """
+    if HAS_LAYERS:
+        layer = tl.program_id(2).to(tl.int64)
+        cache_ptr += tl.multiple_of(tl.load(layer_offset_ptr + layer), ALIGNMENT)
+        data_ptr += layer * data_stride
+        scale_ptr += layer * param_stride
+        offset_ptr += layer * param_stride
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     channel = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_token = token < num_tokens

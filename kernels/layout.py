@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +20,8 @@ TABLE_DTYPES = (torch.int32, torch.int64)
 class PackedKV:
     """Quantized KV of consecutive tokens; all three tensors are contiguous, on one device.
 
+    For ``Layers`` each tensor has one more dimension in front, the layer, with any stride.
+
     Attributes:
         data: ``[num_tokens, num_kv_heads, head_dim]`` uint8, number of steps above the offset.
         scale: ``[num_groups, num_kv_heads, head_dim]`` fp16, size of one step, >= 0.
@@ -31,12 +35,66 @@ class PackedKV:
     @property
     def num_tokens(self) -> int:
         """Tokens held."""
-        return self.data.shape[0]
+        return self.data.shape[-3]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all three tensors."""
         return sum(x.numel() * x.element_size() for x in (self.data, self.scale, self.offset))
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Caches of several layers that one kernel launch can reach; make it with ``of``.
+
+    Attributes:
+        caches: The layers, equal in all but their content and address.
+        offsets: ``[num_layers]`` int64 on the caches' device, elements from the first element of
+            the first cache to that of each.
+        alignment: Power of two up to 16 that divides every offset, so that a kernel may load
+            several elements at once.
+    """
+
+    caches: tuple[torch.Tensor, ...]
+    offsets: torch.Tensor
+    alignment: int
+
+    @classmethod
+    def of(cls, caches: Sequence[torch.Tensor]) -> Layers:
+        """Return the layers of ``caches``; waits for their device.
+
+        Raises:
+            ValueError: There is none, two differ in shape, strides, dtype or device, or their
+                addresses are not a multiple of the element size apart.
+        """
+        if not caches:
+            raise ValueError("'caches' must hold a layer (got none).")
+        first = caches[0]
+        offsets = []
+        for cache in caches:
+            if _form(cache) != _form(first):
+                raise ValueError(
+                    "'caches' must have one shape, stride, dtype and device (got "
+                    f"{_form(first)} and {_form(cache)})."
+                )
+            offset, rest = divmod(cache.data_ptr() - first.data_ptr(), first.element_size())
+            if rest:
+                raise ValueError(
+                    "'caches' must lie a multiple of their element size apart (got "
+                    f"{first.element_size()} bytes an element, {rest} left over)."
+                )
+            offsets.append(offset)
+        return cls(
+            tuple(caches),
+            torch.tensor(offsets, dtype=torch.int64, device=first.device),
+            math.gcd(16, *offsets),
+        )
+
+
+def _form(
+    cache: torch.Tensor,
+) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]:
+    return tuple(cache.shape), cache.stride(), cache.dtype, cache.device
 
 
 def group_length(num_tokens: int, group_tokens: int | None) -> int:

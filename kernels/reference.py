@@ -85,7 +85,9 @@ def quantize_kv(
     padded = torch.arange(num_groups * length, device=cache.device).clamp(max=num_tokens - 1)
     groups = values[padded].view(num_groups, length, num_kv_heads, head_dim)
     offset = round_down_fp16(groups.amin(dim=1))
-    scale = round_up_fp16((groups.amax(dim=1) - offset.float()) / NUM_STEPS)
+    spread = groups.amax(dim=1) - offset.float()
+    # By a tensor: CUDA multiplies by the reciprocal of a number, which rounds twice.
+    scale = round_up_fp16(spread / torch.full_like(spread, NUM_STEPS))
 
     step = torch.where(scale > 0, scale.float(), 1.0)[:, None]
     data = ((groups - offset.float()[:, None]) / step + 0.5).floor().clamp(0, NUM_STEPS)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sola_sched.kernels import reference
-from sola_sched.kernels.layout import PackedKV, group_length
+from sola_sched.kernels.layout import Layers, PackedKV, group_length
 from sola_sched.kv_swap.jobs import Piece
 from sola_sched.kv_swap.tiles import TokenOrder
 
@@ -31,6 +31,8 @@ class Packer:
         group_tokens: Tokens that share a scale, None for one group an image.
         order: Where the cache keeps each token and channel of a block, None for the plain
             order of the shape above.
+        uses_triton: Whether INT8 takes the Triton kernels, which pack equal layers in one launch;
+            None takes them for caches on a CUDA device.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Packer:
         is_int8: bool,
         group_tokens: int | None,
         order: TokenOrder | None = None,
+        uses_triton: bool | None = None,
     ) -> None:
         # Wider elements first: pages of all layers then start aligned for their type.
         self._caches = sorted(caches, key=lambda cache: -cache.element_size())
@@ -52,8 +55,13 @@ class Packer:
         self._order = order
         if is_int8:
             self._caches = [_four_dims(cache) for cache in self._caches]
-        on_cuda = bool(caches) and caches[0].device.type == "cuda"
-        self._quantize, self._dequantize = _kernels(on_cuda)
+        if uses_triton is None:
+            uses_triton = bool(caches) and caches[0].device.type == "cuda"
+        self._quantize, self._dequantize = _kernels(uses_triton)
+        #: All layers as ``[num_blocks, block_size, num_kv_heads, channels]``, None unless equal.
+        self._layers: Layers | None = None
+        if is_int8 and uses_triton and order is None:
+            self._layers = _equal_layers([cache.transpose(1, 2) for cache in self._caches])
 
     def image_bytes(self, num_tokens: int) -> int:
         """Bytes of an image of so many tokens."""
@@ -92,6 +100,14 @@ class Packer:
         else:
             self._unpack_raw(piece, image)
 
+    def _tables(self, piece: Piece) -> dict[int, torch.Tensor]:
+        """The piece's kernel blocks on the device, by blocks of the kernel in one of the scheduler.
+
+        Once for all layers: page-locking a table costs more than copying a layer.
+        """
+        device = self._caches[0].device
+        return {ratio: _table(piece.block_ids, ratio, device) for ratio in set(self._ratios)}
+
     # Raw ------------------------------------------------------------------------------------
 
     def _raw_views(self, piece: Piece, image: torch.Tensor) -> list[torch.Tensor]:
@@ -106,17 +122,19 @@ class Packer:
         return views
 
     def _pack_raw(self, piece: Piece, image: torch.Tensor) -> None:
+        tables = self._tables(piece)
         for cache, ratio, view in zip(
             self._caches, self._ratios, self._raw_views(piece, image), strict=True
         ):
-            torch.index_select(cache, 0, _table(piece.block_ids, ratio, cache.device), out=view)
+            torch.index_select(cache, 0, tables[ratio], out=view)
 
     def _unpack_raw(self, piece: Piece, image: torch.Tensor) -> None:
         skipped = (piece.first_token - piece.image_first) // self._block_size
+        tables = self._tables(piece)
         for cache, ratio, view in zip(
             self._caches, self._ratios, self._raw_views(piece, image), strict=True
         ):
-            table = _table(piece.block_ids, ratio, cache.device)
+            table = tables[ratio]
             first = skipped * ratio
             cache.index_copy_(0, table, view[first : first + len(table)])
 
@@ -144,12 +162,38 @@ class Packer:
             start = end
         return packed
 
+    def _packed_layers(self, piece: Piece, image: torch.Tensor) -> PackedKV:
+        """What `_packed_views` returns, for equal layers in one, the layer in dimension 0."""
+        num_layers, cache = len(self._caches), self._caches[0]
+        num_tokens, num_groups = piece.image_tokens, self._num_groups(piece.image_tokens)
+        heads, channels = cache.shape[1], cache.shape[3]
+        end = 2 * _FP16_BYTES * num_layers * num_groups * heads * channels
+        parameters = image[:end].view(torch.float16)
+        parameters = parameters.view(num_layers, 2, num_groups, heads, channels)
+        data = image[end : end + num_layers * num_tokens * heads * channels]
+        return PackedKV(
+            data.view(num_layers, num_tokens, heads, channels), parameters[:, 0], parameters[:, 1]
+        )
+
     def _pack_int8(self, piece: Piece, image: torch.Tensor) -> None:
         first = piece.first_token % self._block_size
+        tables = self._tables(piece)
+        if self._layers is not None:
+            from sola_sched.kernels import int8_kv
+
+            int8_kv.quantize_layers(
+                self._layers,
+                tables[self._ratios[0]],
+                num_tokens=piece.image_tokens,
+                group_tokens=self._group_tokens,
+                first_token=first,
+                out=self._packed_layers(piece, image),
+            )
+            return
         for cache, ratio, packed in zip(
             self._caches, self._ratios, self._packed_views(piece, image), strict=True
         ):
-            table = _table(piece.block_ids, ratio, cache.device)
+            table = tables[ratio]
             if self._order is None:
                 source = cache.transpose(1, 2)
             else:
@@ -168,10 +212,23 @@ class Packer:
         first = piece.first_token % self._block_size
         skipped = piece.first_token - piece.image_first
         wanted = range(skipped, piece.end_token - piece.image_first)
+        tables = self._tables(piece)
+        if self._layers is not None:
+            from sola_sched.kernels import int8_kv
+
+            int8_kv.dequantize_layers(
+                self._packed_layers(piece, image),
+                self._layers,
+                tables[self._ratios[0]],
+                group_tokens=self._group_tokens,
+                first_token=first,
+                tokens=wanted,
+            )
+            return
         for cache, ratio, packed in zip(
             self._caches, self._ratios, self._packed_views(piece, image), strict=True
         ):
-            table = _table(piece.block_ids, ratio, cache.device)
+            table = tables[ratio]
             if self._order is None:
                 self._dequantize(
                     packed,
@@ -194,8 +251,16 @@ class Packer:
             self._order.scatter(restored, cache, table)
 
 
-def _kernels(on_cuda: bool) -> tuple[Callable[..., PackedKV], Callable[..., None]]:
-    if not on_cuda:
+def _equal_layers(caches: Sequence[torch.Tensor]) -> Layers | None:
+    """The layers for one launch; None when there is none or they differ."""
+    try:
+        return Layers.of(caches)
+    except ValueError:
+        return None
+
+
+def _kernels(uses_triton: bool) -> tuple[Callable[..., PackedKV], Callable[..., None]]:
+    if not uses_triton:
         return reference.quantize_kv, reference.dequantize_kv
     from sola_sched.kernels import int8_kv
 

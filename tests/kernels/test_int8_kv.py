@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs Triton")
 
 from sola_sched.kernels import int8_kv, reference  # noqa: E402  after the check for torch
-from sola_sched.kernels.layout import PackedKV, allocate  # noqa: E402
+from sola_sched.kernels.layout import Layers, PackedKV, allocate  # noqa: E402
 
 DEVICES = [
     pytest.param(
@@ -194,6 +194,159 @@ def test_buffers_are_allocated_on_request(device: str) -> None:
     )
 
     assert (tuple(packed.data.shape), tuple(packed.scale.shape)) == ((20, 2, 8), (2, 2, 8))
+
+
+def make_layers(
+    device: str, count: int = 3, dtype: torch.dtype = torch.float32, **shape: int
+) -> list[torch.Tensor]:
+    """Caches in allocations of their own, heads before tokens in memory."""
+    caches = [
+        (make_cache(device, dtype, **shape) * (i + 1)).transpose(1, 2).contiguous().transpose(1, 2)
+        for i in range(count)
+    ]
+    assert len({cache.untyped_storage().data_ptr() for cache in caches}) == count
+    return caches
+
+
+def make_layer_buffers(
+    caches: list[torch.Tensor], num_tokens: int, group_tokens: int | None
+) -> PackedKV:
+    """Buffers of all layers, scale and offset of a layer side by side as in an image."""
+    heads, dim = caches[0].shape[2:]
+    one = make_buffers(caches[0].device.type, num_tokens, group_tokens, heads, dim)
+    params = torch.stack([torch.stack([one.scale, one.offset])] * len(caches))
+    return PackedKV(torch.stack([one.data] * len(caches)), params[:, 0], params[:, 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_tokens", "group_tokens", "first_token", "tokens"),
+    [
+        (64, 32, 0, None),
+        (45, 32, 13, range(7, 40)),
+        (80, 70, 0, range(1, 80)),  # a group longer than a tile
+        (33, None, 5, range(0, 20)),
+        (45, 16, 0, range(3, 3)),
+        (0, 16, 0, None),
+    ],
+)
+def test_all_layers_in_one_launch_give_the_bits_of_one_after_the_other(
+    device: str,
+    dtype: torch.dtype,
+    num_tokens: int,
+    group_tokens: int | None,
+    first_token: int,
+    tokens: range | None,
+) -> None:
+    caches, table = make_layers(device, dtype=dtype), make_table(device)
+    layers = Layers.of(caches)
+    packed = make_layer_buffers(caches, num_tokens, group_tokens)
+
+    int8_kv.quantize_layers(
+        layers,
+        table,
+        num_tokens=num_tokens,
+        group_tokens=group_tokens,
+        first_token=first_token,
+        out=packed,
+    )
+
+    singles = [
+        int8_kv.quantize_kv(
+            cache,
+            table,
+            num_tokens=num_tokens,
+            group_tokens=group_tokens,
+            first_token=first_token,
+        )
+        for cache in caches
+    ]
+    for name in ("data", "scale", "offset"):
+        expected = torch.stack([getattr(single, name) for single in singles])
+        assert torch.equal(getattr(packed, name), expected)
+
+    expected_caches = [torch.full_like(cache, math.nan) for cache in caches]
+    for single, cache in zip(singles, expected_caches, strict=True):
+        int8_kv.dequantize_kv(
+            single,
+            cache,
+            table,
+            group_tokens=group_tokens,
+            first_token=first_token,
+            tokens=tokens,
+        )
+    for cache in caches:
+        cache.fill_(math.nan)
+    int8_kv.dequantize_layers(
+        packed, layers, table, group_tokens=group_tokens, first_token=first_token, tokens=tokens
+    )
+
+    torch.testing.assert_close(caches, expected_caches, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("distance", [1, 6, 5 * 7 * 3 * 65, 24 * 7 * 3 * 65])
+def test_layers_may_lie_at_any_distance_in_one_buffer(device: str, distance: int) -> None:
+    """Distances that no vector load fits, in either direction, and interleaved layers."""
+    shape, stride = (4, 7, 3, 65), (24 * 7 * 3 * 65 * 2, 3 * 65, 65, 1)
+    buffer = torch.randn(24 * 7 * 3 * 65 * 8, generator=torch.Generator().manual_seed(1)).to(device)
+    caches = [buffer.as_strided(shape, stride, distance * i) for i in (1, 0)]
+    table = make_table(device, 4)
+    packed = make_layer_buffers(caches, 20, 8)
+
+    int8_kv.quantize_layers(Layers.of(caches), table, num_tokens=20, group_tokens=8, out=packed)
+
+    for i, cache in enumerate(caches):
+        single = int8_kv.quantize_kv(cache, table, num_tokens=20, group_tokens=8)
+        assert torch.equal(packed.data[i], single.data)
+        assert torch.equal(packed.scale[i], single.scale)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x[:-1],
+        lambda x: x.contiguous(),
+        lambda x: x.half(),
+        lambda x: x.to("meta"),
+    ],
+    ids=["shape", "stride", "dtype", "device"],
+)
+def test_unequal_layers_are_refused(
+    device: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    first, second = make_layers(device, 2)
+
+    with pytest.raises(ValueError, match="must have one shape, stride, dtype and device"):
+        Layers.of([first, change(second)])
+
+
+def test_no_layers_and_layers_between_elements_are_refused(device: str) -> None:
+    class Shifted(torch.Tensor):
+        """Reports an address two bytes behind its own."""
+
+        def data_ptr(self) -> int:
+            return super().data_ptr() + 2
+
+    first, second = make_layers(device, 2)
+
+    with pytest.raises(ValueError, match="must hold a layer"):
+        Layers.of([])
+    with pytest.raises(ValueError, match="multiple of their element size apart"):
+        Layers.of([first, second.as_subclass(Shifted)])
+
+
+def test_buffers_that_do_not_fit_the_layers_are_refused(device: str) -> None:
+    caches, table = make_layers(device, 2), make_table(device)
+    layers, packed = Layers.of(caches), make_layer_buffers(caches, 20, 16)
+    contiguous = PackedKV(packed.data, packed.scale.contiguous(), packed.offset)
+    too_many = make_layer_buffers(caches + caches, 20, 16)
+
+    with pytest.raises(ValueError, match="'out' must have one layer stride"):
+        int8_kv.quantize_layers(layers, table, num_tokens=20, group_tokens=16, out=contiguous)
+    with pytest.raises(ValueError, match="'packed' must hold 2 layers"):
+        int8_kv.dequantize_layers(too_many, layers, table, group_tokens=16)
+    with pytest.raises(ValueError, match="'data' must be contiguous with shape"):
+        int8_kv.quantize_layers(layers, table, num_tokens=19, group_tokens=16, out=packed)
 
 
 def test_cpu_tensors_are_refused_outside_the_interpreter(
