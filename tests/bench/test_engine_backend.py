@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 from bench_runs import SLO
 
+from sola_sched.bench.backends import engine as engine_module
 from sola_sched.bench.backends.base import SchedulerSpec, parse_scheduler
 from sola_sched.bench.backends.engine import EngineBackend, EngineOptions
 from sola_sched.bench.backends.model import TINY_SHAPE, write_model
@@ -119,6 +122,29 @@ def test_an_equal_batch_is_timed_before_and_after_a_run_and_counts_into_nothing(
 
 
 @pytest.mark.vllm
+def test_nothing_holds_an_engine_when_its_memory_is_given_back(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the next engine would find its memory taken: what is held cannot be given back."""
+    engines: list[weakref.ref[Any]] = []
+    alive: list[bool] = []
+    backend = make_backend(tiny_model)
+
+    def watched(engine: Any, scheduler: Any, clock: Any) -> Any:
+        engines.append(weakref.ref(engine))
+        return engine
+
+    def release() -> None:
+        gc.collect()
+        alive.append(engines[-1]() is not None)
+
+    monkeypatch.setattr(backend, "_watched", watched)
+    monkeypatch.setattr(engine_module, "_release_memory", release)
+    backend.run(make_burst(2, 20, output_tokens=2), parse_scheduler("stock"), SLO)
+
+    assert alive == [False]
+
+
 def test_held_requests_wait_at_the_client_and_refused_ones_are_reported(tiny_model: Path) -> None:
     burst = make_burst(4, prompt_tokens=8, output_tokens=5)
     too_long = RequestSpec("too-long", tuple(range(3, 503)), output_tokens=100)

@@ -110,6 +110,20 @@ class EngineBackend:
         on_done: OnDone | None = None,
     ) -> RunOutcome:
         """See ``Backend.run``. Scheduler cost is measured on the live scheduler object."""
+        try:
+            return self._run(workload, scheduler, slo, max_concurrency, on_done)
+        finally:
+            # Only now does nothing hold the engine any more, so that its memory can be given back.
+            _release_memory()
+
+    def _run(
+        self,
+        workload: Workload,
+        scheduler: SchedulerSpec,
+        slo: SloTarget,
+        max_concurrency: int | None,
+        on_done: OnDone | None,
+    ) -> RunOutcome:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         from sola_sched.bench.backends.engine_replay import Replay
@@ -148,8 +162,6 @@ class EngineBackend:
         finally:
             gc.unfreeze()
             engine.engine_core.shutdown()
-            del engine
-            _release_memory()
 
     def _watched(self, engine: Any, scheduler: Any, clock: Callable[[], float]) -> Any:
         """What the replay drives; for subclasses that look on."""
