@@ -67,6 +67,8 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "num_tokens": {"type": positive_int, "help": "of KV"},
     "sizes": {"type": positive_int, "nargs": "+", "help": "MiB of KV"},
+    "request_rates": {"type": positive_float, "nargs": "+", "help": "requests per second"},
+    "engine_args": {"metavar": "JSON", "help": "of vLLM's engine, for every scheduler"},
     "request_rate": {
         "type": positive_float,
         "help": "requests per second (default: 0.85 of what can be borne)",

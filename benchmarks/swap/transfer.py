@@ -8,6 +8,7 @@ wrong; without a CUDA device that is all it does. See README.md.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -188,6 +189,7 @@ def bandwidth(shape: Shape, device: torch.device) -> list[str]:
                     f"{'in' if is_load else 'out'} | {num_bytes / _MIB:.0f} | {speed:.1f} | "
                     f"{peak[is_load]:.1f} | {100 * speed / peak[is_load]:.0f} % |"
                 )
+                print(rows[-1], file=sys.stderr, flush=True)
             swapped.worker.close()
     return rows
 

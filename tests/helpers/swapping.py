@@ -10,7 +10,7 @@ _NO_SLO = {"ttft_s": None, "tpot_s": None, "log_interval_s": 0}
 
 
 def swap(scheduler_cls: str = "sola_sched.Scheduler", **options: Any) -> dict[str, Any]:
-    """Keyword arguments of `run` for an engine that swaps on any device, without targets: stock order."""
+    """Keyword arguments of `run` for an engine that swaps, without targets: stock order."""
     sola = {**_NO_SLO, "swap": {"always": True, "mode": "raw", **options}}
     return {"scheduler_cls": scheduler_cls, "additional_config": {"sola_sched": sola}}
 
