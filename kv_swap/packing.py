@@ -103,10 +103,10 @@ class Packer:
     def _tables(self, piece: Piece) -> dict[int, torch.Tensor]:
         """The piece's kernel blocks on the device, by blocks of the kernel in one of the scheduler.
 
-        Once for all layers: page-locking a table costs more than copying a layer.
+        Once for all layers, as each is page-locked and copied.
         """
-        device = self._caches[0].device
-        return {ratio: _table(piece.block_ids, ratio, device) for ratio in set(self._ratios)}
+        devices = dict(zip(self._ratios, (cache.device for cache in self._caches), strict=True))
+        return {ratio: _table(piece.block_ids, ratio, where) for ratio, where in devices.items()}
 
     # Raw ------------------------------------------------------------------------------------
 
