@@ -44,21 +44,7 @@ def quantize_kv(
     Arguments, result and errors are those of ``reference.quantize_kv``. Runs on the current
     stream and does not wait for it.
     """
-    check_arguments(
-        cache,
-        block_table,
-        out,
-        first_token=first_token,
-        num_tokens=num_tokens,
-        group_tokens=group_tokens,
-    )
-    _check_device(cache.device)
-    num_kv_heads, head_dim = cache.shape[2:]
-    if out is None:
-        out = allocate(
-            num_tokens, num_kv_heads, head_dim, group_tokens=group_tokens, device=cache.device
-        )
-    _launch_quantize(
+    return _quantize(
         cache,
         None,
         block_table,
@@ -67,7 +53,6 @@ def quantize_kv(
         group_tokens=group_tokens,
         first_token=first_token,
     )
-    return out
 
 
 def dequantize_kv(
@@ -84,17 +69,7 @@ def dequantize_kv(
     Arguments and errors are those of ``reference.dequantize_kv``. Runs on the current stream and
     does not wait for it.
     """
-    tokens = check_arguments(
-        cache,
-        block_table,
-        packed,
-        first_token=first_token,
-        num_tokens=packed.num_tokens,
-        group_tokens=group_tokens,
-        tokens=tokens,
-    )
-    _check_device(cache.device)
-    _launch_dequantize(
+    _dequantize(
         packed,
         cache,
         None,
@@ -129,18 +104,8 @@ def quantize_layers(
     Raises:
         TypeError, ValueError: See ``layout.check_arguments``; or ``out`` does not fit ``layers``.
     """
-    cache = layers.caches[0]
-    check_arguments(
-        cache,
-        block_table,
-        _first_layer("out", out, layers),
-        first_token=first_token,
-        num_tokens=num_tokens,
-        group_tokens=group_tokens,
-    )
-    _check_device(cache.device)
-    _launch_quantize(
-        cache,
+    _quantize(
+        layers.caches[0],
         layers,
         block_table,
         out,
@@ -173,20 +138,9 @@ def dequantize_layers(
         TypeError, ValueError: See ``layout.check_arguments``; or ``packed`` does not fit
             ``layers``.
     """
-    cache = layers.caches[0]
-    tokens = check_arguments(
-        cache,
-        block_table,
-        _first_layer("packed", packed, layers),
-        first_token=first_token,
-        num_tokens=packed.num_tokens,
-        group_tokens=group_tokens,
-        tokens=tokens,
-    )
-    _check_device(cache.device)
-    _launch_dequantize(
+    _dequantize(
         packed,
-        cache,
+        layers.caches[0],
         layers,
         block_table,
         group_tokens=group_tokens,
@@ -211,22 +165,35 @@ def _first_layer(name: str, packed: PackedKV, layers: Layers) -> PackedKV:
     return PackedKV(packed.data[0], packed.scale[0], packed.offset[0])
 
 
-def _launch_quantize(
+def _quantize(
     cache: torch.Tensor,
     layers: Layers | None,
     block_table: torch.Tensor,
-    out: PackedKV,
+    out: PackedKV | None,
     *,
     num_tokens: int,
     group_tokens: int | None,
     first_token: int,
-) -> None:
-    """Quantize ``cache``, or ``layers`` of which it is the first, from checked arguments."""
+) -> PackedKV:
+    """Quantize ``cache``, or ``layers`` of which it is the first."""
+    check_arguments(
+        cache,
+        block_table,
+        _first_layer("out", out, layers) if layers and out else out,
+        first_token=first_token,
+        num_tokens=num_tokens,
+        group_tokens=group_tokens,
+    )
+    _check_device(cache.device)
+    num_kv_heads, head_dim = cache.shape[2:]
+    if out is None:
+        out = allocate(
+            num_tokens, num_kv_heads, head_dim, group_tokens=group_tokens, device=cache.device
+        )
     if out.data.numel() == 0:
-        return
+        return out
     length = group_length(num_tokens, group_tokens)
-    head_dim = cache.shape[3]
-    num_channels = cache.shape[2] * head_dim
+    num_channels = num_kv_heads * head_dim
     block_t, block_c = _tile(_QUANTIZE_TILE, length, num_channels)
     num_layers = len(layers.caches) if layers else 1
     grid = (out.scale.shape[-3], triton.cdiv(num_channels, block_c), num_layers)
@@ -254,9 +221,10 @@ def _launch_quantize(
         ALIGNMENT=layers.alignment if layers else 1,
         num_warps=_QUANTIZE_WARPS,
     )
+    return out
 
 
-def _launch_dequantize(
+def _dequantize(
     packed: PackedKV,
     cache: torch.Tensor,
     layers: Layers | None,
@@ -264,9 +232,19 @@ def _launch_dequantize(
     *,
     group_tokens: int | None,
     first_token: int,
-    tokens: range,
+    tokens: range | None,
 ) -> None:
-    """Restore ``cache``, or ``layers`` of which it is the first, from checked arguments."""
+    """Restore ``cache``, or ``layers`` of which it is the first."""
+    tokens = check_arguments(
+        cache,
+        block_table,
+        _first_layer("packed", packed, layers) if layers else packed,
+        first_token=first_token,
+        num_tokens=packed.num_tokens,
+        group_tokens=group_tokens,
+        tokens=tokens,
+    )
+    _check_device(cache.device)
     if not len(tokens) or packed.data.numel() == 0:
         return
     head_dim = cache.shape[3]
