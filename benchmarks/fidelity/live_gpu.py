@@ -10,13 +10,14 @@ from __future__ import annotations
 import csv
 import gzip
 import importlib.metadata
-import json
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fidelity.recording import engine_facts
 from harness.points import SYNTHETIC, Point, make_workload
 from harness.setup import Outcome, Setup
 from sola_sched.bench.backends import environment
@@ -94,14 +95,7 @@ class LoggingBackend(EngineBackend):
 
     def _watched(self, engine: Any, scheduler: Any, clock: Callable[[], float]) -> Any:
         config = engine.vllm_config
-        self.facts = {
-            "num_blocks": int(config.cache_config.num_gpu_blocks),
-            "block_size": int(scheduler.block_size),
-            "max_model_len": int(config.model_config.max_model_len),
-            "max_num_seqs": int(scheduler.max_num_running_reqs),
-            "max_num_batched_tokens": int(scheduler.max_num_scheduled_tokens),
-            "enable_prefix_caching": bool(config.cache_config.enable_prefix_caching),
-            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        self.facts = asdict(engine_facts(config, scheduler)) | {
             "compilation": str(config.compilation_config.mode),
             "cudagraphs": str(config.compilation_config.cudagraph_mode),
         }
@@ -167,7 +161,7 @@ def point_of(row: Mapping[str, Any]) -> Point:
 
 def _backend(setup: Setup) -> LoggingBackend:
     shape = TINY_SHAPE if setup.is_quick else LLAMA_3_8B
-    engine_args = {"max_num_seqs": 256, **json.loads(setup.options["engine_args"] or "{}")}
+    engine_args = {"max_num_seqs": 256, **(setup.options["engine_args"] or {})}
     return LoggingBackend(
         EngineOptions(
             model=str(cached_model(shape)),

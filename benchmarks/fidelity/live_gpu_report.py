@@ -135,9 +135,8 @@ def _simulated(setup: Setup, row: Mapping[str, Any], step_time: Any) -> dict[str
     )  # fmt: skip
     facts = EngineFacts(**{name: row["facts"][name] for name in _FACTS})
     workload = make_workload(point, limits, setup.data)
-    records = simulate(
-        workload, [], parse_scheduler(point.scheduler), point.slo, facts, step_time
-    )  # fmt: skip
+    spec = parse_scheduler(point.scheduler)
+    records = simulate(workload, [], spec, point.slo, facts, step_time)
     return summary(records, point.slo)
 
 

@@ -179,7 +179,7 @@ class RecordingBackend(EngineBackend):
         self.facts: EngineFacts | None = None
 
     def _watched(self, engine: Any, scheduler: Any, clock: Callable[[], float]) -> Any:
-        self.facts = _facts(engine.vllm_config, scheduler)
+        self.facts = engine_facts(engine.vllm_config, scheduler)
         self._recorder = CycleRecorder(engine, scheduler, clock)
         return self._recorder
 
@@ -193,7 +193,8 @@ class RecordingBackend(EngineBackend):
         del self._recorder  # it would keep the engine
 
 
-def _facts(config: Any, scheduler: Any) -> EngineFacts:
+def engine_facts(config: Any, scheduler: Any) -> EngineFacts:
+    """What a simulation must know, from vLLM's configuration and its live scheduler."""
     return EngineFacts(
         num_blocks=int(config.cache_config.num_gpu_blocks),
         block_size=int(scheduler.block_size),

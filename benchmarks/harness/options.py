@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sola_sched.config.flags import natural_int, positive_float, positive_int
+from sola_sched.config.flags import json_object, natural_int, positive_float, positive_int
 from sola_sched.length_predictor.corpus import DATA_VARIABLE
 
 _TWO_CLOCKS = ("cpu", "wall")
@@ -68,7 +68,11 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "num_tokens": {"type": positive_int, "help": "of KV"},
     "sizes": {"type": positive_int, "nargs": "+", "help": "MiB of KV"},
     "request_rates": {"type": positive_float, "nargs": "+", "help": "requests per second"},
-    "engine_args": {"metavar": "JSON", "help": "of vLLM's engine, for every scheduler"},
+    "engine_args": {
+        "type": json_object,
+        "metavar": "JSON",
+        "help": "of vLLM's engine, for every scheduler",
+    },
     "request_rate": {
         "type": positive_float,
         "help": "requests per second (default: 0.85 of what can be borne)",
