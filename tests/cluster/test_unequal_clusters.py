@@ -52,15 +52,30 @@ def test_slots_limit_the_batches_of_the_estimate() -> None:
 
 
 def test_refilled_batches_have_a_prompt_and_an_end_for_each_request_and_output() -> None:
-    # 100 tokens hold four of 20 + 10 / 2: in 10 steps four end and four prompts are computed.
+    # A slot holds 20 + 11 / 2 tokens in 10 steps: in these four end, four prompts are computed.
     turn_s = 4 * 20 * 1e-4 + TIMES.batch_decode_s(4, 20, 10)
 
-    found = estimate_refilled(TIMES, 100.0, 1.0, [(10, 10), (30, 10)], num_instances=3)
-    in_two_slots = estimate_refilled(TIMES, 100.0, 1.0, [(20, 10)], max_requests=2)
+    found = estimate_refilled(TIMES, 102.0, 1.0, [(10, 10), (30, 10)], num_instances=3)
+    in_two_slots = estimate_refilled(TIMES, 102.0, 1.0, [(20, 10)], max_requests=2)
 
     assert found == pytest.approx(3 * 4 * 30 / turn_s)
     turn_s = 2 * 20 * 1e-4 + TIMES.batch_decode_s(2, 20, 10)
     assert in_two_slots == pytest.approx(2 * 30 / turn_s)
+
+
+def test_refilled_batches_hold_long_outputs_for_longer() -> None:
+    # One slot has outputs of 1 and of 99 tokens in turns: 100 steps, 50 a request.
+    decode_s = TIMES.batch_decode_s(1, 10, 1) + TIMES.batch_decode_s(1, 10, 99)
+
+    found = estimate_refilled(TIMES, 1e3, 1.0, [(10, 1), (10, 99)], max_requests=1)
+
+    assert found == pytest.approx(120 / (2 * 10 * 1e-4 + decode_s))
+    # Memory for two by the mean, 10 + 50 / 2, is memory for few more than one.
+    held = (11 * 1 + 60 * 99) / 100
+    in_memory = estimate_refilled(TIMES, 110.0, 1.0, [(10, 1), (10, 99)])
+    batch = 110 / held
+    step_s = TIMES.decode_s(batch, 110.0)
+    assert in_memory == pytest.approx(batch * 60 / (batch * 10 * 1e-4 + 50 * step_s))
 
 
 @pytest.mark.parametrize("estimate", [estimate_throughput, estimate_refilled])

@@ -26,6 +26,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from sola_sched.cluster.performance.static_batch_time import StaticBatchTime
 from sola_sched.errors import ConfigError, InfeasibleError
 
@@ -136,21 +138,22 @@ def estimate_refilled(
     num_instances: int = 1,
     max_requests: int | None = None,
 ) -> float:
-    """Tokens per second of instances that refill their batches, with requests of mean lengths.
+    """Tokens per second of instances that refill their batches as requests end.
 
-    A request holds its prompt and on average half of its output, so a batch has
-    b = KVSize / KV(I + O / 2). In the time of O decode steps (Eq. 4) each of the b ends once and
-    another prompt is computed, at what one more prompt costs in a batch (Eq. 3).
+    At a random step a slot more often has a long output than a short one, as that stays longer:
+    the context it holds is, over the requests, sum(I O + O (O + 1) / 2) / sum(O), and a batch has
+    b = KVSize / KV of that. In the time of E[O] decode steps (Eq. 4) b requests end and as many
+    prompts are computed, each at what one more prompt costs in a batch (Eq. 3).
 
     Args and errors: as of `estimate_throughput`.
     """
     _require_fitting(requests, kv_bytes, kv_bytes_per_token)
-    mean_in = sum(tokens_in for tokens_in, _ in requests) / len(requests)
-    mean_out = sum(tokens_out for _, tokens_out in requests) / len(requests)
-    batch = kv_bytes / kv_bytes_per_token / (mean_in + 0.5 * mean_out)
-    batch = max(1.0, min(batch, max_requests or math.inf))
+    tokens_in, tokens_out = np.asarray(requests, dtype=float).T
+    mean_in, mean_out = tokens_in.mean(), tokens_out.mean()
+    held = (tokens_in + (tokens_out + 1.0) / 2.0) @ tokens_out / tokens_out.sum()
+    batch = max(1.0, min(kv_bytes / kv_bytes_per_token / held, max_requests or math.inf))
     prompt_s = batch_time.batch_prefill_s(2, mean_in) - batch_time.batch_prefill_s(1, mean_in)
-    turn_s = batch * prompt_s + batch_time.batch_decode_s(batch, mean_in, mean_out)
+    turn_s = batch * prompt_s + mean_out * batch_time.decode_s(batch, batch * held)
     return float(num_instances * batch * (mean_in + mean_out) / turn_s)
 
 
