@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from cluster_views import make_routed, make_view
 from placements import make_model
@@ -19,7 +20,13 @@ from sola_sched.cluster.unequal import (
     search_deployment,
 )
 from sola_sched.cluster.unequal.deployment import Estimate, machine_deployments
+from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError, InfeasibleError
+from sola_sched.prediction.length import LengthPrediction
+from sola_sched.simulator.cluster.fast import FastInstance
+from sola_sched.simulator.cluster.step_model import BatchTime
+from sola_sched.simulator.request import VirtualRequest
+from sola_sched.simulator.steps.time import StepTimeModel
 
 #: Llama-3-8B in 16 bit, 128 KiB of KV a token.
 LLAMA = ServedModel(weight_bytes=16e9, kv_bytes_per_token=131072.0, longest_tokens=8192)
@@ -52,30 +59,59 @@ def test_slots_limit_the_batches_of_the_estimate() -> None:
 
 
 def test_refilled_batches_have_a_prompt_and_an_end_for_each_request_and_output() -> None:
-    # A slot holds 20 + 11 / 2 tokens in 10 steps: in these four end, four prompts are computed.
     turn_s = 4 * 20 * 1e-4 + TIMES.batch_decode_s(4, 20, 10)
 
-    found = estimate_refilled(TIMES, 102.0, 1.0, [(10, 10), (30, 10)], num_instances=3)
-    in_two_slots = estimate_refilled(TIMES, 102.0, 1.0, [(20, 10)], max_requests=2)
+    found = estimate_refilled(TIMES, 1e3, 1.0, [(20, 10)] * 8, num_instances=3, max_requests=4)
 
     assert found == pytest.approx(3 * 4 * 30 / turn_s)
-    turn_s = 2 * 20 * 1e-4 + TIMES.batch_decode_s(2, 20, 10)
-    assert in_two_slots == pytest.approx(2 * 30 / turn_s)
 
 
-def test_refilled_batches_hold_long_outputs_for_longer() -> None:
-    # One slot has outputs of 1 and of 99 tokens in turns: 100 steps, 50 a request.
+def test_a_slot_is_filled_again_as_soon_as_it_is_free() -> None:
     decode_s = TIMES.batch_decode_s(1, 10, 1) + TIMES.batch_decode_s(1, 10, 99)
 
     found = estimate_refilled(TIMES, 1e3, 1.0, [(10, 1), (10, 99)], max_requests=1)
 
     assert found == pytest.approx(120 / (2 * 10 * 1e-4 + decode_s))
-    # Memory for two by the mean, 10 + 50 / 2, is memory for few more than one.
-    held = (11 * 1 + 60 * 99) / 100
-    in_memory = estimate_refilled(TIMES, 110.0, 1.0, [(10, 1), (10, 99)])
-    batch = 110 / held
-    step_s = TIMES.decode_s(batch, 110.0)
-    assert in_memory == pytest.approx(batch * 60 / (batch * 10 * 1e-4 + 50 * step_s))
+
+
+def test_memory_limits_refilled_batches_and_the_youngest_is_computed_again() -> None:
+    in_slots = {
+        slots: estimate_refilled(TIMES, 1e3, 1.0, [(20, 10)], max_requests=slots)
+        for slots in (1, 2)
+    }
+
+    # 30 tokens hold one; 49 hold two until the older has 25; 60 hold two to the end.
+    assert estimate_refilled(TIMES, 30.0, 1.0, [(20, 10)]) == pytest.approx(in_slots[1])
+    assert in_slots[1] < estimate_refilled(TIMES, 49.0, 1.0, [(20, 10)]) < in_slots[2]
+    both = estimate_refilled(TIMES, 60.0, 1.0, [(20, 10)], max_requests=2)
+    assert both == pytest.approx(in_slots[2])
+
+
+@pytest.mark.parametrize("capacity", [4_000, 40_000])
+def test_refilled_batches_are_those_of_the_fast_engine_model(capacity: int) -> None:
+    """With memory for few, so that some are preempted, and for all slots."""
+    steps = StepTimeModel(
+        base_s=0.02, per_decode_s=1e-5, per_ctx_s=1e-7, per_prefill_token_s=1e-4,
+        per_prefill_attn_s=0.0, weights_s=0.0, per_token_s=0.0,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    lengths = [(int(i), int(o)) for i, o in rng.integers(1, 400, (1000, 2))]
+    engine = FastInstance(
+        BatchTime(steps), kv_capacity_tokens=capacity, max_num_seqs=32, block_size=1
+    )
+    target = SloTarget(ttft_s=math.inf, tpot_s=math.inf)
+    for number, (prompt_len, output_len) in enumerate(lengths):
+        request = VirtualRequest(f"r{number}", 0.0, output_len, prompt_len=prompt_len)
+        engine.add(request, target, LengthPrediction.exactly(output_len), 0.0)
+    ended_s = 0.0
+    while engine.next_s < math.inf:
+        ended_s = engine.next_s
+        engine.advance(ended_s)
+    simulated = sum(map(sum, lengths)) / ended_s
+
+    found = estimate_refilled(TIMES, float(capacity), 1.0, lengths, max_requests=32)
+
+    assert found == pytest.approx(simulated, rel=0.05)
 
 
 @pytest.mark.parametrize("estimate", [estimate_throughput, estimate_refilled])

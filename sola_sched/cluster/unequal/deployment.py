@@ -21,15 +21,20 @@ Eq. 1 has it once). KV of a token is given, as models with grouped heads have le
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from sola_sched.cluster.performance.static_batch_time import StaticBatchTime
 from sola_sched.errors import ConfigError, InfeasibleError
+
+#: How often the slots are filled, and the most of them, for `estimate_refilled`.
+_TURNS = 16
+_MOST_RUNNING = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,21 +145,52 @@ def estimate_refilled(
 ) -> float:
     """Tokens per second of instances that refill their batches as requests end.
 
-    At a random step a slot more often has a long output than a short one, as that stays longer:
-    the context it holds is, over the requests, sum(I O + O (O + 1) / 2) / sum(O), and a batch has
-    b = KVSize / KV of that. In the time of E[O] decode steps (Eq. 4) b requests end and as many
-    prompts are computed, each at what one more prompt costs in a batch (Eq. 3).
+    One instance serves the requests in order, over and over, with nothing but this: who waits
+    starts once there are a slot and memory for its prompt; where memory ends, the youngest goes
+    back to the head of the queue and is computed again. Decode steps take Eq. 4, each prompt what
+    one more takes in a batch (Eq. 3). All start together, so slots are filled several times; at
+    most 4,096 run at once.
 
     Args and errors: as of `estimate_throughput`.
     """
     _require_fitting(requests, kv_bytes, kv_bytes_per_token)
-    tokens_in, tokens_out = np.asarray(requests, dtype=float).T
-    mean_in, mean_out = tokens_in.mean(), tokens_out.mean()
-    held = (tokens_in + (tokens_out + 1.0) / 2.0) @ tokens_out / tokens_out.sum()
-    batch = max(1.0, min(kv_bytes / kv_bytes_per_token / held, max_requests or math.inf))
-    prompt_s = batch_time.batch_prefill_s(2, mean_in) - batch_time.batch_prefill_s(1, mean_in)
-    turn_s = batch * prompt_s + mean_out * batch_time.decode_s(batch, batch * held)
-    return float(num_instances * batch * (mean_in + mean_out) / turn_s)
+    memory = kv_bytes / kv_bytes_per_token
+    slots = min(max_requests or _MOST_RUNNING, _MOST_RUNNING)
+    tokens_once = sum(map(sum, requests))
+    repeats = math.ceil(_TURNS * max(1.0, min(slots / len(requests), memory / tokens_once)))
+    queue = deque(list(requests) * repeats)
+    # Of each that runs: tokens when it started, the step before that, output to come. The youngest
+    # is the last.
+    running: dict[int, tuple[int, int, int]] = {}
+    ends: list[tuple[int, int]] = []
+    numbers = itertools.count()
+    step, held, seconds = 0, 0, 0.0
+    while queue:
+        while queue and len(running) < slots:
+            tokens, left = queue[0]
+            if running and held + tokens + len(running) + 1 > memory:
+                break
+            queue.popleft()
+            number = next(numbers)
+            running[number] = (tokens, step, left)
+            heapq.heappush(ends, (step + left, number))
+            held += tokens
+            seconds += batch_time.batch_prefill_s(2, tokens) - batch_time.batch_prefill_s(1, tokens)
+        batch = len(running)
+        while ends[0][1] not in running:
+            heapq.heappop(ends)
+        steps = min(ends[0][0] - step, max(1, int((memory - held) / batch)))
+        seconds += steps * batch_time.decode_s(batch, held + batch * (steps + 1) / 2)
+        step, held = step + steps, held + batch * steps
+        while ends and ends[0][0] <= step:
+            ended = running.pop(heapq.heappop(ends)[1], None)
+            held -= ended[0] + ended[2] if ended else 0
+        while len(running) > 1 and held + len(running) > memory:
+            tokens, since, left = running.pop(next(reversed(running)))
+            queue.appendleft((tokens + step - since, left - (step - since)))
+            held -= tokens + step - since
+    to_come = sum(since + left - step for _, since, left in running.values())
+    return num_instances * (repeats * tokens_once - to_come) / seconds
 
 
 def estimate_throughput(
