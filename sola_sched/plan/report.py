@@ -10,19 +10,32 @@ from sola_sched.plan.evaluate import Outcome
 
 _COLOURS = ("#d1495b", "#1f5f8b", "#2a9d8f")
 _MOST_ROWS = 16
+_NEAR = 0.2
 
 
 def table(outcomes: Sequence[Outcome], goal: float, best: Outcome | None) -> str:
-    """The cheapest that attain and those that just miss; of those that do the same the first."""
-    near = [o for o in outcomes if o.attainment >= goal - 0.2] or list(outcomes)
-    alike = {
-        (o.configuration.cost_per_hour, o.attainment, o.ttft_ms, o.tpot_ms): o for o in near[::-1]
-    }
-    near = list(alike.values())[::-1]
+    """The best variant for each number of GPUs, of vLLM's scheduler and of `sola_sched`.
+
+    Args:
+        outcomes: By cost, then by attainment, the most first.
+        goal: Attainment to reach; what misses it by far is left out if anything is near.
+        best: The answer; it is among the lines and marked.
+    """
+    chosen = None if best is None else best.configuration
+    of_kind: dict[tuple[object, ...], Outcome] = {}
+    for o in outcomes:
+        c = o.configuration
+        scheduler = c.scheduler.partition(":")[0]
+        kind = (c.gpu, c.tensor_parallel, c.num_instances, c.num_prefill, scheduler)
+        if c == chosen or kind not in of_kind:
+            of_kind[kind] = o
+    kinds = list(of_kind.values())
+    shown = [o for o in kinds if o.configuration == chosen or o.attainment >= goal - _NEAR] or kinds
+    place = next((i for i, o in enumerate(shown) if o.configuration == chosen), 0)
+    first = max(0, place - _MOST_ROWS // 2)
     lines = ["cost/h  attained  TTFT p99  TPOT p99  configuration"]
-    for o in near[:_MOST_ROWS]:
-        is_best = best is not None and o.configuration == best.configuration
-        mark = "*" if is_best else " "
+    for o in shown[first : first + _MOST_ROWS]:
+        mark = "*" if o.configuration == chosen else " "
         lines.append(
             f"{o.configuration.cost_per_hour:6.2f}  {o.attainment:7.1%}{mark}  "
             f"{o.ttft_ms[1]:6.0f} ms  {o.tpot_ms[1]:5.0f} ms  {o.configuration.name}"

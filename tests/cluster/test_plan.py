@@ -22,6 +22,7 @@ from sola_sched.plan.fast_error import OF_ONE_MODEL, OF_SERVICES, unchecked
 from sola_sched.plan.impossible import ImpossibleError, require_possible
 from sola_sched.plan.load import Load, make_load
 from sola_sched.plan.pools import DecodeOnly
+from sola_sched.plan.report import table
 from sola_sched.plan.search import search
 from sola_sched.simulator.steps.time import StepCounts
 
@@ -46,6 +47,40 @@ def plan(tmp_path: Path, *args: str) -> tuple[int, dict]:
     output = tmp_path / "plan.json"
     code = main([*args, "--output", str(output)])
     return code, json.loads(output.read_text()) if output.exists() else {}
+
+
+def tried(number: int, router: str, attainment: float, scheduler: str = "sola") -> Outcome:
+    c = Configuration("a100", 1.0, 1, scheduler, 256, 2048, router, num_instances=number)
+    return Outcome(c, attainment, {}, (1.0, 2.0), (3.0, 4.0), {})
+
+
+def test_the_table_has_a_line_for_each_number_of_gpus_and_the_answer_is_among_them() -> None:
+    """However many variants of cheaper ones there are."""
+    outcomes = [
+        *(tried(2, f"r{i}", 0.9 - i / 1000) for i in range(30)),
+        tried(2, "r0", 0.8, "stock:2048"),
+        tried(3, "r1", 1.0),
+        best := tried(3, "r0", 0.99),
+        *(tried(number, "r0", 1.0) for number in range(4, 40)),
+    ]
+
+    head, *lines = table(outcomes, 0.95, best).splitlines()
+
+    assert head.split() == ["cost/h", "attained", "TTFT", "p99", "TPOT", "p99", "configuration"]
+    assert [line.split()[:2] for line in lines[:4]] == [
+        ["2.00", "90.0%"], ["2.00", "80.0%"], ["3.00", "99.0%*"], ["4.00", "100.0%"],
+    ]  # fmt: skip
+    assert len(lines) == 16
+    dearest = table(outcomes, 0.95, outcomes[-1])
+    assert dearest.splitlines()[-1].startswith(" 39.00   100.0%*")
+
+
+def test_what_misses_by_far_is_left_out_unless_all_do() -> None:
+    outcomes = [tried(1, "r0", 0.1), tried(2, "r0", 0.8)]
+
+    assert len(table(outcomes, 0.95, None).splitlines()) == 2
+    assert len(table(outcomes[:1], 0.95, None).splitlines()) == 2
+    assert "10.0%" not in table(outcomes, 0.95, None)
 
 
 def test_the_answer_is_the_cheapest_that_attains_with_its_margin(tmp_path, capsys) -> None:
