@@ -17,17 +17,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fidelity.recording import engine_facts
+from fidelity.recording import engine_facts, scheduler_of
 from harness.points import SYNTHETIC, Point, make_workload
 from harness.setup import Outcome, Setup
 from sola_sched.bench.backends import environment
-from sola_sched.bench.backends.base import RunOutcome, SchedulerSpec, parse_scheduler
+from sola_sched.bench.backends.base import RunOutcome, SchedulerSpec
 from sola_sched.bench.backends.engine import EngineBackend, EngineOptions
 from sola_sched.bench.backends.model import TINY_SHAPE, ModelShape, cached_model
 from sola_sched.config.output_file import require_writable
 from sola_sched.core import metrics
 from sola_sched.cost.fit import kind_of
-from sola_sched.errors import ConfigError
 from sola_sched.simulator.steps.curves import Batch, batch_of
 
 #: Sizes of Llama-3-8B.
@@ -176,9 +175,7 @@ def _serve(
     setup: Setup, backend: LoggingBackend, points: Sequence[Point]
 ) -> Iterable[dict[str, Any]]:
     for point in points:
-        spec = parse_scheduler(point.scheduler)
-        if spec.kind not in ("stock", "sola"):
-            raise ConfigError(f"'--schedulers' must be stock or sola here (got {spec.label!r}).")
+        spec = scheduler_of(point.scheduler)
         workload = make_workload(point, backend.limits, setup.data)
         started_s = time.monotonic()
         outcome = backend.run(workload, spec, point.slo)

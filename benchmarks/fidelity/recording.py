@@ -13,9 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sola_sched.bench.backends.base import SchedulerSpec, parse_scheduler
 from sola_sched.bench.backends.engine import EngineBackend, EngineOptions
 from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.cost.fit import kind_of
+from sola_sched.errors import ConfigError
 from sola_sched.simulator.steps.curves import Batch, batch_of
 
 #: Parts of a cycle, in order.
@@ -191,6 +193,18 @@ class RecordingBackend(EngineBackend):
         self._recorder.reset()
         self.cycles = self._recorder.cycles
         del self._recorder  # it would keep the engine
+
+
+def scheduler_of(text: str) -> SchedulerSpec:
+    """A scheduler of the command line that can be compared with virtual time.
+
+    Raises:
+        ConfigError: It is none of vLLM's or ours.
+    """
+    spec = parse_scheduler(text)
+    if spec.kind not in ("stock", "sola"):
+        raise ConfigError(f"'--schedulers' must be stock or sola here (got {spec.label!r}).")
+    return spec
 
 
 def engine_facts(config: Any, scheduler: Any) -> EngineFacts:

@@ -10,8 +10,8 @@ import pytest
 from known_steps import FIT_TOLERANCE, known_s, make_batch, make_cycle, random_batches
 
 from fidelity import engine_steps as steps
-from fidelity.recording import CycleRecorder
-from sola_sched.errors import ProfileError
+from fidelity.recording import CycleRecorder, scheduler_of
+from sola_sched.errors import ConfigError, ProfileError
 
 
 class FakeEngine:
@@ -114,3 +114,9 @@ def test_noise_is_what_equal_neighbours_differ_by() -> None:
 
     assert steps.repeat_noise(cycles) == 0.0
     assert math.isnan(steps.repeat_noise(cycles[1:]))
+
+
+def test_only_schedulers_that_virtual_time_has_too_are_compared() -> None:
+    assert [scheduler_of(text).kind for text in ("stock:512", "sola")] == ["stock", "sola"]
+    with pytest.raises(ConfigError, match=r"must be stock or sola here \(got 'prefill-first'\)"):
+        scheduler_of("prefill-first")
