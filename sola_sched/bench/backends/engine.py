@@ -110,25 +110,28 @@ class EngineBackend:
         on_done: OnDone | None = None,
     ) -> RunOutcome:
         """See ``Backend.run``. Scheduler cost is measured on the live scheduler object."""
+        # Not where the engine is a local variable: libraries keep errors of imports that failed,
+        # and those the frames above them.
+        from vllm.v1.engine.llm_engine import LLMEngine
+
         try:
-            return self._run(workload, scheduler, slo, max_concurrency, on_done)
+            return self._run(LLMEngine, workload, scheduler, slo, max_concurrency, on_done)
         finally:
             # Only now does nothing hold the engine any more, so that its memory can be given back.
             _release_memory()
 
     def _run(
         self,
+        engine_cls: Any,
         workload: Workload,
         scheduler: SchedulerSpec,
         slo: SloTarget,
         max_concurrency: int | None,
         on_done: OnDone | None,
     ) -> RunOutcome:
-        from vllm.v1.engine.llm_engine import LLMEngine
-
         from sola_sched.bench.backends.engine_replay import Replay
 
-        engine = LLMEngine.from_engine_args(self._engine_args(scheduler, slo, workload))
+        engine = engine_cls.from_engine_args(self._engine_args(scheduler, slo, workload))
         live_scheduler = engine.engine_core.engine_core.scheduler
         probe = SchedulerProbe(live_scheduler)
         clock = make_clock(self.options.clock)
@@ -161,6 +164,7 @@ class EngineBackend:
             return outcome
         finally:
             gc.unfreeze()
+            engine.apply_model(_let_go)
             engine.engine_core.shutdown()
 
     def _watched(self, engine: Any, scheduler: Any, clock: Callable[[], float]) -> Any:
@@ -240,6 +244,18 @@ def _lazy_encode(name: str) -> Encode:
         return lambda text: tokenizer.encode(text)
 
     return lambda text: load()(text)
+
+
+def _let_go(model: Any) -> None:
+    """Take back torch.compile's hooks, which hold the weights for good.
+
+    vLLM does so when its engine is collected, but by then `shutdown` has taken the model from it.
+    """
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+
+    for module in model.modules():
+        if isinstance(module, TorchCompileWithNoGuardsWrapper):
+            module.cleanup()
 
 
 def _release_memory() -> None:
