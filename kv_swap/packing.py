@@ -8,6 +8,7 @@ aligned for its type.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -17,6 +18,8 @@ from sola_sched.kv_swap.jobs import Piece
 from sola_sched.kv_swap.tiles import TokenOrder
 
 _FP16_BYTES = 2
+#: Blocks of the kernel on the device, by their number in a block of the scheduler.
+Tables = dict[int, torch.Tensor]
 
 
 class Packer:
@@ -31,7 +34,7 @@ class Packer:
         group_tokens: Tokens that share a scale, None for one group an image.
         order: Where the cache keeps each token and channel of a block, None for the plain
             order of the shape above.
-        uses_triton: Whether INT8 takes the Triton kernels, which pack equal layers in one launch;
+        uses_triton: Whether to take the Triton kernels, which pack equal layers in one launch;
             None takes them for caches on a CUDA device.
     """
 
@@ -60,8 +63,17 @@ class Packer:
         self._quantize, self._dequantize = _kernels(uses_triton)
         #: All layers as ``[num_blocks, block_size, num_kv_heads, channels]``, None unless equal.
         self._layers: Layers | None = None
-        if is_int8 and uses_triton and order is None:
-            self._layers = _equal_layers([cache.transpose(1, 2) for cache in self._caches])
+        #: All layers as ``[num_blocks, words]``, for raw images; None unless equal.
+        self._pages: Layers | None = None
+        if not uses_triton:
+            return
+        with suppress(ValueError):  # they differ, or there is none
+            if not is_int8:
+                from sola_sched.kernels.pages import pages_of
+
+                self._pages = pages_of(self._caches)
+            elif order is None:
+                self._layers = Layers.of([cache.transpose(1, 2) for cache in self._caches])
 
     def image_bytes(self, num_tokens: int) -> int:
         """Bytes of an image of so many tokens."""
@@ -77,36 +89,43 @@ class Packer:
             for channels in map(_num_channels, self._caches)
         )
 
-    def pack(self, piece: Piece, image: torch.Tensor) -> None:
+    def tables(self, pieces: Sequence[Piece]) -> list[Tables]:
+        """The kernel blocks of each piece on the device; one copy to it for all of them."""
+        devices = dict(zip(self._ratios, (cache.device for cache in self._caches), strict=True))
+        block_ids = [block for piece in pieces for block in piece.block_ids]
+        found: list[Tables] = [{} for _ in pieces]
+        for ratio, device in devices.items():
+            table = _table(block_ids, ratio, device)
+            parts = torch.split(table, [ratio * len(piece.block_ids) for piece in pieces])
+            for mine, part in zip(found, parts, strict=True):
+                mine[ratio] = part
+        return found
+
+    def pack(self, piece: Piece, image: torch.Tensor, tables: Tables | None = None) -> None:
         """Fill `image` from the piece's blocks, in the order of the current stream.
 
         Args:
             piece: All of the image.
             image: ``[image_bytes]`` uint8, contiguous, on the caches' device.
+            tables: Of this piece, from `tables`; None for one that is moved alone.
         """
+        tables = tables or self.tables([piece])[0]
         if self._is_int8:
-            self._pack_int8(piece, image)
+            self._pack_int8(piece, image, tables)
         else:
-            self._pack_raw(piece, image)
+            self._pack_raw(piece, image, tables)
 
-    def unpack(self, piece: Piece, image: torch.Tensor) -> None:
+    def unpack(self, piece: Piece, image: torch.Tensor, tables: Tables | None = None) -> None:
         """Write the piece's tokens from `image` into its blocks; other tokens stay.
 
         Raw images restore whole blocks: slots behind `end_token` in the last one get what they
-        held when the image was made.
+        held when the image was made. Arguments are those of `pack`.
         """
+        tables = tables or self.tables([piece])[0]
         if self._is_int8:
-            self._unpack_int8(piece, image)
+            self._unpack_int8(piece, image, tables)
         else:
-            self._unpack_raw(piece, image)
-
-    def _tables(self, piece: Piece) -> dict[int, torch.Tensor]:
-        """The piece's kernel blocks on the device, by blocks of the kernel in one of the scheduler.
-
-        Once for all layers, as each is page-locked and copied.
-        """
-        devices = dict(zip(self._ratios, (cache.device for cache in self._caches), strict=True))
-        return {ratio: _table(piece.block_ids, ratio, where) for ratio, where in devices.items()}
+            self._unpack_raw(piece, image, tables)
 
     # Raw ------------------------------------------------------------------------------------
 
@@ -121,16 +140,35 @@ class Packer:
             start = end
         return views
 
-    def _pack_raw(self, piece: Piece, image: torch.Tensor) -> None:
-        tables = self._tables(piece)
+    def _page_image(self, piece: Piece, image: torch.Tensor) -> torch.Tensor:
+        """All of `_raw_views` in one, for equal layers: ``[layers, kernel blocks, words]``."""
+        assert self._pages is not None
+        num_blocks = self._ratios[0] * -(-piece.image_tokens // self._block_size)
+        num_words = self._pages.caches[0].shape[1]
+        words = image[: 8 * len(self._caches) * num_blocks * num_words].view(torch.int64)
+        return words.view(len(self._caches), num_blocks, num_words)
+
+    def _pack_raw(self, piece: Piece, image: torch.Tensor, tables: Tables) -> None:
+        if self._pages is not None:
+            from sola_sched.kernels import pages
+
+            table = tables[self._ratios[0]]
+            pages.gather_pages(self._pages, table, self._page_image(piece, image))
+            return
         for cache, ratio, view in zip(
             self._caches, self._ratios, self._raw_views(piece, image), strict=True
         ):
             torch.index_select(cache, 0, tables[ratio], out=view)
 
-    def _unpack_raw(self, piece: Piece, image: torch.Tensor) -> None:
+    def _unpack_raw(self, piece: Piece, image: torch.Tensor, tables: Tables) -> None:
         skipped = (piece.first_token - piece.image_first) // self._block_size
-        tables = self._tables(piece)
+        if self._pages is not None:
+            from sola_sched.kernels import pages
+
+            table, first = tables[self._ratios[0]], skipped * self._ratios[0]
+            held = self._page_image(piece, image)[:, first : first + len(table)]
+            pages.scatter_pages(held, self._pages, table)
+            return
         for cache, ratio, view in zip(
             self._caches, self._ratios, self._raw_views(piece, image), strict=True
         ):
@@ -175,9 +213,8 @@ class Packer:
             data.view(num_layers, num_tokens, heads, channels), parameters[:, 0], parameters[:, 1]
         )
 
-    def _pack_int8(self, piece: Piece, image: torch.Tensor) -> None:
+    def _pack_int8(self, piece: Piece, image: torch.Tensor, tables: Tables) -> None:
         first = piece.first_token % self._block_size
-        tables = self._tables(piece)
         if self._layers is not None:
             from sola_sched.kernels import int8_kv
 
@@ -208,11 +245,10 @@ class Packer:
                 out=packed,
             )
 
-    def _unpack_int8(self, piece: Piece, image: torch.Tensor) -> None:
+    def _unpack_int8(self, piece: Piece, image: torch.Tensor, tables: Tables) -> None:
         first = piece.first_token % self._block_size
         skipped = piece.first_token - piece.image_first
         wanted = range(skipped, piece.end_token - piece.image_first)
-        tables = self._tables(piece)
         if self._layers is not None:
             from sola_sched.kernels import int8_kv
 
@@ -249,14 +285,6 @@ class Packer:
                 tokens=wanted,
             )
             self._order.scatter(restored, cache, table)
-
-
-def _equal_layers(caches: Sequence[torch.Tensor]) -> Layers | None:
-    """The layers for one launch; None when there is none or they differ."""
-    try:
-        return Layers.of(caches)
-    except ValueError:
-        return None
 
 
 def _kernels(uses_triton: bool) -> tuple[Callable[..., PackedKV], Callable[..., None]]:

@@ -10,7 +10,7 @@ import torch
 from sola_sched.kv_swap.geometry import Geometry
 from sola_sched.kv_swap.host_pool import HostPool
 from sola_sched.kv_swap.jobs import Job, Piece, Report
-from sola_sched.kv_swap.packing import Packer
+from sola_sched.kv_swap.packing import Packer, Tables
 from sola_sched.kv_swap.transfer import Ended, StreamTransfers, ThreadTransfers, Transfers
 
 logger = logging.getLogger("vllm.sola_sched")
@@ -102,35 +102,43 @@ class SwapWorker:
         self.transfers.close()
 
     def _copy(self, job: Job) -> None:
-        for piece in job.pieces:
+        for piece, tables in self._tables(job.pieces):
             if job.is_load:
-                self._load(piece)
+                self._load(piece, tables)
             else:
-                self._save(piece)
+                self._save(piece, tables)
 
-    def _save(self, piece: Piece) -> None:
+    def _tables(self, pieces: Sequence[Piece]) -> list[tuple[Piece, Tables]]:
+        """The pieces in their order, each with where its blocks are."""
+        by_group: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            by_group.setdefault(piece.group, []).append(piece)
+        found = {group: iter(self._packers[group].tables(mine)) for group, mine in by_group.items()}
+        return [(piece, next(found[piece.group])) for piece in pieces]
+
+    def _save(self, piece: Piece, tables: Tables) -> None:
         assert self.pool is not None
         packer = self._packers[piece.group]
         num_bytes = packer.image_bytes(piece.image_tokens)
         runs = list(self.pool.runs(piece.slots))
         if not self._staging and len(runs) == 1:
-            packer.pack(piece, runs[0][:num_bytes])
+            packer.pack(piece, runs[0][:num_bytes], tables)
             return
         image = self._image(False, num_bytes)
-        packer.pack(piece, image)
+        packer.pack(piece, image, tables)
         start = 0
         for run in runs:
             end = min(start + len(run), num_bytes)
             run[: end - start].copy_(image[start:end], non_blocking=True)
             start = end
 
-    def _load(self, piece: Piece) -> None:
+    def _load(self, piece: Piece, tables: Tables) -> None:
         assert self.pool is not None
         packer = self._packers[piece.group]
         num_bytes = packer.image_bytes(piece.image_tokens)
         runs = list(self.pool.runs(piece.slots))
         if not self._staging and len(runs) == 1:
-            packer.unpack(piece, runs[0][:num_bytes])
+            packer.unpack(piece, runs[0][:num_bytes], tables)
             return
         image = self._image(True, num_bytes)
         start = 0
@@ -138,7 +146,7 @@ class SwapWorker:
             end = min(start + len(run), num_bytes)
             image[start:end].copy_(run[: end - start], non_blocking=True)
             start = end
-        packer.unpack(piece, image)
+        packer.unpack(piece, image, tables)
 
     def _image(self, is_load: bool, num_bytes: int) -> torch.Tensor:
         """Contiguous memory beside the blocks; on a device each direction reuses its own."""

@@ -169,16 +169,19 @@ def peaks() -> dict[bool, float]:
 
 
 def bandwidth(shape: Shape, device: torch.device) -> list[str]:
-    """Table rows: bytes on the host over the time from submission to the end, and of the peak."""
+    """Table rows: bytes on the host over the time of the copy, of the peak, and what it takes of
+    the thread that orders it."""
     peak, rows = peaks(), []
     for is_int8 in (False, True):
         for num_tokens in (256, 1024, 8192):
             swapped = Swapped(shape, num_tokens, device, is_int8=is_int8)
             for is_load in (False, True):
-                seen = []
+                seen, host_s = [], []
                 for _ in range(12):
                     torch.cuda.synchronize()
+                    start_s = time.perf_counter()
                     swapped.submit(swapped.home, is_load=is_load)
+                    host_s.append(time.perf_counter() - start_s)
                     seconds, num_bytes = swapped.wait()
                     seen.append(num_bytes / seconds / 1e9)
                 if not is_load:
@@ -187,7 +190,8 @@ def bandwidth(shape: Shape, device: torch.device) -> list[str]:
                 rows.append(
                     f"| {'INT8' if is_int8 else 'raw'} | {num_tokens} | "
                     f"{'in' if is_load else 'out'} | {num_bytes / _MIB:.0f} | {speed:.1f} | "
-                    f"{peak[is_load]:.1f} | {100 * speed / peak[is_load]:.0f} % |"
+                    f"{peak[is_load]:.1f} | {100 * speed / peak[is_load]:.0f} % | "
+                    f"{1e3 * statistics.median(host_s[2:]):.2f} |"
                 )
                 print(rows[-1], file=sys.stderr, flush=True)
             swapped.worker.close()
@@ -252,8 +256,9 @@ def transfer(setup: Setup) -> Outcome:
     if wrong is not None:
         raise SystemExit(f"{wrong}; no speed is reported.")
     lines = [
-        "| mode | tokens | way | MiB on the host | GB/s | pinned copy, GB/s | of it |",
-        "| --- | ---: | --- | ---: | ---: | ---: | ---: |",
+        "| mode | tokens | way | MiB on the host | GB/s | pinned copy, GB/s | of it | "
+        "to order it, ms |",
+        "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     if on_gpu:
         lines.insert(0, f"{torch.cuda.get_device_name()}, torch {torch.__version__}.\n")
@@ -270,7 +275,7 @@ def transfer(setup: Setup) -> Outcome:
     else:
         lines.insert(0, "No CUDA device: round trips checked on the CPU, speed absent.\n")
         for mode in ("raw", "INT8"):
-            lines += [f"| {mode} | - | {way} | absent | absent | absent | absent |"
+            lines += [f"| {mode} | - | {way} | absent | absent | absent | absent | absent |"
                       for way in ("out", "in")]  # fmt: skip
         lines += ["", "| mode | step alone, ms | with copies both ways, ratio |"]
         lines += ["| --- | ---: | ---: |", "| raw, INT8 | absent | absent |"]

@@ -36,7 +36,7 @@ def test_round_trips_of_both_modes_are_right(is_int8: bool, worst: float) -> Non
 def test_a_wrong_round_trip_reports_no_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer.Packer, "unpack", lambda self, piece, image: None)
+    monkeypatch.setattr(transfer.Packer, "unpack", lambda self, piece, image, tables: None)
 
     with pytest.raises(SystemExit, match="no speed is reported"):
         main(EXPERIMENTS, ["swap-transfer", "--results", str(tmp_path)])
