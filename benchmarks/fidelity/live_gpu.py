@@ -174,12 +174,13 @@ def _backend(setup: Setup) -> LoggingBackend:
 def _serve(
     setup: Setup, backend: LoggingBackend, points: Sequence[Point]
 ) -> Iterable[dict[str, Any]]:
+    machine = _machine()
     for point in points:
         spec = scheduler_of(point.scheduler)
         workload = make_workload(point, backend.limits, setup.data)
         started_s = time.monotonic()
         outcome = backend.run(workload, spec, point.slo)
-        run = f"{point.rate_per_s:g}/s {spec.label} {point.seed}"
+        run = f"{machine['gpu']}, {point.rate_per_s:g}/s, {spec.label}, {point.seed}"
         _append(beside(setup.path, "steps"), STEP_COLUMNS, _step_rows(run, backend.steps))
         _append(beside(setup.path, "requests"), REQUEST_COLUMNS, _request_rows(run, outcome))
         yield {
@@ -194,7 +195,7 @@ def _serve(
             **_summary(outcome, point, spec),
             "facts": backend.facts,
             "wall_s": round(time.monotonic() - started_s, 1),
-            **_machine(),
+            **machine,
         }
 
 

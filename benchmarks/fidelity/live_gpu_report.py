@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import csv
 import gzip
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,9 @@ def read_steps(path: Path) -> dict[str, list[tuple[Batch, float]]]:
     return steps
 
 
-def fit(steps: Mapping[str, Sequence[tuple[Batch, float]]]) -> StepCurves:
+def fit(runs: Iterable[Sequence[tuple[Batch, float]]]) -> StepCurves:
     """Step times of the engine, fitted to every second step; the others are for the test."""
-    chosen = [step for run in steps.values() for step in run[::2]]
+    chosen = [step for run in runs for step in run[::2]]
     return StepCurves.fit([batch for batch, _ in chosen], [seconds for _, seconds in chosen])
 
 
@@ -76,55 +77,59 @@ def counts_of(batch: Batch) -> StepCounts:
 
 
 def tables(setup: Setup, rows: Sequence[dict[str, Any]]) -> str:
-    """Both tables as Markdown."""
+    """Both tables as Markdown; step times are fitted for each GPU, to all of its runs."""
     steps = read_steps(beside(setup.path, "steps"))
     profile = load_step_profile(PROFILE).step_time
     assert isinstance(profile, StepTables)
-    curves = fit(steps)
+    rows = sorted(rows, key=lambda row: (row["gpu"], row["rate_per_s"], row["scheduler"]))
     runs, errors = [], []
-    for row in rows:
-        simulated = [_simulated(setup, row, step_time) for step_time in (_Curves(curves), profile)]
-        runs.append(
-            [
-                f"{row['rate_per_s']:g}",
-                row["scheduler"],
-                f"{100 * row['attainment']:.1f}",
-                *(f"{100 * each['attainment']:.1f}" for each in simulated),
-                f"{row['tokens_per_s']:.0f}",
-                f"{row['mean_running']:.0f}",
-                f"{row['scheduler_cpu_us']:.0f}",
-            ]
-        )
-        for kind in _KINDS:
-            mine = [
-                step
-                for step in steps[row["run"]][1::2]
-                if (step[0].num_prefills > 0) == (kind == _KINDS[1])
-            ]
-            if not mine:
-                continue
-            measured = np.array([seconds for _, seconds in mine])
-            fitted = np.array([curves.step_s(batch) for batch, _ in mine])
-            shipped = np.array([profile.seconds(counts_of(batch)) for batch, _ in mine])
-            errors.append(
+    for gpu, of_gpu in groupby(rows, key=lambda row: row["gpu"]):
+        mine = list(of_gpu)
+        curves = fit(steps[row["run"]] for row in mine)
+        for row in mine:
+            run = [gpu, f"{row['rate_per_s']:g}", row["scheduler"]]
+            simulated = [_simulated(setup, row, times) for times in (_Curves(curves), profile)]
+            runs.append(
                 [
-                    row["run"], kind, str(len(mine)), f"{1e3 * np.median(measured):.2f}",
-                    *(f"{100 * np.mean(np.abs(each / measured - 1)):.1f} %"
-                      for each in (fitted, shipped)),
-                    f"{100 * (shipped.sum() / measured.sum() - 1):+.1f} %",
+                    *run,
+                    f"{100 * row['attainment']:.1f}",
+                    *(f"{100 * each['attainment']:.1f}" for each in simulated),
+                    f"{row['tokens_per_s']:.0f}",
+                    f"{row['mean_running']:.0f}",
+                    f"{row['scheduler_cpu_us']:.0f}",
                 ]
-            )  # fmt: skip
-    head = ("req/s", "scheduler", "attained, %", "simulated, fitted steps",
-            "simulated, shipped profile", "tokens/s", "running", "us of the scheduler")  # fmt: skip
-    step_head = ("run", "steps", "number", "median, ms", "error, fitted",
+            )
+            errors += [[*run, *cells] for cells in _errors(steps[row["run"]], curves, profile)]
+    named = ("GPU", "req/s", "scheduler")
+    head = (*named, "attained, %", "simulated, fitted steps", "simulated, shipped profile",
+            "tokens/s", "running", "us of the scheduler")  # fmt: skip
+    step_head = (*named, "steps", "number", "median, ms", "error, fitted",
                  "error, shipped profile", "its sum")  # fmt: skip
     first = rows[0]
     title = (
-        f"Llama of 8B with random weights on one {first['gpu']}, driver {first['driver']}, torch "
+        f"Llama of 8B with random weights on one GPU, driver {first['driver']}, torch "
         f"{first['torch']}, vLLM {first['vllm']}; `{first['dataset']}`, {first['num_requests']} "
         f"requests a run, TTFT {first['ttft_s']:g} s, TPOT {1e3 * first['tpot_s']:g} ms."
     )
-    return "\n\n".join([title, markdown(head, runs, 2), markdown(step_head, errors, 2)])
+    return "\n\n".join([title, markdown(head, runs, 3), markdown(step_head, errors, 4)])
+
+
+def _errors(
+    steps: Sequence[tuple[Batch, float]], curves: StepCurves, profile: StepTables
+) -> Iterator[list[str]]:
+    """Of the steps that nothing was fitted to: kind, number, median and how far they are off."""
+    for kind in _KINDS:
+        mine = [step for step in steps[1::2] if (step[0].num_prefills > 0) == (kind == _KINDS[1])]
+        if not mine:
+            continue
+        measured = np.array([seconds for _, seconds in mine])
+        fitted = np.array([curves.step_s(batch) for batch, _ in mine])
+        shipped = np.array([profile.seconds(counts_of(batch)) for batch, _ in mine])
+        yield [
+            kind, str(len(mine)), f"{1e3 * np.median(measured):.2f}",
+            *(f"{100 * np.mean(np.abs(each / measured - 1)):.1f} %" for each in (fitted, shipped)),
+            f"{100 * (shipped.sum() / measured.sum() - 1):+.1f} %",
+        ]  # fmt: skip
 
 
 def _simulated(setup: Setup, row: Mapping[str, Any], step_time: Any) -> dict[str, float]:

@@ -69,6 +69,6 @@ def test_only_every_second_step_is_fitted() -> None:
     odd = [(batch, 99.0) for batch, _ in known]
     mixed = [step for pair in zip(known, odd, strict=True) for step in pair]
 
-    curves = fit({"run": mixed})
+    curves = fit([mixed])
 
     assert curves.step_s(known[2][0]) == pytest.approx(0.010, rel=0.05)
