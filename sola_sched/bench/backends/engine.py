@@ -164,8 +164,10 @@ class EngineBackend:
             return outcome
         finally:
             gc.unfreeze()
-            engine.apply_model(_let_go)
-            engine.engine_core.shutdown()
+            try:
+                engine.apply_model(_let_go)
+            finally:
+                engine.engine_core.shutdown()
 
     def _watched(self, engine: Any, scheduler: Any, clock: Callable[[], float]) -> Any:
         """What the replay drives; for subclasses that look on."""
