@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import gzip
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,17 @@ class _Curves:
         return self._curves.step_s(batch_of(output, requests))
 
 
+@dataclass(frozen=True)
+class _Stretched:
+    """A profile's step times, each so many times as long."""
+
+    profile: StepTables
+    factor: float
+
+    def __call__(self, output: Any, requests: Mapping[str, Any]) -> float:
+        return self.factor * self.profile(output, requests)
+
+
 def read_steps(path: Path) -> dict[str, list[tuple[Batch, float]]]:
     """Batch and seconds of every step, by run."""
     steps: dict[str, list[tuple[Batch, float]]] = {}
@@ -77,7 +89,7 @@ def counts_of(batch: Batch) -> StepCounts:
 
 
 def tables(setup: Setup, rows: Sequence[dict[str, Any]]) -> str:
-    """Both tables as Markdown; step times are fitted for each GPU, to all of its runs."""
+    """Both tables as Markdown; step times are fitted, and stretched, for each GPU by its runs."""
     steps = read_steps(beside(setup.path, "steps"))
     profile = load_step_profile(PROFILE).step_time
     assert isinstance(profile, StepTables)
@@ -86,14 +98,18 @@ def tables(setup: Setup, rows: Sequence[dict[str, Any]]) -> str:
     for gpu, of_gpu in groupby(rows, key=lambda row: row["gpu"]):
         mine = list(of_gpu)
         curves = fit(steps[row["run"]] for row in mine)
+        every = [step for row in mine for step in steps[row["run"]]]
+        factor = sum(s for _, s in every) / sum(profile.seconds(counts_of(b)) for b, _ in every)
+        profiles = (profile, _Stretched(profile, factor))
         for row in mine:
             run = [gpu, f"{row['rate_per_s']:g}", row["scheduler"]]
-            simulated = [_simulated(setup, row, times) for times in (_Curves(curves), profile)]
+            simulated = [_simulated(setup, row, times) for times in (_Curves(curves), *profiles)]
             runs.append(
                 [
                     *run,
                     f"{100 * row['attainment']:.1f}",
                     *(f"{100 * each['attainment']:.1f}" for each in simulated),
+                    f"{factor:.3f}",
                     f"{row['tokens_per_s']:.0f}",
                     f"{row['mean_running']:.0f}",
                     f"{row['scheduler_cpu_us']:.0f}",
@@ -102,7 +118,8 @@ def tables(setup: Setup, rows: Sequence[dict[str, Any]]) -> str:
             errors += [[*run, *cells] for cells in _errors(steps[row["run"]], curves, profile)]
     named = ("GPU", "req/s", "scheduler")
     head = (*named, "attained, %", "simulated, fitted steps", "simulated, shipped profile",
-            "tokens/s", "running", "us of the scheduler")  # fmt: skip
+            "simulated, the profile stretched", "by", "tokens/s", "running",
+            "us of the scheduler")  # fmt: skip
     step_head = (*named, "steps", "number", "median, ms", "error, fitted",
                  "error, shipped profile", "its sum")  # fmt: skip
     first = rows[0]
