@@ -52,6 +52,7 @@ class _StepRecord:
     is_known: bool = True  # whether these are all that sample
     parts: tuple[FloatArray, BoolArray] | None = None  # of the services
     gone: list[int] = field(default_factory=list)  # rows that have ended since
+    chunks: dict[str, int] = field(default_factory=dict)  # prompt tokens by request
     # From here on what `_settle` notes.
     shape: StepShape = _NO_SHAPE
     predicted_s: float = 0.0
@@ -271,17 +272,25 @@ class StateMonitor:
         table = self.table
         parts = self.services.parts_of(table, self.cost, decode_rows, prefill_rows, prefill_tokens)
         new, squares, products, sampled = 0, 0, 0, []
+        chunks: dict[str, int] = {}
         for row, tokens in zip(prefill_rows, prefill_tokens, strict=True):
             has = int(table.num_computed[row])
             new += tokens
             squares += tokens * tokens
             products += has * tokens
             table.num_computed[row] = has + tokens
+            if (name := table.req_id[row]) is not None:
+                chunks[name] = tokens
             if has + tokens >= table.prefill_target[row]:
                 table.move(row, DECODE)
                 sampled.append(row)
         record = self._unsettled = _StepRecord(
-            self.clock(), decode_rows, sampled, (new, float(squares), float(products)), parts=parts
+            self.clock(),
+            decode_rows,
+            sampled,
+            (new, float(squares), float(products)),
+            parts=parts,
+            chunks=chunks,
         )
         self._in_flight.append(record)
 
@@ -412,6 +421,16 @@ class StateMonitor:
         self._was_busy = is_busy
 
     # State ----------------------------------------------------------------------------------
+
+    def chunks_in_flight(self) -> IntArray:
+        """Prompt tokens of each row that steps in flight compute; the table counts them as done."""
+        tokens = np.zeros(len(self.table.phase), dtype=np.int64)
+        for record in self._in_flight:
+            for req_id, count in record.chunks.items():
+                row = self.table.row_of.get(req_id)
+                if row is not None:
+                    tokens[row] += count
+        return tokens
 
     def state(
         self,

@@ -87,6 +87,9 @@ def load_of(
     outputs = table.num_output[running]
     prefill = np.maximum(table.prefill_target[running] - table.num_computed[running], 0)
     is_decode = phase[running] == DECODE
+    # A router waits for what is under way as for what is to come.
+    under_way = monitor.chunks_in_flight()[running]
+    held = np.where(is_decode, table.num_prompt[running] + outputs, table.num_computed[running])
     return {
         "kv_capacity_tokens": num_blocks * block_size,
         "max_num_seqs": max_num_seqs,
@@ -99,10 +102,8 @@ def load_of(
         _STEPS: _folded(monitor.cost),
         "waiting_tokens": table.num_prompt[waiting] + table.num_output[waiting],
         "waiting_outputs": state.remaining(waiting),
-        "running_ctx": np.where(
-            is_decode, table.num_prompt[running] + outputs, table.num_computed[running]
-        ),
-        "running_prefill": np.where(is_decode, 0, prefill),
+        "running_ctx": np.maximum(held - under_way, 0),
+        "running_prefill": np.where(is_decode, 0, prefill) + under_way,
         "running_outputs": outputs,
         "running_left": state.remaining(running),
         "running_bank_s": _bank_s(table, running, now_s),

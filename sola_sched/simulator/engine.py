@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -177,6 +177,13 @@ class VirtualEngine:
     def num_free_blocks(self) -> int:
         """Free KV blocks; `num_blocks` - 1 (the null block) when nothing is held."""
         return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def in_flight(self) -> Counter[str]:
+        """Tokens of the steps that have been launched and not delivered, by request."""
+        tokens: Counter[str] = Counter()
+        for trace in self._in_flight:
+            tokens.update(trace.output.num_scheduled_tokens)
+        return tokens
 
     @property
     def records(self) -> list[RequestRecord]:

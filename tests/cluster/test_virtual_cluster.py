@@ -108,6 +108,24 @@ def test_one_instance_without_delay_is_the_single_engine(
     assert [r.num_output_tokens for r in result.records] == [r.num_output_tokens for r in alone]
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_chunk_under_way_is_still_to_come(async_scheduling: bool) -> None:
+    """Schedulers count it as computed from its launch on; a router waits for it all the same."""
+    instance = make_instance(async_scheduling=async_scheduling)
+    request = VirtualRequest("long", arrival_s=0.0, prompt_len=1200, output_len=5)
+    length = true_lengths(ClusterRequest(request, SLO))
+    instance.add(request, SLO, length, 0.0)
+    ahead = []
+    while not instance.view(instance.next_s).running_outputs.any():
+        ahead.append(float(instance.view(instance.next_s).running_prefill.sum()))
+        held = instance.view(instance.next_s).running_ctx.sum()
+        assert held + ahead[-1] in (0.0, 1200.0)
+        instance.advance(instance.next_s)
+
+    # Chunks of 512 tokens: what is left falls as they end, not as they begin.
+    assert sorted(set(ahead), reverse=True) == [1200.0, 688.0, 176.0, 0.0]
+
+
 def test_one_instance_is_the_single_engine_with_our_scheduler_too() -> None:
     from sola_sched.vllm_adapter.scheduler import Scheduler
 

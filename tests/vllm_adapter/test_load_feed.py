@@ -52,7 +52,7 @@ class TellingScheduler(sola_sched.Scheduler):
         return SchedulerStats()
 
 
-def make_engine(**sola: Any) -> VirtualEngine:
+def make_engine(async_scheduling: bool = False, **sola: Any) -> VirtualEngine:
     return VirtualEngine(
         TellingScheduler,
         model=TINY_MODEL,
@@ -61,6 +61,7 @@ def make_engine(**sola: Any) -> VirtualEngine:
         max_num_seqs=8,
         max_num_batched_tokens=1024,
         step_time=STEP_TIME,
+        async_scheduling=async_scheduling,
         additional_config={"sola_sched": {"ttft_s": 0.5, "tpot_s": 0.05, **sola}},
     )
 
@@ -93,6 +94,20 @@ def test_each_report_is_a_view_that_can_be_true() -> None:
     assert np.isfinite(busy.running_bank_s[busy.running_outputs > 0]).all()
     # The last one is made before the engine goes idle.
     assert (views[-1].num_requests, views[-1].kv_used_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_chunk_under_way_is_told_as_still_to_come(is_async: bool) -> None:
+    """An asynchronous engine reports while its next step runs, which is booked as done."""
+    engine = make_engine(load_interval_s=0.001, async_scheduling=is_async)
+    engine.run([VirtualRequest("long", arrival_s=0.0, prompt_len=1900, output_len=3)])
+    loads = [from_json(report.load) for report in engine.scheduler.received if report.load]
+
+    told = [
+        (float(load["running_ctx"].sum()), float(load["running_prefill"].sum())) for load in loads
+    ]
+    # After the chunk of 1,024 tokens, after the one of 876 with the first token, after the others.
+    assert told[:2] == [(1024.0, 876.0), (1901.0, 0.0)]
 
 
 def test_a_report_has_the_step_times_that_were_learned() -> None:

@@ -104,7 +104,12 @@ class RealInstance:
     def view(self, now_s: float) -> InstanceView:
         """See `ClusterEngine.view`; a slowdown is not known to the engine's own model."""
         holders = {request.request_id: request for request in self.engine.scheduler.running}
-        running = [self._row(req_id, holders[req_id]) for req_id in holders]
+        # What is under way is not done: the scheduler counts it from the launch on.
+        under_way = self.engine.in_flight()
+        running = [
+            self._row(req_id, max(0, int(request.num_computed_tokens) - under_way[req_id]))
+            for req_id, request in holders.items()
+        ]
         # With those that came during the step: the front end of a replica knows them.
         waiting = [self._row(req_id) for req_id in self._known if req_id not in holders]
         used = self._num_blocks - self.engine.num_free_blocks
@@ -119,19 +124,17 @@ class RealInstance:
         """See `ClusterEngine.slow_down`."""
         self._step_time.batch_time = replace(self._step_time.batch_time, factor=factor)
 
-    def _row(self, req_id: str, request: Any = None) -> Row:
+    def _row(self, req_id: str, num_computed: int | None = None) -> Row:
         virtual, slo, length = self._known[req_id]
         record = self.engine.record(req_id)
         first_s = record.first_token_s
-        num_prompt, num_computed = virtual.num_prompt_tokens, 0
-        if request is None:
+        num_prompt = virtual.num_prompt_tokens
+        if num_computed is None:
             # A preempted one computes its output again.
             num_prompt += record.num_output_tokens
-        else:
-            num_computed = int(request.num_computed_tokens)
         return Row(
             num_prompt=num_prompt,
-            num_computed=num_computed,
+            num_computed=num_computed or 0,
             num_outputs=record.num_output_tokens,
             quantiles=length.quantiles,
             slo=slo,
