@@ -64,7 +64,8 @@ class InstanceView:
             output that a preempted one has to compute again.
         waiting_outputs: Output tokens expected of each of them [w].
         running_ctx: Tokens of KV of each running request [r].
-        running_prefill: Prompt tokens that it has yet to compute [r]; 0 for a decode.
+        running_prefill: Prompt tokens that it has yet to compute, or that a step under way computes
+            [r]; 0 for a decode.
         running_outputs: Tokens that it has generated [r].
         running_left: Tokens that it is expected to generate yet [r].
         running_bank_s: Seconds by which it is ahead of its TPOT target [r], negative when behind,
