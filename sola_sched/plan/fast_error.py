@@ -5,8 +5,8 @@ from __future__ import annotations
 #: Attainment of the fast model less that of the real schedulers, one model; as the heads of
 #: docs/results/cluster-*.md have it, of runs on clusters below and past saturation.
 OF_ONE_MODEL = (
-    "vLLM +0.2 points on average, 23.3 at most (105 runs); "
-    "`sola_sched` +2.8 points on average, 8.3 at most (105 runs)"
+    "vLLM +0.3 points on average, 16.7 at most (297 runs); "
+    "`sola_sched` +2.8 points on average, 11.2 at most (297 runs)"
 )
 #: The same where services share a GPU by least slack (docs/results/sharing-real.md).
 OF_SERVICES = "+4.4 points (from -1.4 to +23.5)"

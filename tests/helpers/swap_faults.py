@@ -81,7 +81,7 @@ class _Preempting:
 
 
 def _zeroing(unpack: Any) -> Any:
-    return lambda piece, image: unpack(piece, image.zero_())
+    return lambda piece, image, tables=None: unpack(piece, image.zero_(), tables)
 
 
 def leftovers(core: Any) -> list[str]:
