@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import Any
@@ -193,7 +193,7 @@ class LinearForms:
 class Scaled:
     """Another step time, all steps longer by a factor."""
 
-    step_time: EngineTime
+    step_time: Callable[[Any, Mapping[str, Any]], float]
     factor: float
 
     def __call__(self, output: Any, requests: Mapping[str, Any]) -> float:

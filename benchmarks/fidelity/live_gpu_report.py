@@ -8,14 +8,13 @@ from __future__ import annotations
 import csv
 import gzip
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fidelity.engine_steps import simulate, summary
+from fidelity.engine_steps import Scaled, simulate, summary
 from fidelity.live_gpu import LLAMA_3_8B, beside, point_of
 from fidelity.recording import EngineFacts
 from harness.markdown import markdown
@@ -43,17 +42,6 @@ class _Curves:
 
     def __call__(self, output: Any, requests: Mapping[str, Any]) -> float:
         return self._curves.step_s(batch_of(output, requests))
-
-
-@dataclass(frozen=True)
-class _Stretched:
-    """A profile's step times, each so many times as long."""
-
-    profile: StepTables
-    factor: float
-
-    def __call__(self, output: Any, requests: Mapping[str, Any]) -> float:
-        return self.factor * self.profile(output, requests)
 
 
 def read_steps(path: Path) -> dict[str, list[tuple[Batch, float]]]:
@@ -100,7 +88,7 @@ def tables(setup: Setup, rows: Sequence[dict[str, Any]]) -> str:
         curves = fit(steps[row["run"]] for row in mine)
         every = [step for row in mine for step in steps[row["run"]]]
         factor = sum(s for _, s in every) / sum(profile.seconds(counts_of(b)) for b, _ in every)
-        profiles = (profile, _Stretched(profile, factor))
+        profiles = (profile, Scaled(profile, factor))
         for row in mine:
             run = [gpu, f"{row['rate_per_s']:g}", row["scheduler"]]
             simulated = [_simulated(setup, row, times) for times in (_Curves(curves), *profiles)]
