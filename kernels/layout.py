@@ -154,18 +154,7 @@ def check_arguments(
             "'cache' must be [num_blocks, block_size, num_kv_heads, head_dim] "
             f"(got shape {list(cache.shape)})."
         )
-    if block_table.dtype not in TABLE_DTYPES:
-        raise TypeError(f"'block_table' must be one of {TABLE_DTYPES} (got {block_table.dtype}).")
-    if block_table.dim() != 1 or not block_table.is_contiguous():
-        raise ValueError(
-            f"'block_table' must be one contiguous row (got shape {list(block_table.shape)}, "
-            f"stride {block_table.stride()})."
-        )
-    if block_table.device != cache.device:
-        raise ValueError(
-            f"'block_table' must be on the device of 'cache' (got {block_table.device} and "
-            f"{cache.device})."
-        )
+    check_table(block_table, cache.device)
     if first_token < 0 or num_tokens < 0:
         raise ValueError(
             f"'first_token' and 'num_tokens' must be >= 0 (got {first_token} and {num_tokens})."
@@ -196,6 +185,27 @@ def check_arguments(
         _check_buffer("scale", packed.scale, groups, torch.float16, cache.device)
         _check_buffer("offset", packed.offset, groups, torch.float16, cache.device)
     return moved
+
+
+def check_table(block_table: torch.Tensor, device: torch.device) -> None:
+    """Check all of a block table but its ids.
+
+    Raises:
+        TypeError: Its dtype is not supported.
+        ValueError: It is not one contiguous row on ``device``, that of the cache.
+    """
+    if block_table.dtype not in TABLE_DTYPES:
+        raise TypeError(f"'block_table' must be one of {TABLE_DTYPES} (got {block_table.dtype}).")
+    if block_table.dim() != 1 or not block_table.is_contiguous():
+        raise ValueError(
+            f"'block_table' must be one contiguous row (got shape {list(block_table.shape)}, "
+            f"stride {block_table.stride()})."
+        )
+    if block_table.device != device:
+        raise ValueError(
+            f"'block_table' must be on the device of 'cache' (got {block_table.device} and "
+            f"{device})."
+        )
 
 
 def _check_buffer(

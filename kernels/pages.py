@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sola_sched.kernels.layout import TABLE_DTYPES, Layers
+from sola_sched.kernels.layout import Layers, check_table
 
 _WORD_BYTES = 8
 #: Words of one program.
@@ -44,7 +44,8 @@ def gather_pages(pages: Layers, block_table: torch.Tensor, out: torch.Tensor) ->
         out: ``[num_layers, num_blocks, words in a block]`` int64; each layer is contiguous.
 
     Raises:
-        ValueError: A shape, dtype or device does not fit the others.
+        TypeError, ValueError: See ``layout.check_table``; or the buffer's shape, dtype or device
+            does not fit.
     """
     _copy(pages, block_table, out, is_load=False)
 
@@ -58,7 +59,7 @@ def scatter_pages(image: torch.Tensor, pages: Layers, block_table: torch.Tensor)
         block_table: As in ``gather_pages``.
 
     Raises:
-        ValueError: As ``gather_pages``.
+        TypeError, ValueError: As ``gather_pages``.
     """
     _copy(pages, block_table, image, is_load=True)
 
@@ -86,6 +87,7 @@ def _words(cache: torch.Tensor) -> torch.Tensor:
 
 def _copy(pages: Layers, table: torch.Tensor, image: torch.Tensor, *, is_load: bool) -> None:
     first = pages.caches[0]
+    check_table(table, first.device)
     shape = (len(pages.caches), len(table), first.shape[1])
     strides = (first.shape[1], 1)
     if image.dtype != torch.int64 or tuple(image.shape) != shape or image.stride()[1:] != strides:
@@ -93,15 +95,10 @@ def _copy(pages: Layers, table: torch.Tensor, image: torch.Tensor, *, is_load: b
             f"the image must be int64 of shape {list(shape)}, its layers contiguous (got "
             f"{image.dtype}, {list(image.shape)}, stride {image.stride()})."
         )
-    if table.dtype not in TABLE_DTYPES or table.dim() != 1 or not table.is_contiguous():
+    if image.device != first.device:
         raise ValueError(
-            f"'block_table' must be one contiguous row of {TABLE_DTYPES} (got {table.dtype}, shape "
-            f"{list(table.shape)}, stride {table.stride()})."
-        )
-    if not first.device == table.device == image.device:
-        raise ValueError(
-            f"caches, table and image must be on one device (got {first.device}, {table.device} "
-            f"and {image.device})."
+            f"the image must be on the device of the caches (got {image.device} and "
+            f"{first.device})."
         )
     if not len(table):
         return

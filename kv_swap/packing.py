@@ -143,10 +143,8 @@ class Packer:
     def _page_image(self, piece: Piece, image: torch.Tensor) -> torch.Tensor:
         """All of `_raw_views` in one, for equal layers: ``[layers, kernel blocks, words]``."""
         assert self._pages is not None
-        num_blocks = self._ratios[0] * -(-piece.image_tokens // self._block_size)
-        num_words = self._pages.caches[0].shape[1]
-        words = image[: 8 * len(self._caches) * num_blocks * num_words].view(torch.int64)
-        return words.view(len(self._caches), num_blocks, num_words)
+        words = image[: self.image_bytes(piece.image_tokens)].view(torch.int64)
+        return words.view(len(self._caches), -1, self._pages.caches[0].shape[1])
 
     def _pack_raw(self, piece: Piece, image: torch.Tensor, tables: Tables) -> None:
         if self._pages is not None:
