@@ -16,19 +16,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sola_sched.bench.backends.base import SchedulerSpec, parse_scheduler
 from sola_sched.bench.data.workload import Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError
-from sola_sched.simulator.cluster.fast import FastInstance
-from sola_sched.simulator.cluster.fast_slo import FastSloInstance
+from sola_sched.simulator.cluster.fast.instance import FastInstance, FastSloInstance
 from sola_sched.simulator.cluster.step_model import BatchTime
 from sola_sched.simulator.steps import roofline
 from sola_sched.simulator.steps.profile import StepProfile
 from sola_sched.simulator.steps.roofline import GPUS, MODELS, Gpu, Model
-from sola_sched.simulator.steps.time import StepTimeModel
+from sola_sched.simulator.steps.time import DecodeOnly, StepTimeModel
 
 if TYPE_CHECKING:
     from sola_sched.simulator.cluster.real import RealInstance
@@ -104,9 +103,9 @@ def step_profile(kind: Kind, is_decode: bool = False) -> StepProfile:
     values = {name: value for name, (value, _) in roofline.step_time(model, gpu, assumed).items()}
     if kind.gpu in _READS_KV_BY_QUERY_HEAD:
         values["per_ctx_s"] *= model.gpu_heads / model.gpu_kv_heads
-    step_time = StepTimeModel(**values)
+    step_time: Any = StepTimeModel(**values)
     if is_decode:
-        step_time = DecodeOnly(**values)
+        step_time = DecodeOnly(step_time)
     return StepProfile(
         name=f"{kind.model}-{kind.gpu}-tp{kind.tensor_parallel}",
         step_time=step_time,
@@ -121,15 +120,6 @@ def step_profile(kind: Kind, is_decode: bool = False) -> StepProfile:
         kv_bytes_per_token=model.kv_bytes_per_token,
         pcie_bytes_per_s=gpu.pcie_bytes_per_s,
     )  # fmt: skip
-
-
-class DecodeOnly(StepTimeModel):
-    """Step times of an instance that never computes prompts."""
-
-    def seconds(self, counts):  # type: ignore[no-untyped-def]
-        """Of the decodes alone; a step without one takes as long as it takes to be launched."""
-        alone = counts._replace(num_prefills=0, prefill_tokens=0, pairs=0.0)
-        return super().seconds(alone) or self.base_s
 
 
 def scheduler_of(name: str, is_decode: bool = False) -> SchedulerSpec:

@@ -30,7 +30,7 @@ def compile_loops(*loops: Callable[..., Any]) -> SimpleNamespace:
             and float; the modules are to have ``from __future__ import annotations``.
     """
     try:
-        import numba  # type: ignore[import-untyped]
+        import numba
     except ImportError:
         return SimpleNamespace(**{loop.__name__: loop for loop in loops})
     compiled = {}

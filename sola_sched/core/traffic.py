@@ -45,6 +45,15 @@ class RecentTraffic:
         self._outputs.append(num_output)
         self._num_output += num_output
 
+    def means(self) -> tuple[int, float, float, float]:
+        """Arrivals, when the first of them was, the mean prompt, the mean output; NaN of none."""
+        count, first_s, prompt, output = len(self._came), math.nan, math.nan, math.nan
+        if count:
+            first_s, prompt = self._came[0][0], self._num_prompt / count
+        if self._outputs:
+            output = self._num_output / len(self._outputs)
+        return count, first_s, prompt, output
+
     def load(
         self,
         now_s: float,
@@ -66,11 +75,10 @@ class RecentTraffic:
         Returns:
             None where too little has come, nothing has ended, or the pace is none.
         """
-        count = len(self._came)
-        if count < NUM_ENOUGH or not self._outputs or not 0.0 < step_s < math.inf:
+        count, first_s, prompt, output = self.means()
+        if count < NUM_ENOUGH or math.isnan(output) or not 0.0 < step_s < math.inf:
             return None
-        rate_per_s = count / max(now_s - self._came[0][0], 1e-9)
-        prompt, output = self._num_prompt / count, self._num_output / len(self._outputs)
+        rate_per_s = count / max(now_s - first_s, 1e-9)
         num_decodes = rate_per_s * output / tokens_per_step * step_s
         decodes = decode_s(num_decodes, num_decodes * (prompt + 0.5 * output)) / step_s
         return Load(decodes, decodes + rate_per_s * prefill_s(prompt))

@@ -16,8 +16,7 @@ from sola_sched.plan.configurations import Configuration, profile, to_json
 from sola_sched.plan.load import Load
 from sola_sched.simulator.cluster.cluster import VirtualCluster
 from sola_sched.simulator.cluster.engine import ClusterEngine, ClusterRequest
-from sola_sched.simulator.cluster.fast import FastInstance
-from sola_sched.simulator.cluster.fast_slo import FastSloInstance
+from sola_sched.simulator.cluster.fast.instance import FastInstance, FastSloInstance
 from sola_sched.simulator.cluster.records import ClusterRecord, ClusterRun
 from sola_sched.simulator.cluster.step_model import BatchTime
 from sola_sched.simulator.steps.profile import StepProfile

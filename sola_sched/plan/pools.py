@@ -9,16 +9,15 @@ shared, and that a prefill instance holds KV until it is sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 from sola_sched.config.slo import SloTarget
 from sola_sched.simulator.cluster.engine import ClusterRequest
 from sola_sched.simulator.cluster.records import ClusterRecord
 from sola_sched.simulator.request import VirtualRequest
 from sola_sched.simulator.steps.profile import StepProfile
-from sola_sched.simulator.steps.time import StepCounts
+from sola_sched.simulator.steps.time import DecodeOnly
 
 #: What a prompt may be in the decode pool: its KV comes with it, so no budget cuts it.
 WHOLE_PROMPT = 1 << 16
@@ -26,24 +25,6 @@ WHOLE_PROMPT = 1 << 16
 DECODE_ROUTER = "shortest-queue"
 #: A request may wait for the decode pool as long as this many of its tokens may take.
 _WAIT_TOKENS = 10.0
-
-
-@dataclass(frozen=True)
-class DecodeOnly:
-    """Step times of an instance whose prompts come with their KV: each is one more decode."""
-
-    step_time: Any
-
-    def __call__(self, output: Any, requests: Mapping[str, Any]) -> float:
-        """Seconds of the step `output`; arguments as for `StepCounts.of`."""
-        return self.seconds(StepCounts.of(output, requests))
-
-    def seconds(self, counts: StepCounts) -> float:
-        """Seconds of a step with this work."""
-        num_decodes = counts.num_decodes + counts.num_prefills
-        ctx = counts.decode_ctx + int(counts.prefill_tokens)
-        seconds: float = self.step_time.seconds(StepCounts(num_decodes, ctx))
-        return seconds
 
 
 def decode_profile(profile: StepProfile) -> StepProfile:

@@ -2,7 +2,7 @@
 
 May import: errors, config, cost, prediction, core, planner, reports, cluster, kv_swap,
 length_predictor, vllm_adapter, colocation.
-Third party: numpy, scipy, vllm.
+Third party: numpy, scipy, vllm, numba (cluster.*).
 """
 
 from __future__ import annotations

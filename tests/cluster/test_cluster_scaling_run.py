@@ -14,7 +14,7 @@ from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError
 from sola_sched.simulator.cluster.cluster import VirtualCluster
 from sola_sched.simulator.cluster.engine import ClusterRequest
-from sola_sched.simulator.cluster.fast import FastInstance
+from sola_sched.simulator.cluster.fast.instance import FastInstance
 from sola_sched.simulator.cluster.records import ClusterRun
 from sola_sched.simulator.cluster.scaling import Scaling, Utilization
 from sola_sched.simulator.cluster.step_model import BatchTime

@@ -17,9 +17,9 @@ from sola_sched.config.slo import SloTarget
 from sola_sched.prediction.length import LengthPrediction
 from sola_sched.simulator.cluster.cluster import VirtualCluster
 from sola_sched.simulator.cluster.engine import ClusterRequest, Ended
-from sola_sched.simulator.cluster.fast import FastInstance, FastRequest
-from sola_sched.simulator.cluster.fast_decodes import Decodes
-from sola_sched.simulator.cluster.fast_slo import FastSloInstance
+from sola_sched.simulator.cluster.fast import course, prompts, state
+from sola_sched.simulator.cluster.fast.instance import FastInstance, FastSloInstance
+from sola_sched.simulator.cluster.fast.times import pack
 from sola_sched.simulator.cluster.faults import Death, Slowdown, Stall
 from sola_sched.simulator.cluster.step_model import BatchTime
 from sola_sched.simulator.request import VirtualRequest
@@ -58,6 +58,11 @@ def make_engine(cls: type[FastInstance] = FastInstance, **options: Any) -> FastI
         "max_model_len": 2048,
     }
     return cls(BatchTime(STEPS), **(defaults | options))
+
+
+def inside(engine: FastInstance) -> state.Engine:
+    """What its compiled functions pass on."""
+    return engine._engine._replace(at=engine._engine.at[0])
 
 
 def serve(engine: FastInstance, requests: Sequence[VirtualRequest]) -> dict[str, Ended]:
@@ -230,20 +235,35 @@ def test_the_slo_variant_keeps_more_within_both_targets_under_overload() -> None
     assert met[1] > 1.5 * met[0]
 
 
-def first_token_s(ttft_s: float, tpot_s: float) -> float:
-    """Of a prompt of 1,000 tokens that comes when eight decodes have little time saved."""
+def first_token_s(
+    ttft_s: float, tpot_s: float, *, is_one_lost: bool = False, is_sustained: bool = False
+) -> float:
+    """Of a prompt of 1,000 tokens that comes when eight decodes have little time saved.
+
+    Args:
+        ttft_s, tpot_s: Targets of all.
+        is_one_lost: Another prompt comes with it, too late for its own target.
+        is_sustained: Many came and ended before, no more of them than can be served.
+    """
     engine, slo = make_engine(FastSloInstance), SloTarget(ttft_s=ttft_s, tpot_s=tpot_s)
+    assert isinstance(engine, FastSloInstance)
+    for i in range(40 if is_sustained else 0):
+        engine._traffic.came(i / 3.0 - 14.0, 400)
+        engine._traffic.ended(50)
     requests = [VirtualRequest(f"r{i}", 0.0, 300, prompt_len=200) for i in range(8)]
     requests.append(VirtualRequest("long", 0.6, 20, prompt_len=1000))
+    if is_one_lost:
+        requests.append(VirtualRequest("lost", 0.6, 20, prompt_len=400))
     waiting, ended = list(requests), {}
     while len(ended) < len(requests):
         if waiting and waiting[0].arrival_s <= engine.next_s:
             request = waiting.pop(0)
             length = LengthPrediction.exactly(request.output_len)
-            engine.add(request, slo, length, request.arrival_s)
+            target = SloTarget(ttft_s=1e-3, tpot_s=tpot_s) if request.req_id == "lost" else slo
+            engine.add(request, target, length, request.arrival_s)
             continue
         ended |= {end.req_id: end for end in engine.advance(engine.next_s)}
-    for done in (end.progress for end in ended.values()):
+    for done in (end.progress for name, end in ended.items() if name[0] == "r"):
         assert done.last_s - done.first_s <= tpot_s * (done.num_tokens - 1)
     return ended["long"].progress.first_s - 0.6
 
@@ -252,27 +272,13 @@ def test_a_prompt_that_was_begun_goes_on_as_soon_as_decodes_have_saved_time() ->
     assert first_token_s(ttft_s=0.8, tpot_s=0.035) < 0.3
 
 
-def test_decodes_lend_time_that_they_can_catch_up_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    target_s = 0.45
-
-    assert first_token_s(target_s, tpot_s=0.03) <= target_s
-    monkeypatch.setattr(FastSloInstance, "_lent_s", lambda self, now_s, most: 0.0)
-    assert first_token_s(target_s, tpot_s=0.03) > target_s
+def test_decodes_lend_time_that_they_can_catch_up_with_unless_somebody_is_lost() -> None:
+    assert first_token_s(0.45, tpot_s=0.03) <= 0.45
+    assert first_token_s(0.45, tpot_s=0.03, is_one_lost=True) > 0.45
 
 
-@pytest.mark.parametrize("is_sustained", [False, True])
-def test_where_somebody_is_lost_time_is_lent_if_all_that_comes_can_be_served(
-    is_sustained: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    judge = FastSloInstance._judge_prompts
-
-    def one_is_lost(self: FastSloInstance, now_s: float, most: int) -> bool:
-        judge(self, now_s, most)
-        return True
-
-    monkeypatch.setattr(FastSloInstance, "_judge_prompts", one_is_lost)
-    monkeypatch.setattr(FastSloInstance, "_is_sustained", lambda self, now_s: is_sustained)
-    assert (first_token_s(0.45, tpot_s=0.03) <= 0.45) is is_sustained
+def test_where_somebody_is_lost_time_is_lent_if_all_that_comes_can_be_served() -> None:
+    assert first_token_s(0.45, tpot_s=0.03, is_one_lost=True, is_sustained=True) <= 0.45
 
 
 @pytest.mark.parametrize(("rate_per_s", "tpot_s", "expected"), [
@@ -286,10 +292,10 @@ def test_it_knows_what_comes(rate_per_s: float, tpot_s: float, expected: bool) -
             engine.advance(engine.next_s)
         length = LengthPrediction.exactly(request.output_len)
         engine.add(request, slo, length, request.arrival_s)
-    while math.isinf(engine._decodes.tightest_s):
+    while math.isinf(engine._engine.at[0]["tightest_s"]):
         engine.advance(engine.next_s)
 
-    assert engine._is_sustained(requests[-1].arrival_s) is expected
+    assert prompts.is_sustained(inside(engine), requests[-1].arrival_s) is expected
 
 
 def test_a_prompt_that_was_begun_makes_way_for_a_more_urgent_one() -> None:
@@ -315,25 +321,34 @@ def test_the_lost_are_forgotten_when_they_have_ended() -> None:
     ended = serve(engine, requests)
 
     assert any(ended[r.req_id].progress.first_s - r.arrival_s > SLO.ttft_s for r in requests)
-    assert not engine._decodes.lost
-    assert not engine._decodes._number_of
-    assert not engine._held
+    assert not engine._engine.lists[: state.ENDED, 0].any()
 
 
 def test_a_decode_that_was_displaced_and_goes_on_is_counted_once() -> None:
-    decodes, quantiles = Decodes(), LengthPrediction.exactly(100).quantiles
-    first, second = (
-        FastRequest(name, 100, SLO, quantiles, 0.0, 10, 10, is_decoding=True, ends=100)
-        for name in ("first", "second")
-    )
-    for request, first_s in ((first, 0.1), (second, 0.3)):
-        request.first_s, request.num_done = first_s, 1
-        decodes.join(request, 0.05)
-    second.num_done = 5  # after a preemption
-    decodes.join(second, 0.05)
+    engine = make_engine(FastSloInstance)
+    for name in ("first", "second"):
+        request = VirtualRequest(name, 0.0, 100, prompt_len=10)
+        engine.add(request, SLO, LengthPrediction.exactly(100), 0.0)
+    engine.advance(0.0)
+    engine.advance(engine.next_s)
+    slow = inside(engine)._replace(times=pack(BatchTime(StepTimeModel(base_s=1.0))))
+    second = int(slow.lists[state.DUE, 2])
 
-    assert sorted(r.req_id for r in decodes.course(0.4, 5).requests) == ["first", "second"]
-    assert len(decodes.lose_too_slow(0.4, 5, lambda count, ctx: 1.0)) == 2
+    slow.requests[second]["num_done"] = 5  # after a preemption
+    course.join(slow, second)
+
+    assert slow.lists[state.DUE, 0] == 2
+    assert len(course.lose_too_slow(slow, 0.1)) == 2
+
+
+def test_more_requests_than_there_was_room_for_at_first_are_served() -> None:
+    requests = make_requests(300, 1e6)
+
+    ended = serve(make_engine(max_num_seqs=200), requests)
+    again = serve(make_engine(max_num_seqs=200), requests)
+
+    assert ended == again
+    assert all(ended[r.req_id].progress.num_tokens == r.output_len for r in requests)
 
 
 def test_a_report_of_the_model_tells_what_runs_and_waits() -> None:
@@ -380,26 +395,31 @@ def test_a_cluster_of_fast_engines_loses_nothing(
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timing
-def test_the_model_is_a_hundred_times_faster_than_vllms_scheduler() -> None:
+@pytest.mark.parametrize("cls", ENGINES)
+def test_the_model_is_a_hundred_times_faster_than_what_it_models(cls: type[FastInstance]) -> None:
     pytest.importorskip("vllm")
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+    from sola_sched import Scheduler
     from sola_sched.simulator import VirtualEngine
 
     profile = load_step_profile("llama-3-8b-a100")
     assert profile.num_blocks is not None
-    requests = make_requests(200, 10.0, longest=700)
+    requests = make_requests(300, 14.0, longest=700)
     engine = VirtualEngine(
-        AsyncScheduler, model=profile.model_config(), num_blocks=profile.num_blocks,
-        async_scheduling=True, step_time=profile.step_time,
+        Scheduler if cls is FastSloInstance else AsyncScheduler, model=profile.model_config(),
+        num_blocks=profile.num_blocks, async_scheduling=True, step_time=profile.step_time,
     )  # fmt: skip
-    fast = FastInstance(
-        BatchTime(profile.step_time), kv_capacity_tokens=(profile.num_blocks - 1) * 16
-    )
+
+    def fast() -> FastInstance:
+        kv_tokens = (profile.num_blocks - 1) * 16
+        return cls(BatchTime(profile.step_time), kv_capacity_tokens=kv_tokens)
+
+    serve(fast(), requests)  # compiles
     begin_s = time.process_time()
     engine.run(requests)
     real_s = time.process_time() - begin_s
     begin_s = time.process_time()
-    serve(fast, requests)
+    serve(fast(), requests)
 
     assert real_s > 100.0 * (time.process_time() - begin_s)

@@ -21,10 +21,9 @@ from sola_sched.plan.evaluate import Outcome, excess, run_fast
 from sola_sched.plan.fast_error import OF_ONE_MODEL, OF_SERVICES, unchecked
 from sola_sched.plan.impossible import ImpossibleError, require_possible
 from sola_sched.plan.load import Load, make_load
-from sola_sched.plan.pools import DecodeOnly
 from sola_sched.plan.report import table
 from sola_sched.plan.search import search
-from sola_sched.simulator.steps.time import StepCounts
+from sola_sched.simulator.steps.time import DecodeOnly, StepCounts
 
 BASE = ["--model", "llama-3-8b", "--disable-tqdm", "--num-prompts", "150"]
 FAST = [

@@ -13,7 +13,7 @@ from sola_sched.cluster.view import RoutedRequest, Router, Views
 from sola_sched.config.slo import SloTarget
 from sola_sched.simulator.cluster.cluster import VirtualCluster
 from sola_sched.simulator.cluster.engine import ClusterRequest
-from sola_sched.simulator.cluster.fast import FastInstance
+from sola_sched.simulator.cluster.fast.instance import FastInstance
 from sola_sched.simulator.cluster.lengths import true_lengths
 from sola_sched.simulator.cluster.records import ClusterRun
 from sola_sched.simulator.cluster.step_model import BatchTime

@@ -22,7 +22,7 @@ from sola_sched.cluster.sharing.turns import (
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError, InfeasibleError
 from sola_sched.prediction.length import LengthPrediction
-from sola_sched.simulator.cluster.fast import FastInstance
+from sola_sched.simulator.cluster.fast.instance import FastInstance
 from sola_sched.simulator.cluster.step_model import BatchTime
 from sola_sched.simulator.request import VirtualRequest
 from sola_sched.simulator.sharing.cluster import Evaluator, Setting, SharedCluster

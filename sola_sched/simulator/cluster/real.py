@@ -11,7 +11,7 @@ from sola_sched.cluster.view import InstanceView
 from sola_sched.config.slo import SloTarget
 from sola_sched.prediction.length import LengthPrediction
 from sola_sched.simulator.cluster.engine import Ended, Progress
-from sola_sched.simulator.cluster.rows import Row, running_columns, waiting_columns
+from sola_sched.simulator.cluster.rows import Columns, Row, running_columns, waiting_columns
 from sola_sched.simulator.cluster.step_model import BatchTime
 from sola_sched.simulator.engine import VirtualEngine
 from sola_sched.simulator.request import RequestRecord, VirtualRequest
@@ -116,8 +116,8 @@ class RealInstance:
         return self._empty.but(
             reported_s=now_s,
             kv_used_tokens=used * self._block_size,
-            **waiting_columns(waiting, now_s),
-            **running_columns(running, now_s, self._empty.model),
+            **waiting_columns(Columns.of(waiting), now_s),
+            **running_columns(Columns.of(running), now_s, self._empty.model),
         )
 
     def slow_down(self, factor: float) -> None:

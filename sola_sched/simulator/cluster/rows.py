@@ -35,49 +35,69 @@ class Row(NamedTuple):
     first_s: float
 
 
-def waiting_columns(rows: Sequence[Row], now_s: float) -> dict[str, Any]:
+class Columns(NamedTuple):
+    """Rows as arrays, one of each attribute of `Row`: [n] of float64; the quantiles are [n, 10]."""
+
+    num_prompt: FloatArray
+    num_computed: FloatArray
+    num_outputs: FloatArray
+    ttft_s: FloatArray
+    tpot_s: FloatArray
+    arrival_s: FloatArray
+    first_s: FloatArray
+    quantiles: FloatArray
+
+    @classmethod
+    def of_arrays(cls, numbers: FloatArray, quantiles: FloatArray) -> Columns:
+        """Of all but the quantiles, [7, n], and those."""
+        return cls._make([*numbers, quantiles])
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Columns:
+        """Of rows."""
+        numbers = np.empty((7, len(rows)))
+        quantiles = np.empty((len(rows), NUM_LEVELS))
+        for i, row in enumerate(rows):
+            numbers[:, i] = (
+                row.num_prompt, row.num_computed, row.num_outputs, row.slo.ttft_s, row.slo.tpot_s,
+                row.arrival_s, row.first_s,
+            )  # fmt: skip
+            quantiles[i] = row.quantiles
+        return cls.of_arrays(numbers, quantiles)
+
+
+def waiting_columns(waiting: Columns, now_s: float) -> dict[str, Any]:
     """The columns of `InstanceView` for those that wait."""
-    if not rows:
+    if not len(waiting.num_prompt):
         return {}
+    has_missed = np.isnan(waiting.first_s) & (now_s - waiting.arrival_s > waiting.ttft_s)
     return {
-        "waiting_tokens": np.array([row.num_prompt for row in rows], dtype=np.float64),
-        "waiting_outputs": _left(rows),
-        "num_waiting_lost": sum(
-            1 for row in rows if math.isnan(row.first_s) and now_s - row.arrival_s > row.slo.ttft_s
-        ),
+        "waiting_tokens": waiting.num_prompt,
+        "waiting_outputs": _left(waiting),
+        "num_waiting_lost": int(np.count_nonzero(has_missed)),
     }
 
 
-def running_columns(rows: Sequence[Row], now_s: float, model: StepModel) -> dict[str, Any]:
+def running_columns(running: Columns, now_s: float, model: StepModel) -> dict[str, Any]:
     """The columns of `InstanceView` for those that run.
 
     A decode counts as lost if it missed its TTFT, or could not make up for its bank even if every
     step to its expected end were a decode step of now.
     """
-    if not rows:
+    ctx, outputs = running.num_computed, running.num_outputs
+    if not len(ctx):
         return {}
-    ctx, outputs, first_s, num_prompt, arrival_s, ttft_target_s, tpot_s = np.array(
-        [
-            (
-                row.num_computed, row.num_outputs, row.first_s, row.num_prompt, row.arrival_s,
-                row.slo.ttft_s, row.slo.tpot_s,
-            )
-            for row in rows
-        ],
-        dtype=np.float64,
-    ).T.copy()  # fmt: skip
     started = outputs > 0.0
-    # An endless target times no output is no number; without output nothing is due.
-    owed_s = np.where(np.isinf(tpot_s), math.inf, tpot_s) * np.maximum(outputs, 1.0)
-    bank_s = np.where(started, owed_s - (now_s - first_s), math.inf)
-    left = _left(rows)
-    step_s = float(model.decode_s(len(rows), ctx.sum()))
-    ttft_s = np.where(started, first_s, now_s) - arrival_s
-    is_late = ttft_s > ttft_target_s
-    is_behind = bank_s + left * (tpot_s - step_s) < 0.0
+    owed_s = running.tpot_s * np.maximum(outputs, 1.0)  # without output nothing is due
+    bank_s = np.where(started, owed_s - (now_s - running.first_s), math.inf)
+    left = _left(running)
+    step_s = float(model.decode_s(len(ctx), ctx.sum()))
+    ttft_s = np.where(started, running.first_s, now_s) - running.arrival_s
+    is_late = ttft_s > running.ttft_s
+    is_behind = bank_s + left * (running.tpot_s - step_s) < 0.0
     return {
         "running_ctx": ctx,
-        "running_prefill": np.maximum(0.0, num_prompt - ctx),
+        "running_prefill": np.maximum(0.0, running.num_prompt - ctx),
         "running_outputs": outputs,
         "running_left": left,
         "running_bank_s": bank_s,
@@ -85,7 +105,6 @@ def running_columns(rows: Sequence[Row], now_s: float, model: StepModel) -> dict
     }
 
 
-def _left(rows: Sequence[Row]) -> FloatArray:
-    quantiles = np.concatenate([row.quantiles for row in rows]).reshape(len(rows), NUM_LEVELS)
-    outputs = np.array([row.num_outputs for row in rows], dtype=np.int64)
-    return np.maximum(remaining_mean(quantiles, outputs, None), 1.0)
+def _left(columns: Columns) -> FloatArray:
+    outputs = columns.num_outputs.astype(np.int64)
+    return np.maximum(remaining_mean(columns.quantiles, outputs, None), 1.0)

@@ -11,7 +11,8 @@ from sola_sched.cost.fit import StepShape
 from sola_sched.simulator.steps.tables import StepTables
 from sola_sched.simulator.steps.time import MeasuredStepTime, StepCounts, StepTimeModel
 
-_CTX = 4096
+#: KV of a decode at which `decode_line` takes its slope, tokens.
+TYPICAL_CTX = 4096
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class BatchTime:
     def decode_line(self, num_decodes: int) -> tuple[float, float]:
         """A decode step's seconds without context, and the seconds of each token of context."""
         constant_s = float(self.decode_s(num_decodes, 0))
-        typical = _CTX * num_decodes
+        typical = TYPICAL_CTX * num_decodes
         return constant_s, (float(self.decode_s(num_decodes, typical)) - constant_s) / typical
 
     def step_s(

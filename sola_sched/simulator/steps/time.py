@@ -139,6 +139,24 @@ class MeasuredStepTime:
         return self.cost.step_s(shape_of(output, requests))
 
 
+@dataclass(frozen=True)
+class DecodeOnly:
+    """Step times of an instance whose prompts come with their KV: each is one more decode."""
+
+    step_time: Any
+
+    def __call__(self, output: Any, requests: Mapping[str, Any]) -> float:
+        """Seconds of the step `output`; arguments as for `StepCounts.of`."""
+        return self.seconds(StepCounts.of(output, requests))
+
+    def seconds(self, counts: StepCounts) -> float:
+        """Seconds of a step with this work."""
+        num_decodes = counts.num_decodes + counts.num_prefills
+        ctx = counts.decode_ctx + int(counts.prefill_tokens)
+        seconds: float = self.step_time.seconds(StepCounts(num_decodes, ctx))
+        return seconds
+
+
 LLAMA_3_8B_A100 = StepTimeModel(
     base_s=1.0e-2,
     per_decode_s=3.8e-5,

@@ -1,0 +1,44 @@
+"""How the fast model is compiled, and where the machine code is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TypeVar, cast
+
+from numba import config, njit
+
+from sola_sched.planner.attain import tuning
+from sola_sched.prediction import length
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def compiled(function: _Function) -> _Function:
+    """Of a function that only compiled ones call."""
+    return cast(_Function, njit(function))
+
+
+def entry(function: _Function) -> _Function:
+    """Of a function that Python calls: what it and those below it compile to stays on disk.
+
+    Numba keeps machine code until the file of the function changes, whatever happens to the
+    functions below it. So each state of the sources has a folder of its own.
+    """
+    before, config.CACHE_DIR = config.CACHE_DIR, _folder()
+    try:
+        return cast(_Function, njit(cache=True)(function))
+    finally:
+        config.CACHE_DIR = before
+
+
+@cache
+def _folder() -> str:
+    home = Path(os.environ.get("XDG_CACHE_HOME", "") or Path.home() / ".cache")
+    sources = [*sorted(Path(__file__).parent.glob("*.py"))]
+    sources += [Path(str(module.__file__)) for module in (length, tuning)]
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources))
+    return str(home / "sola_sched" / "compiled" / digest.hexdigest()[:16])
