@@ -37,12 +37,19 @@ contexts = st.integers(0, 400_000)
 
 @names
 @settings(max_examples=60, deadline=None)
-@given(counts, contexts, st.integers(0, 9000), st.integers(0, 30_000), factors)
+@given(counts, contexts, st.integers(0, 9000), st.integers(0, 30_000), st.integers(1, 9), factors)
 def test_steps_take_as_long(
-    name: str, decodes: int, ctx: int, tokens: int, computed: int, factor: float
+    name: str, decodes: int, ctx: int, tokens: int, computed: int, chunks: int, factor: float
 ) -> None:
     batch_time = BatchTime(STEP_TIMES[name], factor)
-    work = (decodes, ctx if decodes else 0, tokens, float(tokens * tokens), tokens * computed)
+    work = (
+        decodes,
+        ctx if decodes else 0,
+        tokens,
+        float(tokens * tokens),
+        tokens * computed,
+        chunks,
+    )
 
     seconds = times.step_s(times.pack(batch_time), *work)
 

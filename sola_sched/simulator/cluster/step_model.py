@@ -58,6 +58,7 @@ class BatchTime:
         prefill_tokens: float,
         prefill_sq: float,
         prefill_ctx: float,
+        num_prefills: int = 1,
     ) -> float:
         """Seconds of a step.
 
@@ -67,11 +68,13 @@ class BatchTime:
             prefill_tokens: Prompt tokens, the sum over chunks.
             prefill_sq: Sum of the squares of the chunks.
             prefill_ctx: Sum of chunk x tokens that its request has computed before.
+            num_prefills: Chunks, where there are prompt tokens.
         """
         ctx, tokens = int(ctx_tokens), prefill_tokens
         if isinstance(self.step_time, MeasuredStepTime):
             shape = StepShape(num_decodes, ctx, int(tokens), prefill_sq, prefill_ctx)
             return self.factor * self.step_time.cost.step_s(shape)
         pairs = prefill_ctx + 0.5 * prefill_sq
-        counts = StepCounts(num_decodes, ctx, int(tokens > 0), tokens, pairs)  # type: ignore[arg-type]
+        chunks = num_prefills if tokens > 0 else 0
+        counts = StepCounts(num_decodes, ctx, chunks, tokens, pairs)  # type: ignore[arg-type]
         return self.factor * self.step_time.seconds(counts)

@@ -142,7 +142,7 @@ def _left(e, slot):
 
 @compiled
 def _step_s(e, tokens):
-    return step_s(e.times, e.at.num_decodes, e.at.ctx, tokens, float(tokens * tokens), 0.0)
+    return step_s(e.times, e.at.num_decodes, e.at.ctx, tokens, float(tokens * tokens), 0.0, 1)
 
 
 @compiled

@@ -189,7 +189,7 @@ def _decide(e, now_s):
             squares += chunk * chunk
             pairs += chunk * e.requests[slot].num_computed
         at.k, at.c2 = 1, 0.0
-        at.c1 = step_s(e.times, at.num_decodes, at.ctx, tokens, squares, pairs)
+        at.c1 = step_s(e.times, at.num_decodes, at.ctx, tokens, squares, pairs, chunks[0])
     elif at.num_decodes:
         at.k = _num_steps(e)
         constant_s, slope = decode_line(e.times, at.num_decodes)

@@ -90,7 +90,7 @@ _FORMS: tuple[tuple[type, int, Callable[[Any], Iterable[float]]], ...] = (
 @compiled
 def decode_s(times, num_decodes, ctx_tokens):
     """See `BatchTime.decode_s`."""
-    return step_s(times, num_decodes, ctx_tokens, 0.0, 0.0, 0.0)
+    return step_s(times, num_decodes, ctx_tokens, 0.0, 0.0, 0.0, 0.0)
 
 
 @compiled
@@ -105,16 +105,16 @@ def decode_line(times, num_decodes):
 def prefill_s(times, new_tokens):
     """See `BatchTime.prefill_s`."""
     tokens = max(new_tokens, 1e-9)
-    return step_s(times, 0.0, 0.0, tokens, tokens * tokens, 0.0)
+    return step_s(times, 0.0, 0.0, tokens, tokens * tokens, 0.0, 1.0)
 
 
 @compiled
-def step_s(times, num_decodes, ctx_tokens, prefill_tokens, prefill_sq, prefill_ctx):
+def step_s(times, num_decodes, ctx_tokens, prefill_tokens, prefill_sq, prefill_ctx, num_prefills):
     """See `BatchTime.step_s`."""
     decodes, ctx, tokens = float(num_decodes), float(ctx_tokens), float(prefill_tokens)
-    squares, pairs = float(prefill_sq), float(prefill_ctx)
+    squares, pairs, chunks = float(prefill_sq), float(prefill_ctx), float(num_prefills)
     if times[_AS_DECODES] > 0.0 and tokens > 0.0:
-        decodes, ctx, tokens, squares, pairs = decodes + 1.0, ctx + int(tokens), 0.0, 0.0, 0.0
+        decodes, ctx, tokens, squares, pairs = decodes + chunks, ctx + int(tokens), 0.0, 0.0, 0.0
     if times[_FORM] == _FITTED:
         seconds = _fitted_s(times, decodes, ctx, tokens, squares, pairs)
     elif decodes + tokens == 0.0:
@@ -122,7 +122,7 @@ def step_s(times, num_decodes, ctx_tokens, prefill_tokens, prefill_sq, prefill_c
     elif times[_FORM] == _ROOFLINE:
         seconds = _roofline_s(times, decodes, ctx, tokens, pairs + 0.5 * squares)
     else:
-        seconds = _tables_s(times, decodes, ctx, tokens, pairs + 0.5 * squares)
+        seconds = _tables_s(times, decodes, ctx, tokens, pairs + 0.5 * squares, chunks)
     return times[_FACTOR] * seconds
 
 
@@ -164,16 +164,16 @@ def _fitted_s(times, decodes, ctx, tokens, squares, pairs):
 
 
 @compiled
-def _tables_s(times, decodes, ctx, tokens, pairs):
+def _tables_s(times, decodes, ctx, tokens, pairs, num_prefills):
     """See `StepTables.seconds`."""
-    has_prefill = 1.0 if tokens > 0.0 else 0.0
+    chunks = num_prefills if tokens > 0.0 else 0.0
     return (
         times[_HOST]
         + times[_ATTENTION]
         + _curve_s(times, int(times[_TOKENS]), _graph_size(decodes + tokens, times[_MAX_GRAPH]))
-        + _curve_s(times, int(times[_REQUESTS]), decodes + has_prefill)
+        + _curve_s(times, int(times[_REQUESTS]), decodes + chunks)
         + (_grid_s(times, decodes, ctx) if decodes > 0.0 else 0.0)
-        + (_curve_s(times, int(times[_PAIRS]), pairs) if has_prefill else 0.0)
+        + (_curve_s(times, int(times[_PAIRS]), pairs) if chunks else 0.0)
         + times[_PER_TOKEN] * tokens
     )
 
