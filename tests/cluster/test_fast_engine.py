@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sola_sched.cluster.routers import ROUTERS
 from sola_sched.config.slo import SloTarget
-from sola_sched.prediction.length import LengthPrediction
+from sola_sched.prediction.length import NUM_LEVELS, LengthPrediction
 from sola_sched.simulator.cluster.cluster import VirtualCluster
 from sola_sched.simulator.cluster.engine import ClusterRequest, Ended
 from sola_sched.simulator.cluster.fast import course, prompts, state
@@ -322,6 +322,24 @@ def test_the_lost_are_forgotten_when_they_have_ended() -> None:
 
     assert any(ended[r.req_id].progress.first_s - r.arrival_s > SLO.ttft_s for r in requests)
     assert not engine._engine.lists[: state.ENDED, 0].any()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(1, 4000), min_size=NUM_LEVELS, max_size=NUM_LEVELS),
+    st.integers(1, 20_000),
+    st.integers(0, 500),
+)
+def test_what_is_expected_of_an_output_is_what_the_prediction_says(
+    quantiles: list[int], num_done: int, steps: int
+) -> None:
+    length = LengthPrediction(np.sort(np.array(quantiles, float)), "oracle")
+    records = np.zeros(1, state.REQUEST)
+    records["quantiles"], records["num_done"], records["joined"] = length.quantiles, num_done, 7
+
+    expected = course.expected_steps(records[0], 7 + steps)
+
+    assert expected == pytest.approx(length.remaining(num_done + steps))
 
 
 def test_a_decode_that_was_displaced_and_goes_on_is_counted_once() -> None:

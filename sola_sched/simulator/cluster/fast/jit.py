@@ -11,8 +11,13 @@ from typing import TypeVar, cast
 
 from numba import config, njit
 
+from sola_sched.core import traffic
 from sola_sched.planner.attain import tuning
 from sola_sched.prediction import length
+from sola_sched.simulator.cluster import step_model
+
+#: Modules of which compiled functions have constants inside.
+_CONSTANTS = (length, step_model, traffic, tuning)
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -31,6 +36,8 @@ def entry(function: _Function) -> _Function:
     before, config.CACHE_DIR = config.CACHE_DIR, _folder()
     try:
         return cast(_Function, njit(cache=True)(function))
+    except RuntimeError:  # nowhere to keep it
+        return compiled(function)
     finally:
         config.CACHE_DIR = before
 
@@ -39,6 +46,6 @@ def entry(function: _Function) -> _Function:
 def _folder() -> str:
     home = Path(os.environ.get("XDG_CACHE_HOME", "") or Path.home() / ".cache")
     sources = [*sorted(Path(__file__).parent.glob("*.py"))]
-    sources += [Path(str(module.__file__)) for module in (length, tuning)]
+    sources += [Path(str(module.__file__)) for module in _CONSTANTS]
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources))
     return str(home / "sola_sched" / "compiled" / digest.hexdigest()[:16])
