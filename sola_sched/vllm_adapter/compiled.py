@@ -1,4 +1,4 @@
-"""What has to be done for vLLM once a planner has loaded numba."""
+"""What has to be done for vLLM once numba is loaded, by a planner or by a fast engine model."""
 
 from __future__ import annotations
 

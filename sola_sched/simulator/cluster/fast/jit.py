@@ -15,6 +15,9 @@ from sola_sched.core import traffic
 from sola_sched.planner.attain import tuning
 from sola_sched.prediction import length
 from sola_sched.simulator.cluster import step_model
+from sola_sched.vllm_adapter.compiled import let_vllm_look_through_llvmlite
+
+let_vllm_look_through_llvmlite()
 
 #: Modules of which compiled functions have constants inside.
 _CONSTANTS = (length, step_model, traffic, tuning)
