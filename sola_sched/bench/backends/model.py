@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sola_sched.bench.backends.environment import has_accelerator
+from sola_sched.config.cache_dir import user_cache_dir
 from sola_sched.errors import ConfigError
 
 #: Format of the directory; raise it when the files written below change.
@@ -158,11 +159,6 @@ def random_engine_args(dtype: str | None = None) -> dict[str, Any]:
                 dtype = "float32"
     kv_bytes = _RANDOM_MODEL_KV_BYTES * (2 if dtype in ("float", "float32") else 1)
     return {"dtype": dtype, "kv_cache_memory_bytes": kv_bytes, "max_num_seqs": 128}
-
-
-def user_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/sola_sched``, by default under ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sola_sched"
 
 
 def _model_config(shape: ModelShape) -> dict[str, Any]:

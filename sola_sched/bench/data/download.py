@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from sola_sched.bench.backends.model import user_cache_dir
+from sola_sched.config.cache_dir import user_cache_dir
 from sola_sched.errors import DatasetError
 
 _CONNECT_TIMEOUT_S = 15.0

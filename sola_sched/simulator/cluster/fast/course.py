@@ -48,39 +48,52 @@ def slack_s(e, now_s, bare_s):
         bare_s: Of a step of the decodes alone.
     """
     slack_s, e.at.tightest_s, e.at.loosest_s = math.inf, math.inf, -math.inf
-    due = e.lists[DUE]
-    done_s = -math.inf  # the target up to which this has been done
+    tpot_s = _next_target_s(e, -math.inf)
+    while tpot_s < math.inf:
+        slot = _first_on_course(e, tpot_s, now_s, bare_s)
+        if slot >= 0:
+            slack_s = min(slack_s, _bank_s(e.requests[slot], e.at.step, now_s))
+            e.at.tightest_s, e.at.loosest_s = min(e.at.tightest_s, tpot_s), tpot_s
+        tpot_s = _next_target_s(e, tpot_s)
+    return slack_s
+
+
+@compiled
+def _next_target_s(e, above_s):
+    """The smallest of the targets above a time of those that may be on course; inf of none."""
+    next_s = math.inf
+    for slot in e.lists[DUE, 1 : e.lists[DUE, 0] + 1]:
+        if above_s < target_s(e.requests[slot]) < next_s:
+            next_s = target_s(e.requests[slot])
+    return next_s
+
+
+@compiled
+def _first_on_course(e, tpot_s, now_s, bare_s):
+    """Whose token is due first with that target, -1 if nobody's; forgets who is not on course."""
     while True:
-        next_s = math.inf
-        for place in range(1, due[0] + 1):
-            tpot_s = target_s(e.requests[due[place]])
-            if done_s < tpot_s < next_s:
-                next_s = tpot_s
-        if next_s == math.inf:
-            return slack_s
-        done_s = next_s
-        while True:
-            first = -1
-            for place in range(1, due[0] + 1):
-                request = e.requests[due[place]]
-                if target_s(request) == next_s and (
-                    first < 0 or request.due_s < e.requests[first].due_s
-                ):
-                    first = due[place]
-            if first < 0:
-                break
-            request = e.requests[first]
-            if request.is_decoding:
-                bank_s = request.due_s + next_s * (e.at.step + 1) - now_s
-                gain_s = (request.ends - e.at.step) * (next_s - _MARGIN * bare_s)
-                if bank_s < 0.0 and bank_s + gain_s < 0.0:
-                    lose(e, first)
-                if not request.is_lost:
-                    slack_s = min(slack_s, bank_s)
-                    e.at.tightest_s = min(e.at.tightest_s, next_s)
-                    e.at.loosest_s = max(e.at.loosest_s, next_s)
-                    break
-            discard(due, first)
+        slot = _first_due(e, tpot_s)
+        if slot < 0:
+            return -1
+        request = e.requests[slot]
+        if request.is_decoding:
+            bank_s = _bank_s(request, e.at.step, now_s)
+            gain_s = (request.ends - e.at.step) * (tpot_s - _MARGIN * bare_s)
+            if bank_s < 0.0 and bank_s + gain_s < 0.0:
+                lose(e, slot)
+            if not request.is_lost:
+                return slot
+        discard(e.lists[DUE], slot)
+
+
+@compiled
+def _first_due(e, tpot_s):
+    first = -1
+    for slot in e.lists[DUE, 1 : e.lists[DUE, 0] + 1]:
+        request = e.requests[slot]
+        if target_s(request) == tpot_s and (first < 0 or request.due_s < e.requests[first].due_s):
+            first = slot
+    return first
 
 
 @compiled

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TypeVar, cast
 
 from numba import config, njit
 
+from sola_sched.config.cache_dir import user_cache_dir
 from sola_sched.core import traffic
 from sola_sched.planner.attain import tuning
 from sola_sched.prediction import length
@@ -47,8 +47,7 @@ def entry(function: _Function) -> _Function:
 
 @cache
 def _folder() -> str:
-    home = Path(os.environ.get("XDG_CACHE_HOME", "") or Path.home() / ".cache")
     sources = [*sorted(Path(__file__).parent.glob("*.py"))]
     sources += [Path(str(module.__file__)) for module in _CONSTANTS]
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources))
-    return str(home / "sola_sched" / "compiled" / digest.hexdigest()[:16])
+    return str(user_cache_dir() / "compiled" / digest.hexdigest()[:16])
