@@ -19,6 +19,7 @@ from colocation.pair import Pair, Service, group, pair
 from harness.markdown import markdown
 from harness.setup import Outcome, Setup
 from sola_sched.bench.backends.model import ModelShape
+from sola_sched.colocation.folder import Folder
 from sola_sched.colocation.lease import Lease
 from sola_sched.colocation.table import Table
 from sola_sched.config.slo import SloTarget
@@ -152,7 +153,7 @@ def pause_at_a_kill(seed: int, shape: ModelShape = SHAPE) -> Pause:
         time.sleep(3.0)
         victim = engines.processes[0]
         assert victim.pid is not None
-        table = Table(Path(name) / "table")
+        table = Table(Folder(Path(name)), 10.0)
         slots = {member.pid: slot for slot, member in table.members().items()}
         while table.holder[0] != slots[victim.pid]:
             time.sleep(1e-4)

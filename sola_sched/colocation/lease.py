@@ -1,10 +1,10 @@
 """The turn: the lease on the GPU that engines of one group pass to each other, step by step.
 
-A group is a folder on one machine. Each member has two FIFOs there. It holds `N.alive` open for
-writing as long as it lives: the kernel closes it with the process, however that ends, and all who
-wait see it at once. Who passes the turn on writes a byte into `N.wake` of the next one. Waiting is
-one `poll` on these: nothing runs meanwhile, and nobody is asked. Who has the turn, and who wants it
-how much, stands in the `Table`.
+A group is a folder of one user on one machine. Each member has two FIFOs there. It holds `N.alive`
+open for writing as long as it lives: the kernel closes it with the process, however that ends, and
+all who wait see it at once. Who passes the turn on writes a byte into `N.wake` of the next one.
+Waiting is one `poll` on these: nothing runs meanwhile, and nobody is asked. Who has the turn, and
+who wants it how much, stands in the `Table`.
 
 Keeping a turn while nobody waits takes microseconds and no system call. Passing it on takes a fifth
 of a millisecond, most of it until the other process runs (`python benchmarks/run.py
@@ -16,20 +16,27 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import select
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from sola_sched.colocation import arbiter
 from sola_sched.colocation.arbiter import Claim
+from sola_sched.colocation.folder import Folder
+from sola_sched.colocation.peer import Peer
 from sola_sched.colocation.table import IDLE, NOBODY, NUM_SLOTS, WAITING, Member, Table
 from sola_sched.errors import ConfigError
 
+logger = logging.getLogger("sola_sched.colocation")
+
 _WAKE = b"\1"
+#: For the table's lock, at the start.
+_START_S = 10.0
 
 
 @dataclass(slots=True)
@@ -41,6 +48,7 @@ class LeaseStats:
         num_waits, waited_s: Turns that had to be waited for, and for how long in sum.
         num_taken_over: Turns taken from a member that died or kept them beyond the limit.
         num_lost: Turns that others have taken from this one for that.
+        num_unlocked: Changes that were made without the lock, since a stopped process has it.
     """
 
     num_turns: int = 0
@@ -48,6 +56,7 @@ class LeaseStats:
     waited_s: float = 0.0
     num_taken_over: int = 0
     num_lost: int = 0
+    num_unlocked: int = 0
 
 
 class Lease:
@@ -78,19 +87,23 @@ class Lease:
         self.stats = LeaseStats()
         self.limit_s = limit_s
         self._clock = clock
-        self._folder = folder_of(group)
-        self._peers: dict[int, tuple[int, int]] = {}  # slot: generation, file descriptor
+        self._peers: dict[int, Peer] = {}  # by slot
+        self._is_stuck = False
         self._poll = select.poll()
         self._is_closed = False
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._table = Table(self._folder / "table")
-            with self._table.locked():
-                self._join(name, share, rule)
+            self._folder = Folder(folder_of(group))
+            try:
+                self._table = Table(self._folder, _START_S)
+                with self._table.locked(_START_S):
+                    self._join(name, share, rule)
+            except BaseException:
+                self._folder.close()
+                raise
         except OSError as error:
             raise ConfigError(
-                f"'turns.group' must be a name, or a folder in which FIFOs can be made (got "
-                f"{group!r}: {error})."
+                f"'turns.group' must be a name, or a folder of this user in which FIFOs can be "
+                f"made (got {group!r}: {error}); name another."
             ) from error
         os.register_at_fork(after_in_child=self._forget)
 
@@ -103,7 +116,7 @@ class Lease:
             os.close(alive)
             raise
         self._slot, self._alive = slot, alive
-        self._wake = _fifo(self._folder / f"{slot}.wake", os.O_RDWR)
+        self._wake = self._folder.fifo(f"{slot}.wake", os.O_RDWR)
         self._drain()
         self._poll.register(self._wake, select.POLLIN)
         member = Member(
@@ -118,7 +131,7 @@ class Lease:
         """The first slot whose member is dead or gone, and its FIFO; others like it are freed."""
         found: list[tuple[int, int]] = []
         for slot in range(NUM_SLOTS):
-            alive = _fifo(self._folder / f"{slot}.alive", os.O_RDWR)
+            alive = self._folder.fifo(f"{slot}.alive", os.O_RDWR)
             try:
                 fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -158,7 +171,7 @@ class Lease:
             self._table.holder = self._slot, started_s
             return
         urgent = urgency() if holder != NOBODY or self.is_wanted else 0.0
-        with self._table.locked():
+        with self._locked():
             members = self._living()
             self._claim(members[self._slot], urgent, started_s)
             if self._choose(members):
@@ -172,7 +185,7 @@ class Lease:
         """Wait until something has happened; whether this member then has the turn."""
         left_s = self._table.holder[1] + self.limit_s - self._clock()
         self._poll.poll(1e3 * max(0.0, left_s) + 1.0)
-        with self._table.locked():
+        with self._locked():
             self._drain()
             return self._choose(self._living())
 
@@ -189,7 +202,7 @@ class Lease:
             self._table.holder = self._slot, now_s
             return True
         urgent = None if urgency is None else urgency()
-        with self._table.locked():
+        with self._locked():
             members = self._living()
             me = members[self._slot]
             if urgent is None:
@@ -214,9 +227,8 @@ class Lease:
         if self._is_closed:
             return
         self.give(None)
-        with self._table.locked():
+        with self._locked():
             self._free(self._slot)
-        self._table.close()
         self._forget()
 
     def _forget(self) -> None:
@@ -224,9 +236,27 @@ class Lease:
         if self._is_closed:
             return
         self._is_closed = True
-        for fd in (self._alive, self._wake, *(fd for _, fd in self._peers.values())):
+        for fd in (self._alive, self._wake):
             os.close(fd)
+        for peer in self._peers.values():
+            peer.close()
         self._peers.clear()
+        self._table.close()
+        self._folder.close()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """With the table locked; without it, if who has the lock has stopped for `limit_s`."""
+        with contextlib.ExitStack() as lock:
+            try:
+                lock.enter_context(self._table.locked(0.0 if self._is_stuck else self.limit_s))
+                self._is_stuck = False
+            except TimeoutError as error:
+                self.stats.num_unlocked += 1
+                if not self._is_stuck:
+                    logger.warning("turns go on without the lock of %s: %s", self._folder, error)
+                self._is_stuck = True
+            yield
 
     # With the table locked ----------------------------------------------------------------
 
@@ -280,15 +310,15 @@ class Lease:
             if slot == self._slot:
                 continue
             known = self._peers.get(slot)
-            if known is None or known[0] != member.generation:
+            if known is None or known.generation != member.generation:
                 self._drop(slot)
-                fd = _fifo(self._folder / f"{slot}.alive", os.O_RDONLY)
-                self._peers[slot] = member.generation, fd
-                self._poll.register(fd, 0)  # a hang-up is always told
-                if not _is_locked(fd):
-                    self._bury(slot, members)
+                with contextlib.suppress(OSError):  # the folder is gone: limits alone hold
+                    self._peers[slot] = known = Peer(self._folder, slot, member.generation)
+                    self._poll.register(known.alive, 0)  # a hang-up is always told
+                    if not known.is_alive:
+                        self._bury(slot, members)
         if self._peers:
-            slots = {fd: slot for slot, (_, fd) in self._peers.items()}
+            slots = {peer.alive: slot for slot, peer in self._peers.items()}
             for fd, event in self._poll.poll(0):
                 if event & select.POLLHUP and fd in slots:
                     self._bury(slots[fd], members)
@@ -304,18 +334,15 @@ class Lease:
 
     def _drop(self, slot: int) -> None:
         if slot in self._peers:
-            _, fd = self._peers.pop(slot)
-            self._poll.unregister(fd)
-            os.close(fd)
+            peer = self._peers.pop(slot)
+            self._poll.unregister(peer.alive)
+            peer.close()
 
     def _tell(self, slot: int) -> None:
         """Wake a member that waits."""
-        with contextlib.suppress(OSError):  # it has just died: all who wait are told by its end
-            fd = os.open(self._folder / f"{slot}.wake", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                os.write(fd, _WAKE)
-            finally:
-                os.close(fd)
+        # One that has just died needs nothing: all who wait are told by its end.
+        with contextlib.suppress(KeyError, OSError):
+            os.write(self._peers[slot].wake, _WAKE)
 
     def _drain(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -332,23 +359,7 @@ def folder_of(group: str) -> Path:
     return root / f"sola_sched-turns-{os.getuid()}-{group}"
 
 
-def _fifo(path: Path, mode: int) -> int:
-    with contextlib.suppress(FileExistsError):
-        os.mkfifo(path, 0o600)
-    return os.open(path, mode | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
-def _is_locked(fd: int) -> bool:
-    """Whether the member that the FIFO belongs to is alive."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    return False
-
-
-def _fit(share: float, rule: str, members: dict[int, Member], folder: Path) -> None:
+def _fit(share: float, rule: str, members: dict[int, Member], folder: Folder) -> None:
     """Refuse a member that does not fit the others."""
     named = {m.name.decode(errors="replace"): m for m in members.values()}
     if share + sum(m.share for m in members.values()) > 1.0 + 1e-9:

@@ -2,6 +2,7 @@
 
 The file is mapped by every member. Who changes it holds the kernel's lock (`flock`) on it, which
 the kernel takes back from a process that ends; the fields are valid after any part of a change.
+A process that is stopped keeps the lock, so nobody waits for it without an end.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import fcntl
 import mmap
 import os
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
+from sola_sched.colocation.folder import Folder
 from sola_sched.errors import ConfigError
 
 #: Members that a group may have.
@@ -32,6 +34,9 @@ _STATES_AT = _HOLDER_AT + _HOLDER.size  # a byte for each slot
 _MEMBERS_AT = _STATES_AT + NUM_SLOTS
 _MEMBER = struct.Struct("<qddddq48s16s")
 _SIZE = _MEMBERS_AT + NUM_SLOTS * _MEMBER.size
+_NAME = "table"
+#: The lock is held for microseconds: looks before sleeping between two, and how long then.
+_LOOKS, _PAUSE_S = 200, 1e-4
 
 
 @dataclass(slots=True)
@@ -63,27 +68,38 @@ class Table:
     """The mapped file.
 
     Args:
-        path: Made, if it is not there.
+        folder: Where the file is; it is made, if it is not there.
+        patience_s: How long to wait for the lock of a process that has stopped.
 
     Raises:
         ConfigError: The file is something else.
+        OSError: It cannot be used, or not be locked within `patience_s`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with self.locked():
-            if os.fstat(self._fd).st_size < _SIZE:
-                os.ftruncate(self._fd, _SIZE)
+    def __init__(self, folder: Folder, patience_s: float) -> None:
+        self._fd = folder.file(_NAME)
+        try:
+            with self.locked(patience_s):
+                self._begin(folder)
             self._map = mmap.mmap(self._fd, _SIZE)
-            magic, version = _HEAD.unpack_from(self._map)
-            if magic == version == 0:
-                self.holder = NOBODY, 0.0
-                _HEAD.pack_into(self._map, 0, _MAGIC, _VERSION)
-            elif (magic, version) != (_MAGIC, _VERSION):
-                raise ConfigError(
-                    f"{path} must be a table of turns of version {_VERSION} (it is not); name "
-                    "another 'turns.group', or delete the folder while no engine uses it."
-                )
+        except (ConfigError, OSError):
+            os.close(self._fd)
+            raise
+
+    def _begin(self, folder: Folder) -> None:
+        """Write the table of a new group; of any other file not a byte is changed."""
+        size, head = os.fstat(self._fd).st_size, os.pread(self._fd, _HEAD.size, 0)
+        if size == 0:
+            new = _HEAD.pack(_MAGIC, _VERSION) + _HOLDER.pack(NOBODY, 0.0)
+            # One short write, so that a process that ends meanwhile leaves all or nothing.
+            if os.pwrite(self._fd, new.ljust(_SIZE, b"\0"), 0) < _SIZE:
+                os.ftruncate(self._fd, 0)
+                raise OSError(f"there is no room for {_SIZE} bytes in {folder}")
+        elif size != _SIZE or head != _HEAD.pack(_MAGIC, _VERSION):
+            raise ConfigError(
+                f"{folder.path / _NAME} must be a table of turns of version {_VERSION} (it is "
+                "not); name another 'turns.group', or delete the folder while no engine uses it."
+            )
 
     def close(self) -> None:
         """Give the file back."""
@@ -91,13 +107,33 @@ class Table:
         os.close(self._fd)
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep all others from changing the table; for microseconds."""
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
+    def locked(self, patience_s: float) -> Iterator[None]:
+        """Keep all others from changing the table; for microseconds.
+
+        Raises:
+            TimeoutError: Another process has had the lock for `patience_s`.
+        """
+        self._lock(patience_s)
         try:
             yield
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _lock(self, patience_s: float) -> None:
+        until_s, num_looks = time.monotonic() + patience_s, 0
+        while True:
+            try:
+                return fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= until_s:
+                    raise TimeoutError(
+                        f"another process has kept the table locked for {patience_s:g} s; end it"
+                    ) from None
+            num_looks += 1
+            if num_looks < _LOOKS:
+                os.sched_yield()
+            else:
+                time.sleep(_PAUSE_S)
 
     @property
     def holder(self) -> tuple[int, float]:

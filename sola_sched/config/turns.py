@@ -29,7 +29,7 @@ class TurnsConfig:
 
     def __post_init__(self) -> None:
         group: Any = self.group
-        if not isinstance(group, str) or not group.strip():
+        if not isinstance(group, str) or not group.strip() or "\0" in group:
             raise ConfigError(
                 f"'turns.group' must be a name or a path (got {group!r}); give all engines "
                 "on one GPU the same."
