@@ -14,6 +14,7 @@ _EXPORTS = {
     "CostModel": "sola_sched.cost.model",
     "LengthPrediction": "sola_sched.prediction.length",
     "Scheduler": "sola_sched.vllm_adapter.scheduler",
+    "PolicyTraits": "sola_sched.config.policies",
     "SolaConfig": "sola_sched.config.sola_config",
     "SolaSchedulerMixin": "sola_sched.vllm_adapter.scheduler",
     "SloTarget": "sola_sched.config.slo",
@@ -25,6 +26,7 @@ _EXPORTS = {
 __all__ = ["__version__", *sorted(_EXPORTS)]
 
 if TYPE_CHECKING:
+    from sola_sched.config.policies import PolicyTraits
     from sola_sched.config.slo import SloTarget
     from sola_sched.config.sola_config import SolaConfig
     from sola_sched.core.monitor import StateMonitor

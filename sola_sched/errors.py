@@ -17,6 +17,10 @@ class PredictionError(ValueError):
     """A length prediction breaks its rule; the message names field, value and rule."""
 
 
+class PlanError(ValueError):
+    """A policy's plan cannot be carried out; the message names policy, field, value and rule."""
+
+
 class ProfileError(ValueError):
     """A cost-model profile is damaged, of another format or physically impossible."""
 

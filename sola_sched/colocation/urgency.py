@@ -31,29 +31,27 @@ from sola_sched.core.state import (
 from sola_sched.cost.execution import ExecutionTime
 from sola_sched.cost.model import CostModel
 
-#: Policies that go by targets; others serve the shortest first.
-_DEADLINES = ("attain", "paper")
 
+def urgency(goes_by_targets: bool, monitor: StateMonitor, now_s: float) -> float:
+    """How much an engine wants its next turn.
 
-def goes_by_deadlines(policy: str) -> bool:
-    """Whether engines with this policy compare deadlines."""
-    return policy in _DEADLINES
-
-
-def urgency(policy: str, monitor: StateMonitor, now_s: float) -> float:
-    """How much an engine wants its next turn, by the rule of its policy."""
+    Args:
+        goes_by_targets: As its policy says in `PolicyTraits`.
+        monitor: What is known of its requests.
+        now_s: The present, seconds.
+    """
     table, lengths, cost = monitor.table, monitor.lengths, monitor.cost
-    if goes_by_deadlines(policy):
+    if goes_by_targets:
         return latest_start_s(table, lengths, cost, now_s)
     return least_product_s2(table, lengths, cost)
 
 
 def urgency_of_a_waiter(
-    policy: str, monitor: StateMonitor, now_s: float, shortest_ttft_s: float
+    goes_by_targets: bool, monitor: StateMonitor, now_s: float, shortest_ttft_s: float
 ) -> float:
     """As `urgency`; who waits sees no arrivals, so there may be one from now on."""
-    unseen_s = now_s + shortest_ttft_s if goes_by_deadlines(policy) else math.inf
-    return min(urgency(policy, monitor, now_s), unseen_s)
+    unseen_s = now_s + shortest_ttft_s if goes_by_targets else math.inf
+    return min(urgency(goes_by_targets, monitor, now_s), unseen_s)
 
 
 def latest_start_s(

@@ -6,12 +6,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from sola_sched.config import rules
+from sola_sched.config.policies import BUILT_IN, PolicyTraits, traits_of
 from sola_sched.errors import ConfigError
 
 #: Key of a class.
 SHARE_KEY = "share"
-#: Policies that give each service its share.
-SHARING_POLICIES = ("attain", "alise", "doubling")
 
 
 def take_shares(classes: Any) -> tuple[Any, dict[str, float]]:
@@ -32,13 +31,18 @@ def take_shares(classes: Any) -> tuple[Any, dict[str, float]]:
 
 
 def check_shares(
-    shares: Mapping[str, Any], names: Collection[str], policy: str, best_effort_share: float
+    shares: Mapping[str, Any],
+    names: Collection[str],
+    traits: PolicyTraits,
+    policy: str,
+    best_effort_share: float,
 ) -> None:
     """Refuse shares that cannot be kept.
 
     Args:
         shares: By name.
         names: Of all classes.
+        traits: Of the policy.
         policy, best_effort_share: The options.
 
     Raises:
@@ -54,13 +58,14 @@ def check_shares(
                 f"A share must be that of a configured class (got {name!r}; known: "
                 f"{', '.join(sorted(names)) or 'none'})."
             )
-    if shares and policy not in SHARING_POLICIES:
+    if shares and not traits.gives_shares:
+        sharing = [name for name in BUILT_IN if traits_of(name).gives_shares]
         raise ConfigError(
             f"'{SHARE_KEY}' has an effect with 'policy' "
-            f"{' or '.join(map(repr, SHARING_POLICIES))} only (got 'policy' {policy!r}); set "
+            f"{' or '.join(map(repr, sharing))} only (got 'policy' {policy!r}); set "
             f"'policy', or leave '{SHARE_KEY}' out."
         )
-    most = 1.0 - (best_effort_share if policy == "attain" else 0.0)
+    most = 1.0 - (best_effort_share if "best_effort_share" in traits.options else 0.0)
     if sum(shares.values()) > most + 1e-9 or sum(shares.values()) >= 1.0:
         raise ConfigError(
             f"The shares of all classes must be below 1 in sum, with 'best_effort_share' at most 1 "

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sola_sched.config import rules, services
+from sola_sched.config.policies import POLICY_OPTIONS, PolicyTraits, readers, traits_of
 from sola_sched.config.slo import TARGETS, SloTarget
 from sola_sched.config.swap import SwapConfig
 from sola_sched.config.turns import TurnsConfig
@@ -17,18 +18,10 @@ from sola_sched.errors import ConfigError, SloError
 
 #: The one key under ``--additional-config`` that belongs to this package.
 CONFIG_KEY = "sola_sched"
-POLICIES = ("attain", "paper", "alise", "doubling")
 PREDICTORS = ("histogram", "lexical", "retrieval")
 OVERLOAD_MODES = ("defer", "reject")
-#: Options that only some values of another option use.
+#: Options that only some values of another option use; what each policy reads, its traits say.
 USED_BY = {
-    "window": ("policy", ("paper",)),
-    "levels": ("policy", ("alise",)),
-    "aging_s": ("policy", ("alise", "doubling")),
-    "best_effort_share": ("policy", ("attain",)),
-    "safety": ("policy", ("attain",)),
-    "tile": ("policy", ("attain", "paper")),
-    "overload": ("policy", ("attain", "alise", "doubling")),
     "predictor_path": ("predictor", ("lexical", "retrieval")),
     "predictor_save_s": ("predictor", ("lexical", "retrieval")),
     "predictor_encoder": ("predictor", ("retrieval",)),
@@ -42,7 +35,8 @@ class SolaConfig:
     Attributes:
         policy: ``attain`` maximizes the number of requests that meet all SLOs; ``paper`` is
             SOLA as published; ``alise`` serves the shortest remaining time first, SLOs aside;
-            ``doubling`` is SeaLLM: those whose services take little time first, SLOs aside.
+            ``doubling`` is SeaLLM: those whose services take little time first, SLOs aside. Others
+            by the name of an installed policy, or as ``package.module:Class``; see `policies`.
         ttft_s: Default TTFT target, seconds; None disables it. The default of 2 s (and of 0.1 s
             for TPOT) is the server target of MLPerf Inference for an 8B chat model.
         tpot_s: Default TPOT target, seconds; None disables it.
@@ -67,6 +61,7 @@ class SolaConfig:
             for no aging. A request of the last level waits for at most ``levels - 1`` times as
             long before none that comes later can pass it. With ``doubling``: that put it first.
         safety: Share of each latency target kept as a margin for mispredicted steps, in [0, 1).
+        policy_options: What a policy of others reads, by name.
         profile: Cost-model file written by ``python -m sola_sched.profile``; None learns the
             cost model from live steps.
         predictor: What output lengths are predicted from: ``histogram`` of finished requests;
@@ -103,6 +98,7 @@ class SolaConfig:
     levels: int = 8
     aging_s: float | None = 300.0
     safety: float = 0.05
+    policy_options: Mapping[str, Any] = field(default_factory=dict)
     profile: str | None = None
     predictor: str = "histogram"
     predictor_path: str | None = None
@@ -115,7 +111,11 @@ class SolaConfig:
     turns: TurnsConfig | None = None
 
     def __post_init__(self) -> None:
-        rules.one_of("policy", self.policy, POLICIES)
+        traits = traits_of(self.policy)
+        if not isinstance(self.policy_options, Mapping):
+            raise ConfigError(
+                f"'policy_options' must be an object of options (got {self.policy_options!r})."
+            )
         rules.one_of("overload", self.overload, OVERLOAD_MODES)
         for name in TARGETS:
             value = getattr(self, name)
@@ -135,7 +135,9 @@ class SolaConfig:
                 rules.number(name, value, low=0.0, low_open=True, hint="use null to disable it")
         for name in ("tile", "window", "levels"):
             rules.count(name, getattr(self, name))
-        services.check_shares(self.shares, self.classes, self.policy, self.best_effort_share)
+        services.check_shares(
+            self.shares, self.classes, traits, self.policy, self.best_effort_share
+        )
         for name in ("profile", "predictor_path", "predictor_encoder"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str | Path):
@@ -147,6 +149,11 @@ class SolaConfig:
                 f"'predictor_save_s' {self.predictor_save_s!r} needs 'predictor_path', the file "
                 "that is written."
             )
+
+    @property
+    def traits(self) -> PolicyTraits:
+        """What the policy says of itself."""
+        return traits_of(self.policy)
 
     @property
     def default_slo(self) -> SloTarget:
@@ -205,13 +212,18 @@ class SolaConfig:
         return config
 
     def _refuse_unused(self, names: Iterable[str]) -> None:
+        defaults = type(self)()
         for name in names:
-            by, values = USED_BY.get(name, ("", ()))
+            if name in POLICY_OPTIONS:
+                by, values = "policy", readers(name, self.policy)
+            else:
+                by, values = USED_BY.get(name, ("", ()))
             if not by or getattr(self, by) in values:
                 continue
-            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+            if getattr(self, name) != getattr(defaults, name):
+                known = " or ".join(map(repr, values)) or "a class that reads it"
                 raise ConfigError(
-                    f"'{name}' has an effect with '{by}' {' or '.join(map(repr, values))} only "
+                    f"'{name}' has an effect with '{by}' {known} only "
                     f"(got '{name}' {getattr(self, name)!r} with '{by}' {getattr(self, by)!r}); "
                     f"set '{by}', or leave '{name}' out."
                 )

@@ -6,12 +6,12 @@ Third party: numpy, scipy, numba (attain*).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from sola_sched.config.policies import is_built_in, policy_class
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.planner.alise import AlisePlanner
 from sola_sched.planner.attain import AttainPlanner
 from sola_sched.planner.base import Planner
+from sola_sched.planner.checked import CheckedPlanner
 from sola_sched.planner.doubling import DoublingPlanner
 from sola_sched.planner.paper import PaperPlanner
 from sola_sched.planner.passes import pass_through
@@ -19,6 +19,7 @@ from sola_sched.planner.passes import pass_through
 __all__ = [
     "AlisePlanner",
     "AttainPlanner",
+    "CheckedPlanner",
     "DoublingPlanner",
     "PaperPlanner",
     "Planner",
@@ -27,14 +28,10 @@ __all__ = [
 ]
 
 
-_PLANNERS: dict[str, Callable[[SolaConfig], Planner]] = {
-    "alise": AlisePlanner,
-    "attain": AttainPlanner,
-    "doubling": DoublingPlanner,
-    "paper": PaperPlanner,
-}
-
-
 def make_planner(config: SolaConfig) -> Planner:
-    """The planner of `config.policy`; it keeps the little state that spans steps."""
-    return _PLANNERS[config.policy](config)
+    """The planner of `config.policy`; it keeps the little state that spans steps.
+
+    What a policy of others plans is checked at every step; see `CheckedPlanner`.
+    """
+    planner: Planner = policy_class(config.policy)(config)
+    return planner if is_built_in(config.policy) else CheckedPlanner(planner, config.policy)

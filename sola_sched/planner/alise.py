@@ -5,6 +5,7 @@ Source: ALISE (Zhao and Wang, ICCAD 2024), section 3.1.
 
 from __future__ import annotations
 
+from sola_sched.config.policies import PolicyTraits
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.state import BoolArray, IntArray, StepState
 from sola_sched.planner.alise_step import AliseStep
@@ -36,6 +37,10 @@ class AlisePlanner(PreemptivePlanner):
         config: `levels`, `aging_s` and `overload` are used. With ``reject``, a request whose
             estimated wait exceeds its TTFT target is refused before it starts.
     """
+
+    traits = PolicyTraits(
+        options=("levels", "aging_s", "overload"), goes_by_targets=False, gives_shares=True
+    )
 
     def __init__(self, config: SolaConfig) -> None:
         super().__init__(config)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from sola_sched.config.policies import PolicyTraits
 from sola_sched.core.state import FloatArray, IntArray, StepPlan, StepState
 
 #: Share of the KV cache that may be planned for; the rest absorbs partly filled blocks.
@@ -15,6 +16,10 @@ PLANNABLE = 0.97
 
 class Planner(Protocol):
     """Decides one step. Called once per step, in order."""
+
+    @property
+    def traits(self) -> PolicyTraits:
+        """What the policy says of itself; an attribute of the class, as a rule."""
 
     def plan(self, state: StepState) -> StepPlan:
         """Plan the step that `state` describes; must not change `state`."""

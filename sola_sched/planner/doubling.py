@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from sola_sched.config.policies import PolicyTraits
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.state import BoolArray, FloatArray, IntArray, StepState
 from sola_sched.cost.execution import ExecutionTime
@@ -98,6 +99,8 @@ class DoublingPlanner(PreemptivePlanner):
     Args:
         config: `aging_s`, the starvation threshold, and `overload` are used.
     """
+
+    traits = PolicyTraits(options=("aging_s", "overload"), goes_by_targets=False, gives_shares=True)
 
     def __init__(self, config: SolaConfig) -> None:
         super().__init__(config)

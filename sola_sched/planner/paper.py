@@ -9,6 +9,7 @@ from collections import deque
 
 import numpy as np
 
+from sola_sched.config.policies import PolicyTraits
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.state import DECODE, FloatArray, IntArray, StepPlan, StepState
 from sola_sched.planner.base import (
@@ -40,6 +41,8 @@ class PaperPlanner:
     Args:
         config: `window`, `tile` and the targets are used.
     """
+
+    traits = PolicyTraits(options=("tile", "window"))
 
     def __init__(self, config: SolaConfig) -> None:
         self.tile = config.tile

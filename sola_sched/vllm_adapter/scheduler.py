@@ -364,7 +364,7 @@ class SolaSchedulerMixin(BookingMixin, SteeringMixin, SwapMixin):
                 num_free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
                 num_blocks=self._num_blocks,
                 block_size=self.block_size,
-                serves_lost_last=self.sola_config.policy == "attain",
+                serves_lost_last=self.sola_config.traits.serves_lost_last,
             )
         )
 

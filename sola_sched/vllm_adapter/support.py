@@ -63,6 +63,6 @@ def support_of(vllm_config: Any, config: SolaConfig) -> Support:
     if transfer is not None and transfer.kv_connector not in (None, CONNECTOR):
         limits.append(CONNECTOR_LOADS.format(transfer.kv_connector))
     targets = (config.default_slo, *config.classes.values())
-    if config.policy != "alise" and all(target.is_unlimited for target in targets):
+    if config.traits.goes_by_targets and all(target.is_unlimited for target in targets):
         limits.append(NO_TARGETS)
     return Support(limits=tuple(limits))

@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState
 
 from sola_sched.colocation.lease import Lease
-from sola_sched.colocation.urgency import goes_by_deadlines, urgency, urgency_of_a_waiter
+from sola_sched.colocation.urgency import urgency, urgency_of_a_waiter
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.monitor import StateMonitor
 from sola_sched.errors import ConfigError
@@ -56,7 +56,7 @@ class TurnsMixin(_Host):
             return
         refuse_ranks(self.vllm_config.parallel_config)
         name = str(self.vllm_config.model_config.served_model_name)
-        self._has_deadlines = goes_by_deadlines(self.sola_config.policy)
+        self._has_deadlines = self.sola_config.traits.goes_by_targets
         rule = "deadline" if self._has_deadlines else "shortest"
         self.sola_lease = Lease(
             config.group, name=name, share=config.share, limit_s=config.limit_s, rule=rule
@@ -119,10 +119,10 @@ class TurnsMixin(_Host):
     def _urgency_of_a_waiter(self) -> float:
         return self._asked(partial(urgency_of_a_waiter, shortest_ttft_s=self._shortest_ttft_s))
 
-    def _asked(self, rule: Callable[[str, StateMonitor, float], float]) -> float:
+    def _asked(self, rule: Callable[[bool, StateMonitor, float], float]) -> float:
         now_s = self.sola_clock()
         try:
-            return rule(self.sola_config.policy, self.sola_monitor, now_s)
+            return rule(self._has_deadlines, self.sola_monitor, now_s)
         except Exception as error:  # the planner's state is lost: see `Guard`
             self.sola_guard.failed_to_report("telling how urgent the next step is", error)
             return now_s if self._has_deadlines else 0.0

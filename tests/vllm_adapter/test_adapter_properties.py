@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from virtual_model import TINY_MODEL
 
 import sola_sched
-from sola_sched.config.sola_config import USED_BY
+from sola_sched.config.policies import POLICY_OPTIONS, traits_of
 from sola_sched.simulator import RequestRecord, StepTimeModel, VirtualEngine, VirtualRequest
 
 pytestmark = pytest.mark.vllm
@@ -117,7 +117,7 @@ def used_by_its_policy(options: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in options.items()
-        if name not in USED_BY or options["policy"] in USED_BY[name][1]
+        if name not in POLICY_OPTIONS or name in traits_of(options["policy"]).options
     }
 
 

@@ -22,7 +22,8 @@ from sola_sched.errors import ConfigError
 
 SOLA_SCHEDULER = "sola_sched.Scheduler"
 _ENGINE_PREFIX = "engine."
-_SWAP_PREFIX = "swap."
+#: Options of our scheduler that are objects: ``swap.mode=raw``.
+_OBJECTS = ("swap", "policy_options")
 _PREDICTOR = "sim.predictor"
 #: Other policies to compare with, in virtual time only: ``sola_sched.simulator.baselines.rules``.
 BASELINES = ("prefill-first", "decode-first", "sjf", "sjf-oracle", "spf", "hrrn", "reject")
@@ -58,9 +59,9 @@ def parse_scheduler(text: str) -> SchedulerSpec:
 
     A bare number sets ``max_num_batched_tokens``; ``engine.<name>=<value>`` any engine argument;
     other ``<name>=<value>`` pairs are options of our scheduler, but for ``sim.predictor=<name>``,
-    which in virtual time predicts output lengths for it, and ``swap.<name>=<value>``, which set
-    its KV swapping; in virtual time it swaps only with a ``swap.mode``. A baseline's name stands
-    where ``stock`` does.
+    which in virtual time predicts output lengths for it. ``swap.<name>=<value>`` sets its KV
+    swapping (in virtual time it swaps only with a ``swap.mode``), ``policy_options.<name>=<value>``
+    what a policy of others reads. A baseline's name stands where ``stock`` does.
 
     Raises:
         ConfigError: The text is none of these.
@@ -78,8 +79,9 @@ def parse_scheduler(text: str) -> SchedulerSpec:
             engine_args[name.removeprefix(_ENGINE_PREFIX)] = _scalar(value)
         elif equals and kind == "sola" and name == _PREDICTOR:
             predictor = value
-        elif equals and kind == "sola" and name.startswith(_SWAP_PREFIX):
-            options.setdefault("swap", {})[name.removeprefix(_SWAP_PREFIX)] = _scalar(value)
+        elif equals and kind == "sola" and name.partition(".")[0] in _OBJECTS and "." in name:
+            outer, _, inner = name.partition(".")
+            options.setdefault(outer, {})[inner] = _scalar(value)
         elif equals and kind == "sola":
             options[name] = _scalar(value)
         else:

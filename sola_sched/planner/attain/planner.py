@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 
+from sola_sched.config.policies import PolicyTraits
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.state import IntArray, StepPlan, StepState
 from sola_sched.planner.attain import loops
@@ -25,6 +26,12 @@ class AttainPlanner:
         config: `tile`, `safety`, `best_effort_share` and `overload` are used.
         tuning: The constants.
     """
+
+    traits = PolicyTraits(
+        options=("tile", "safety", "best_effort_share", "overload"),
+        gives_shares=True,
+        serves_lost_last=True,
+    )
 
     def __init__(self, config: SolaConfig, tuning: AttainTuning | None = None) -> None:
         loops.load()

@@ -145,7 +145,7 @@ class RealInstance:
 
 def _serves_lost_last(engine: VirtualEngine) -> bool:
     config = getattr(engine.scheduler, "sola_config", None)
-    return config is not None and config.policy == "attain"
+    return config is not None and config.traits.serves_lost_last
 
 
 def _progress(record: RequestRecord) -> Progress:

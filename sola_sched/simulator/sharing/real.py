@@ -59,13 +59,14 @@ class _Member:
 
     def urgency(self, now_s: float, is_waiter: bool) -> float:
         """Of its next turn; vLLM's own engines are alike, and so take turns in a round."""
-        policy, scheduler = self.policy, self.engine.scheduler
-        if policy is None:
+        scheduler = self.engine.scheduler
+        if self.policy is None:
             return 0.0
+        by_targets = scheduler.sola_config.traits.goes_by_targets
         if not is_waiter:
-            return urgency(policy, scheduler.sola_monitor, now_s)
+            return urgency(by_targets, scheduler.sola_monitor, now_s)
         shortest_s = float(scheduler.sola_config.default_slo.ttft_s)
-        return urgency_of_a_waiter(policy, scheduler.sola_monitor, now_s, shortest_s)
+        return urgency_of_a_waiter(by_targets, scheduler.sola_monitor, now_s, shortest_s)
 
 
 class RealSharedEngine(GroupEngine):
