@@ -282,6 +282,21 @@ def are_equal(rows: IntArray, others: IntArray) -> bool:
     return len(rows) == len(others) == np.count_nonzero(rows == others)
 
 
+def blocks_of_step(num_tokens: IntArray, num_new: int, block_size: int) -> IntArray:
+    """KV blocks that each of these decodes takes in the next step, [n].
+
+    The newest token of a decode has no KV yet: the step computes it.
+
+    Args:
+        num_tokens: Prompt and output tokens of each, those in flight counted, >= 1, [n].
+        num_new: Tokens that the step computes for each: 1, and as many as there are drafts.
+        block_size: Tokens.
+    """
+    held = num_tokens - 1
+    blocks: IntArray = -(-(held + num_new) // block_size) - -(-held // block_size)
+    return blocks
+
+
 @dataclass(slots=True)
 class StepState:
     """What a planner may know when it plans one step.

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sola_sched.core.state import DECODE, BoolArray, FloatArray, IntArray, StepPlan, StepState
+from sola_sched.core.state import (
+    DECODE,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    StepPlan,
+    StepState,
+    blocks_of_step,
+)
 from sola_sched.cost.execution import ExecutionTime
 
 #: Tokens that running requests are given room for before another is admitted, unless one of them
@@ -239,7 +247,7 @@ class PreemptiveStep:
         """
         state, size = self.state, self.state.block_size
         growing = run[self.is_decode[run]]
-        need = int((self.ctx[growing] % size == 0).sum()) * state.tokens_per_decode
+        need = int(blocks_of_step(self.ctx[growing], state.tokens_per_decode, size).sum())
         tokens = np.minimum(self.new[admit].sum() + self.new[run].sum(), self.room)
         need += int(np.ceil(tokens / size)) + len(admit) + 1
         short = need - state.num_free_blocks - int((self._held_tokens(victims) // size).sum())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sola_sched.core.state import IntArray
+from sola_sched.core.state import IntArray, blocks_of_step
 from sola_sched.planner.attain.entry import Entry, tokens_in
 from sola_sched.planner.attain.lost import Judged
 
@@ -288,8 +288,9 @@ def find_victims(
     table, num_started = state.table, prefills.num_started
     if prefills.num_kept == num_started and decodes.num_alive == len(decodes.rows):
         return admit[:0]
-    if not len(admit) and state.num_free_blocks > len(decodes.rows):
-        return admit  # a decode takes one block at most
+    most = 1 + state.tokens_per_decode // state.block_size  # blocks of a decode
+    if not len(admit) and state.num_free_blocks > most * len(decodes.rows):
+        return admit
     is_held = decodes.lost.copy()
     is_held[_safe(judged, lost.run, share)] = False
     is_pending = ~prefills.feasible[:num_started]
@@ -300,7 +301,8 @@ def find_victims(
         return held
     tokens = table.num_prompt[decodes.rows] + table.num_output[decodes.rows]
     size = np.concatenate([tokens[is_held], table.num_computed[pending]])
-    blocks = int((tokens[~is_held] % state.block_size == 0).sum())
+    stay = decodes.ctx[~is_held]
+    blocks = int(blocks_of_step(stay, state.tokens_per_decode, state.block_size).sum())
     blocks += int(np.ceil(table.prefill_target[admit] / state.block_size).sum()) + 1
     order = np.argsort(-table.arrival_s[held], kind="stable")
     freed = (-(-size[order] // state.block_size)).cumsum()

@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from sola_sched.core.state import DECODE, IntArray, StepPlan, StepState
+from sola_sched.core.state import DECODE, IntArray, StepPlan, StepState, blocks_of_step
 
 #: Above every class.
 _NOBODY = np.iinfo(np.int64).min
@@ -128,7 +128,7 @@ def _leaving(
     ahead[state.running] = state.num_ahead
     decodes = run[is_decode]
     ctx = table.num_prompt[decodes] + table.num_output[decodes] + ahead[decodes]
-    need = int((-(-(ctx + state.tokens_per_decode) // size) - -(-(ctx - 1) // size)).sum())
+    need = int(blocks_of_step(ctx, state.tokens_per_decode, size).sum())
     prefills = run[~is_decode]
     new = int((table.prefill_target[prefills] - table.num_computed[prefills]).sum())
     need += min(new, budget) // size + 2 * len(prefills)
