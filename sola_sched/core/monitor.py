@@ -91,7 +91,7 @@ class StateMonitor:
         self._in_flight: deque[_StepRecord] = deque()
         self._unsettled: _StepRecord | None = None
         self._last_update_s = -math.inf
-        self._was_busy = False
+        self._is_idle = True
         self._elapsed_s = 0.0
         self._next_pos = 1
         self._front_pos = -1
@@ -269,6 +269,7 @@ class StateMonitor:
             prefill_rows: Rows that prefill, with their `prefill_tokens` in the step.
         """
         self._settle()
+        self.begin_step()
         table = self.table
         parts = self.services.parts_of(table, self.cost, decode_rows, prefill_rows, prefill_tokens)
         new, squares, products, sampled = 0, 0, 0, []
@@ -332,8 +333,7 @@ class StateMonitor:
         self._settle()
         now = self.clock()
         table, record = self.table, self._in_flight.popleft()
-        start = self._last_update_s if self._was_busy else record.scheduled_s
-        elapsed = now - start
+        elapsed = now - self._last_update_s
         self._last_update_s = now
         self._elapsed_s += elapsed
         self.stats.num_steps += 1
@@ -417,8 +417,34 @@ class StateMonitor:
             table.epoch += 1  # what a planner knows has changed for all
 
     def set_busy(self, is_busy: bool) -> None:
-        """Tell after each step whether requests are left: idle time is not step time."""
-        self._was_busy = is_busy
+        """Tell whether there is anything to compute now; if not, idle time lasts until a step.
+
+        Idle time is in no step's time, and neither learned nor shared out: time without requests,
+        with such only as wait for their client, paused or asleep.
+        """
+        self._is_idle = not is_busy
+
+    def begin_step(self) -> None:
+        """A step is about to be planned, which ends idle time; without this, `scheduled` does."""
+        if self._is_idle:
+            self._is_idle = False
+            if not self._is_computing():  # else its time goes on from the end of that step
+                self._last_update_s = self.clock()
+
+    def waited(self, seconds: float) -> None:
+        """The engine had something to compute, and waited for the accelerator, another's until now.
+
+        As idle time it is in no step's time.
+        """
+        if not self._is_computing():
+            self._last_update_s += seconds
+
+    def _is_computing(self) -> bool:
+        """Whether a step is in flight that is not empty."""
+        return any(
+            len(record.decodes) or record.prefill[0] or not record.is_known
+            for record in self._in_flight
+        )
 
     # State ----------------------------------------------------------------------------------
 

@@ -312,7 +312,7 @@ class BookingMixin(_Host):
         for session in self._continued:
             self._goes_on(session)
         self._continued.clear()
-        self.sola_monitor.set_busy(bool(self.requests))
+        self.sola_monitor.set_busy(self.has_requests())
 
 
 def _waited_before_s(request: Request) -> float:

@@ -43,7 +43,7 @@ SCHEDULER = Part(
         running waiting requests policy vllm_config kv_cache_manager block_size num_spec_tokens
         max_num_running_reqs max_num_scheduled_tokens lora_config scheduler_config
         schedule update_from_output add_request finish_requests has_requests shutdown
-        _pause_state
+        _pause_state set_pause_state
         _preempt_request _free_request _enqueue_waiting_request _is_blocked_waiting_status
         _update_request_as_session
         finished_recving_kv_req_ids

@@ -167,7 +167,19 @@ class SolaSchedulerMixin(BookingMixin, SteeringMixin, SwapMixin):
         super().shutdown()
 
     def has_requests(self) -> bool:
-        return bool(self._rejected) or super().has_requests()
+        """vLLM's engine asks before each step, and waits for its clients where there are none."""
+        has_requests = bool(self._rejected) or super().has_requests()
+        if not has_requests:
+            self._was_idle()
+        return has_requests
+
+    def set_pause_state(self, *args: Any, **kwargs: Any) -> None:
+        super().set_pause_state(*args, **kwargs)
+        self._was_idle()
+
+    def _was_idle(self) -> None:
+        """What passes until the next step is scheduled is not its time."""
+        self._book("booking idle time", self.sola_monitor.set_busy, False)
 
     # One step -------------------------------------------------------------------------------
 
@@ -268,6 +280,7 @@ class SolaSchedulerMixin(BookingMixin, SteeringMixin, SwapMixin):
             threading.Thread(target=predictions.close, daemon=True).start()
 
     def _plan(self) -> StepPlan:
+        self.sola_monitor.begin_step()
         self._seams.merge_skipped()
         if self.sola_predictions is not None:
             for req_id, prediction in self.sola_predictions.poll():

@@ -76,7 +76,10 @@ class TurnsMixin(_Host):
             with self._drained():
                 return super().schedule(*args, **kwargs)
         if not self._num_on_device:
+            since_s = self.sola_clock()
             lease.take(self._urgency_of_a_waiter)
+            waited_s = self.sola_clock() - since_s
+            self._book("booking a wait for the turn", self.sola_monitor.waited, waited_s)
         output = super().schedule(*args, **kwargs)
         if output.num_scheduled_tokens:
             self._num_on_device += 1

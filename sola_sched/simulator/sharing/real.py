@@ -202,17 +202,23 @@ class RealSharedEngine(GroupEngine):
     def _wait(self, member: _Member, now_s: float) -> None:
         """The engine looks at what has come, and claims a turn if there is anything to do."""
         engine = member.engine
-        engine.clock.now = max(engine.clock.now, self._start_s + now_s)
+        self._let_pass(member, now_s)
         engine.admit()
         if engine.has_work:
             member.claim = (member.urgency(engine.clock.now, True), now_s)
 
     def _begin(self, member: _Member, now_s: float) -> float | None:
         """Begin a step; when it is due, None if there is nothing to do."""
-        engine = member.engine
-        engine.clock.now = max(engine.clock.now, self._start_s + now_s)
-        due_s = engine.start_step()
+        self._let_pass(member, now_s)
+        due_s = member.engine.start_step()
         return None if due_s is None else max(now_s, due_s - self._start_s)
+
+    def _let_pass(self, member: _Member, now_s: float) -> None:
+        """The engine has waited until now, in nobody's step: see `TurnsMixin`."""
+        clock = member.engine.clock
+        since_s, clock.now = clock.now, max(clock.now, self._start_s + now_s)
+        if member.policy is not None:
+            member.engine.scheduler.sola_monitor.waited(clock.now - since_s)
 
     def _on_finish(self, member: _Member) -> Any:
         def ended(record: RequestRecord) -> None:
