@@ -330,6 +330,8 @@ class CostModel:
             base = self._base_s(kind, shape)
             if base > 0.0:
                 self._correction.update(kind, measured_s / base)
+                if kind == MIXED:
+                    self._hold_parts(shape, measured_s)
         self._memory.add(kind, (*features_of(shape), measured_s))
         if self._review is not None:
             if is_review_due and self._has_enough_steps():
@@ -397,6 +399,15 @@ class CostModel:
         if kind == PREFILL:
             return self._chunks(shape) + self._d0
         return self._chunks(shape) + self._decodes(shape) + self._mixed_constant
+
+    def _hold_parts(self, shape: StepShape, measured_s: float) -> None:
+        """A mixed step took no less than its decodes or its prefill would alone: see `step_s`."""
+        for kind, base in (
+            (PREFILL, self._chunks(shape) + self._d0),
+            (DECODE, self._decodes(shape) + self._c1),
+        ):
+            if base > 0.0:
+                self._correction.at_most(kind, measured_s / base)
 
     def _has_enough_steps(self) -> bool:
         prefill, decode, mixed = self._memory.num_added
