@@ -130,13 +130,15 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
         """Order the copy of a request's tokens up to `end_token`; returns the tokens ordered.
 
         With `frees_blocks` the request is about to be preempted; its blocks are still its own.
+        What steps in flight compute beyond the tokens that are known are drafts. They may be
+        rejected, and others computed in their place, so they are not copied.
         """
         assert self.manager is not None
         assert self._kv_cache_manager is not None
         return self.manager.save(
             request.request_id,
             self._kv_cache_manager.get_blocks(request.request_id).blocks,
-            end_token,
+            min(end_token, request.num_tokens),
             num_processed=max(0, request.num_computed_tokens - request.num_in_flight_tokens),
             frees_blocks=frees_blocks,
         )

@@ -48,7 +48,7 @@ class Segment:
     """Tokens that were copied together.
 
     Attributes:
-        first_token, end_token: Positions covered.
+        first_token, end_token: Positions covered; fewer than the images hold once it was cut.
         images: One per group; a group with a window may have less, or none.
         is_saved: The copy to the host has ended.
         is_dropped: Of no more use; the slots go when nobody uses them.

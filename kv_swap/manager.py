@@ -1,8 +1,9 @@
 """Scheduler half of KV swapping: who has a copy on the host, and which copies are under way.
 
 Nothing here touches memory. A copy of a request is a list of segments, in token order, each an
-image per KV cache group in host slots. Segments are only appended: the KV of a token never
-changes, so a request that was swapped in keeps its copy, and the next swap out adds what is new.
+image per KV cache group in host slots. The KV of a token never changes, so a request that was
+swapped in keeps its copy, and the next swap out adds what is new. Where other tokens may take the
+place of those that were copied, the copy is cut.
 """
 
 from __future__ import annotations
@@ -141,8 +142,9 @@ class SwapManager:
             req_id: The request.
             blocks: Its blocks, for each group those from token 0 on; null blocks, outside a
                 window, may come first.
-            end_token: Position behind the last token to copy; its KV is written by steps that
-                are scheduled already, or by the one that is being scheduled.
+            end_token: Position behind the last token to copy. Its KV is written by steps that are
+                scheduled already, or by the one that is being scheduled; drafts, which a step may
+                reject, are not to be copied.
             num_processed: Tokens that no step in flight can still take back.
             frees_blocks: The request gives up its blocks; otherwise it runs on.
 
@@ -182,6 +184,8 @@ class SwapManager:
     ) -> int:
         """Order the copy of tokens `first_token` to `end_token` into new blocks.
 
+        What the copy has beyond them is forgotten, since the request computes it anew.
+
         Args:
             req_id: The request; `loadable` must reach `end_token`.
             first_token: Start of a block in every group.
@@ -199,6 +203,7 @@ class SwapManager:
             f"load of {req_id!r} up to {end_token}, on the host {copy.min_tokens} to "
             f"{copy.num_saved}"
         )
+        self.cut(req_id, end_token)
         pieces: list[Piece] = []
         segments: list[Segment] = []
         for index, segment in enumerate(copy.segments):
@@ -224,6 +229,19 @@ class SwapManager:
                 self._release(entry)  # the copy is of no use: what it reads no longer matters
         for segment in copy.segments:
             self._drop_segment(segment)
+
+    def cut(self, req_id: str, num_tokens: int) -> None:
+        """Forget what the copy has beyond so many tokens: others will take their places."""
+        copy = self._copies.get(req_id)
+        if copy is None or copy.end_token <= num_tokens:
+            return
+        if num_tokens < max(1, copy.min_tokens):
+            self.drop(req_id)
+            return
+        while copy.segments[-1].first_token >= num_tokens:
+            self._drop_segment(copy.segments.pop())
+        for segment in copy.segments:
+            segment.end_token = min(segment.end_token, num_tokens)
 
     def drop_all(self) -> None:
         """Forget all copies, e.g. because the model's weights have changed."""

@@ -116,8 +116,8 @@ PARTS = (
         ),
         _names(
             """
-            num_in_flight_tokens num_stale_output_tokens drop_stale_output shared_prefix_boundary
-            skip_reading_prefix_cache
+            all_token_ids num_in_flight_tokens num_stale_output_tokens drop_stale_output
+            shared_prefix_boundary skip_reading_prefix_cache
             """
         ),
     ),

@@ -6,6 +6,7 @@ it. It works without the connector, and then does nothing.
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -153,6 +154,14 @@ class SwapMixin(_Host):
         if is_int8 and request.request_id not in self.failed_recving_kv_req_ids:
             self._inexact.add(request.request_id)
         super()._update_waiting_for_remote_kv(request)
+
+    def _update_request_as_session(self, session: Request, update: Any) -> None:
+        before = list(session.all_token_ids) if self.sola_swap is not None else []
+        super()._update_request_as_session(session, update)
+        if before:  # of its last answer, not all tokens are kept
+            pairs = zip(before, session.all_token_ids, strict=False)
+            kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            self.sola_copies.cut(session.request_id, kept)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self.sola_swap is not None:

@@ -77,6 +77,28 @@ def test_preempted_requests_recompute_nothing_and_keep_their_tokens(
     assert_nothing_left_behind(result)
 
 
+@pytest.mark.slow
+def test_drafts_in_flight_at_a_preemption_are_not_copied(model_dir, tmp_path):
+    """They may be rejected: a copy that was made of them would be taken for what replaced them."""
+    requests = make_workload(8, output_len=60)
+    drafter = write_tiny_llama(tmp_path / "drafter", rope_theta=100.0)  # rarely right
+    drafts = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 7}
+
+    expected = run(STOCK, requests, model_dir)
+    result = run(
+        requests=requests,
+        model_dir=model_dir,
+        async_scheduling=True,
+        speculative_config=drafts,
+        swap_faults={"preempted_share": 0.15},
+        **swap(),
+    )
+
+    assert result.num_preemptions >= 20
+    assert result.stats["swap"]["num_loaded"] > 1000
+    assert_exact(result, expected)
+
+
 def test_without_swapping_the_same_run_recomputes(model_dir, reference):
     """Control: the figure above is not zero by itself."""
     result = run(

@@ -1,8 +1,8 @@
 """Copies, slots and pins are conserved, and what is loaded is what was saved.
 
 A machine plays a scheduler with its workers at random: requests compute, are preempted, resume,
-end; copies end late, in any order, or fail. Memory is modelled by names: a slot holds the
-positions that a job wrote, and a load must find exactly the positions it asks for.
+lose tokens, end; copies end late, in any order, or fail. Memory is modelled by names: a slot holds
+the tokens that a job wrote, and a load must find exactly those that the request has by then.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Request:
         self.req_id = req_id
         self.blocks: list[Block] = []
         self.num_tokens = 0
+        self.tokens: list[int] = []  # all that were ever computed and still count
         self.loading: tuple[int, int] | None = None
 
 
@@ -43,8 +44,9 @@ class SwapMachine(RuleBasedStateMachine):
         self.manager.report(Report(num_slots=NUM_SLOTS))
         self.requests: dict[str, Request] = {}
         self.jobs: list[list[Job]] = [[], []]  # not yet ended, by worker
-        self.written: dict[int, tuple[str, int]] = {}  # slot: request and first token of its image
+        self.written: dict[int, tuple[int, list[int]]] = {}  # slot: first position and tokens
         self.num_created = 0
+        self.num_computed = 0
         # Blocks of requests that ended while they were loaded: vLLM frees them at the load's end.
         self.orphaned: dict[str, list[Block]] = {}
 
@@ -69,6 +71,9 @@ class SwapMachine(RuleBasedStateMachine):
         if need <= self.pool.num_free:
             request.blocks += self.pool.take(max(0, need))
             request.num_tokens += num_tokens
+            while len(request.tokens) < request.num_tokens:
+                self.num_computed += 1
+                request.tokens.append(self.num_computed)
 
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
@@ -78,6 +83,15 @@ class SwapMachine(RuleBasedStateMachine):
         self.save(request, request.num_tokens, frees_blocks=True)
         self.pool.unpin(request.blocks)
         request.blocks, request.num_tokens = [], 0
+
+    @rule(data=st.data(), keeps=st.integers(0, 30))
+    def take_tokens_back(self, data: st.DataObject, keeps: int) -> None:
+        """A session goes on from an earlier token."""
+        gone = [r for r in self.requests.values() if not r.blocks]
+        if gone:
+            request = data.draw(st.sampled_from(gone))
+            del request.tokens[keeps:]
+            self.manager.cut(request.req_id, keeps)
 
     @rule(data=st.data())
     def save_ahead(self, data: st.DataObject) -> None:
@@ -112,6 +126,7 @@ class SwapMachine(RuleBasedStateMachine):
         if end <= first or need > self.pool.num_free:
             return
         request.blocks = self.pool.take(need)
+        del request.tokens[end:]
         self.manager.load(request.req_id, first, end, [[b.block_id for b in request.blocks]])
         request.loading = (first, end)
         self.give_out()
@@ -120,14 +135,18 @@ class SwapMachine(RuleBasedStateMachine):
         for job in self.manager.take_jobs():
             for jobs in self.jobs:
                 jobs.append(job)
+            request = self.requests[job.req_id]
             for piece in job.pieces:
                 for slot in piece.slots:
                     if job.is_load:
-                        assert self.written[slot] == (job.req_id, piece.image_first)
+                        start, tokens = self.written[slot]
+                        assert start == piece.image_first
+                        held = tokens[piece.first_token - start : piece.end_token - start]
+                        assert held == request.tokens[piece.first_token : piece.end_token]
                     else:
-                        self.written[slot] = (job.req_id, piece.image_first)
+                        tokens = request.tokens[piece.image_first : piece.end_token]
+                        self.written[slot] = (piece.image_first, tokens)
             if job.is_load:
-                request = self.requests[job.req_id]
                 covered = [
                     token
                     for piece in job.pieces
@@ -204,9 +223,13 @@ TestSwapping = SwapMachine.TestCase
 
 
 def make_manager(
-    *, num_slots: int = 8, block_sizes: tuple[int, ...] = (4,), world_size: int = 1
+    *,
+    num_slots: int = 8,
+    block_sizes: tuple[int, ...] = (4,),
+    world_size: int = 1,
+    is_int8: bool = False,
 ) -> tuple[SwapManager, BlockPool]:
-    geometry = Geometry.of(block_sizes, is_int8=False, group_tokens=None, segment_tokens=8)
+    geometry = Geometry.of(block_sizes, is_int8=is_int8, group_tokens=None, segment_tokens=8)
     pool = BlockPool(NUM_BLOCKS)
     manager = SwapManager(geometry, world_size, pool.pin, pool.unpin)
     manager.report(Report(num_slots=num_slots))
@@ -251,6 +274,51 @@ def test_the_next_swap_out_copies_only_what_is_new() -> None:
     # Tokens 8 and 9 share a block with new ones, and raw images hold whole blocks.
     assert [(p.first_token, p.end_token) for p in job.pieces] == [(8, 15)]
     assert manager.host_tokens("a") == 15
+
+
+@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("restored", [5, 8, 9])
+def test_what_a_load_leaves_out_is_copied_anew(restored: int, is_int8: bool) -> None:
+    """The request computes it again after the load, and other tokens may come in its place."""
+    manager, pool = make_manager(is_int8=is_int8)
+    blocks = pool.take(5)
+    save(manager, [blocks], 11)
+    end_all(manager)
+    manager.load("a", 0, restored, [[1, 2, 3]])
+    end_all(manager)
+
+    ordered = save(manager, [blocks], 18)
+    (piece, *_) = [p for job in end_all(manager) for p in job.pieces]
+
+    assert ordered == 18 - restored
+    assert piece.first_token == (restored if is_int8 else restored - restored % 4)
+
+
+@pytest.mark.parametrize(
+    ("kept", "left", "used"), [(12, 11, 3), (11, 11, 3), (9, 9, 3), (8, 8, 2), (3, 3, 2), (0, 0, 0)]
+)
+def test_a_copy_is_cut_to_the_tokens_that_a_request_keeps(kept: int, left: int, used: int) -> None:
+    """Two images, of tokens 0 to 7 and 8 to 10; each is in its slots until all of it goes."""
+    manager, pool = make_manager()
+    save(manager, [pool.take(3)], 11)
+    end_all(manager)
+
+    manager.cut("a", kept)
+
+    assert manager.loadable("a", 100) == left
+    assert manager.num_slots - manager.num_free_slots == used
+    manager.check_integrity()
+
+
+def test_a_copy_that_is_cut_within_its_window_is_of_no_use() -> None:
+    manager, pool = make_manager(block_sizes=(4, 4))
+    recent = pool.take(2)
+    save(manager, [pool.take(4), [pool.blocks[0], pool.blocks[0], *recent]], 14)
+    end_all(manager)
+
+    manager.cut("a", 13)
+
+    assert (manager.num_copies, manager.num_free_slots) == (0, manager.num_slots)
 
 
 def test_a_copy_stops_where_the_host_is_full() -> None:
