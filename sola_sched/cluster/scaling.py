@@ -93,23 +93,6 @@ class ScalingLaw:
         return cls(max(0.0, float(slope)), float(fixed), lowest_rate_per_s)
 
 
-def lowest_rate(lengths: FloatArray, heartbeat_s: float, tolerated_ratio: float = 0.1) -> float:
-    """R: the rate from which the mean length in a heartbeat has a relative SEM below a tolerance.
-
-    Args:
-        lengths: Tokens of past requests, prompt and output [n], n >= 2.
-        heartbeat_s: Seconds between two placements.
-        tolerated_ratio: SEM / mean tolerated, > 0.
-    """
-    if len(lengths) < 2 or not (heartbeat_s > 0.0 and tolerated_ratio > 0.0):
-        raise ConfigError(
-            f"R needs two lengths or more, a heartbeat > 0 and a tolerance > 0 (got "
-            f"{len(lengths)}, {heartbeat_s!r}, {tolerated_ratio!r})."
-        )
-    spread = float(np.std(lengths) / np.mean(lengths))
-    return (spread / tolerated_ratio) ** 2 / heartbeat_s
-
-
 def change_points(
     counts: Sequence[float] | FloatArray, *, penalty: float = 3.0, min_size: int = 5
 ) -> list[int]:

@@ -15,7 +15,6 @@ from sola_sched.cluster.scaling import (
     ScalingLaw,
     ScalingOptions,
     change_points,
-    lowest_rate,
 )
 from sola_sched.errors import ConfigError
 
@@ -49,13 +48,6 @@ def test_rates_below_r_are_not_fitted_to() -> None:
 
     assert law.per_rate == pytest.approx(0.5)
     assert law.instances(1.0) == law.instances(5.0) == 3
-
-
-def test_r_grows_with_the_spread_of_lengths() -> None:
-    # Deviation as large as the mean, 10 % tolerated: 100 requests in a heartbeat.
-    lengths = np.array([0.0001, 2.0] * 50)
-
-    assert lowest_rate(lengths, heartbeat_s=2.0) == pytest.approx(50.0, rel=0.01)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -184,7 +176,6 @@ def test_the_target_stays_within_its_bounds() -> None:
         lambda: ScalingOptions(heartbeat_s=0.0),
         lambda: ScalingOptions(min_instances=3, max_instances=2),
         lambda: InstanceScaler(LAW).observe(-1, 0.0),
-        lambda: lowest_rate(np.array([5.0]), 1.0),
     ],
 )
 def test_bad_numbers_are_refused(wrong: object) -> None:
