@@ -8,14 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from sola_sched.colocation.sleeping import SleepOptions
-from sola_sched.config.flags import (
-    LineParser,
-    not_free,
-    port,
-    positive_int,
-    server_url,
-    without_user,
-)
+from sola_sched.config.flags import LineParser, not_free, port, positive_int, server_url
 
 
 def named_server(text: str) -> tuple[str, str]:
@@ -23,7 +16,7 @@ def named_server(text: str) -> tuple[str, str]:
     name, _, url = text.partition("=")
     if not name:
         raise argparse.ArgumentTypeError(
-            f"must be NAME=URL (got {without_user(text)!r}); write a name before the ="
+            f"must be NAME=URL (got {text!r}); write a name before the ="
         )
     return name, server_url(url)
 

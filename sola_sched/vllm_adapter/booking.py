@@ -25,8 +25,7 @@ from sola_sched.errors import SloError
 from sola_sched.length_predictor.client import PredictionClient
 from sola_sched.reports.log import IntervalLog
 from sola_sched.vllm_adapter.guard import Guard
-from sola_sched.vllm_adapter.steering import WAITS_FOR_INPUT
-from sola_sched.vllm_adapter.versions import Seams
+from sola_sched.vllm_adapter.versions import WAITS_FOR_INPUT, Seams
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -189,10 +188,10 @@ class BookingMixin(_Host):
 
     def _paused(self, request: Request) -> None:
         row = self.sola_monitor.table.row_of.get(request.request_id)
+        # A streaming session goes back for its next input, which may be there already.
+        if request.status.name == WAITS_FOR_INPUT:
+            self._answered.add(request)
         if row is not None and self.sola_monitor.table.phase[row] == DECODE:
-            # A streaming session goes back for its next input, which may be there already.
-            if request.status.name == WAITS_FOR_INPUT:
-                self._answered.add(request)
             self.sola_monitor.requeued(row, num_tokens=request.num_tokens, at_front=False)
 
     def _received(self, session: Request, following: Request) -> None:

@@ -41,11 +41,11 @@ SCHEDULER = Part(
     _names(
         """
         running waiting requests policy vllm_config kv_cache_manager block_size num_spec_tokens
-        max_num_running_reqs max_num_scheduled_tokens lora_config scheduler_config
+        max_num_running_reqs max_num_scheduled_tokens max_model_len lora_config scheduler_config
         schedule update_from_output add_request finish_requests has_requests shutdown
         _pause_state set_pause_state
         _preempt_request _free_request _enqueue_waiting_request _is_blocked_waiting_status
-        _update_request_as_session
+        _handle_stopped_request _update_request_as_session
         finished_recving_kv_req_ids
         """
     ),
@@ -98,8 +98,10 @@ PARTS = (
     Part("vllm.v1.core.kv_cache_manager.KVCacheBlocks", swapping=_names("blocks get_block_ids")),
     Part(
         "vllm.v1.core.sched.request_queue.RequestQueue",
-        _names("add_request prepend_requests remove_requests"),
-        _names("prepend_request remove_request"),
+        _names(
+            "add_request peek_request pop_request prepend_request prepend_requests"
+            " remove_request remove_requests"
+        ),
     ),
     Part("vllm.v1.core.sched.request_queue.SchedulingPolicy", _names("FCFS PRIORITY")),
     Part("vllm.v1.core.sched.output.SchedulerOutput", _names("num_scheduled_tokens")),
@@ -111,12 +113,12 @@ PARTS = (
             request_id status arrival_time priority client_index max_tokens prompt_token_ids
             num_prompt_tokens num_output_tokens num_computed_tokens num_tokens num_preemptions
             num_output_placeholders block_hashes lora_request sampling_params stop_reason
-            trace_headers is_finished take_events get_finished_reason
+            trace_headers resumable drop_stale_output is_finished take_events get_finished_reason
             """
         ),
         _names(
             """
-            all_token_ids num_in_flight_tokens num_stale_output_tokens drop_stale_output
+            all_token_ids num_in_flight_tokens num_stale_output_tokens
             shared_prefix_boundary skip_reading_prefix_cache
             """
         ),

@@ -25,7 +25,6 @@ from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.ewt import update_waits
 from sola_sched.core.live import LiveRequest
 from sola_sched.core.monitor import StateMonitor
-from sola_sched.core.queues import PlannedQueue
 from sola_sched.core.state import IntArray, StepPlan
 from sola_sched.cost.model import CostModel
 from sola_sched.length_predictor.client import make_client
@@ -37,6 +36,8 @@ from sola_sched.vllm_adapter.booking import BookingMixin
 from sola_sched.vllm_adapter.compiled import let_vllm_look_through_llvmlite
 from sola_sched.vllm_adapter.engine_facts import differences, facts_of
 from sola_sched.vllm_adapter.guard import Guard
+from sola_sched.vllm_adapter.guarded_queue import GuardedQueue
+from sola_sched.vllm_adapter.sessions import SessionsMixin
 from sola_sched.vllm_adapter.steering import NEUTRAL, SteeringMixin, place_of
 from sola_sched.vllm_adapter.support import support_of
 from sola_sched.vllm_adapter.swapping import SwapMixin
@@ -57,7 +58,7 @@ _REVIEW_PLANS, _REPORT_PLANS = 16, 128
 _REVIEW_WEIGHT = 1.0 / 32.0
 
 
-class SolaSchedulerMixin(BookingMixin, SteeringMixin, SwapMixin):
+class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
     """SOLA's observe - plan - apply loop around the `schedule()` of a vLLM scheduler.
 
     Mix it in before any class derived from vLLM's `AsyncScheduler` (or `Scheduler`, which loses
@@ -73,7 +74,7 @@ class SolaSchedulerMixin(BookingMixin, SteeringMixin, SwapMixin):
         sola_support: Whether the engine is steered, and with which limits.
     """
 
-    waiting: PlannedQueue[Request]
+    waiting: GuardedQueue
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_version(vllm.__version__)
@@ -96,12 +97,18 @@ class SolaSchedulerMixin(BookingMixin, SteeringMixin, SwapMixin):
         let_vllm_look_through_llvmlite()
         self.sola_predictions = make_client(config, self.vllm_config.model_config)
         self._honours_priority = self.policy == SchedulingPolicy.PRIORITY
-        self.waiting = PlannedQueue(key=place_of if self._honours_priority else None)
+        self.waiting = GuardedQueue(
+            key=place_of if self._honours_priority else None,
+            own_queue=self._seams.own_queue,
+            without_place=self._seams.without_place,
+            failed=self.sola_guard.failed,
+        )
         self.sola_support = support_of(self.vllm_config, config)
         self._tokens_per_decode = 1 + int(self.num_spec_tokens)
         self._default_slo = config.default_slo
         self._num_blocks = max(1, self.kv_cache_manager.block_pool.num_gpu_blocks - 1)
         self._start_booking()
+        self._start_sessions()
         self._start_steering()
         self._next_lookup = 0
         self._has_stepped_aside = False
@@ -185,6 +192,8 @@ class SolaSchedulerMixin(BookingMixin, SteeringMixin, SwapMixin):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._num_hidden = 0
+        if not self._has_stepped_aside:
+            self.waiting.begin_step()
         plan = self._guarded_plan()
         with self._applied(plan):
             output = super().schedule(*args, **kwargs)
@@ -240,6 +249,7 @@ class SolaSchedulerMixin(BookingMixin, SteeringMixin, SwapMixin):
 
     def _restore_state(self) -> None:
         """Build the state anew from what vLLM knows of its requests."""
+        self.waiting.renew()
         running = set(self.running)
         live = [*self.running, *self._seams.not_running()]
         self.sola_monitor.rebuild(
@@ -344,6 +354,8 @@ class SolaSchedulerMixin(BookingMixin, SteeringMixin, SwapMixin):
         finally:
             self._is_updating = False
         self._num_in_flight -= 1
+        if self._to_place:
+            self._place_sessions()
         self._book("booking the outcome of a step", self._learn, outputs)
         if self._rejected:
             try:

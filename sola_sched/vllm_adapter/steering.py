@@ -17,12 +17,12 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from sola_sched.core.monitor import StateMonitor
-from sola_sched.core.queues import PlannedQueue
 from sola_sched.core.running_rows import RunningRows
 from sola_sched.core.state import IntArray, StepPlan
 from sola_sched.reports.refusals import Refusal
 from sola_sched.vllm_adapter.guard import Guard
-from sola_sched.vllm_adapter.versions import Seams
+from sola_sched.vllm_adapter.guarded_queue import GuardedQueue
+from sola_sched.vllm_adapter.versions import WAITS_FOR_INPUT, Seams
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -33,8 +33,6 @@ else:
 
 #: vLLM's order of waiting requests under its priority policy.
 place_of = operator.attrgetter("priority", "arrival_time", "request_id")
-#: The status of a streaming session without a next input.
-WAITS_FOR_INPUT = "WAITING_FOR_STREAMING_REQ"
 #: The plan that changes nothing.
 NEUTRAL = StepPlan()
 
@@ -44,7 +42,7 @@ class SteeringMixin(_Host):
 
     policy: Any
     running: list[Request]
-    waiting: PlannedQueue[Request]
+    waiting: GuardedQueue
     max_num_scheduled_tokens: int
     sola_guard: Guard
     sola_monitor: StateMonitor
@@ -156,7 +154,9 @@ class SteeringMixin(_Host):
         victims = [
             request
             for request in self._requests(rows)
-            if request in running and self._seams.can_preempt(request)
+            if request in running
+            and self._seams.can_preempt(request)
+            and not self._seams.is_ending(request)  # it gives all it has by itself
         ]
         if not victims:
             return

@@ -13,6 +13,8 @@ from typing import Any
 from sola_sched.errors import IncompatibleVllmError
 from sola_sched.vllm_adapter.names import lacking
 
+#: The status of a streaming session without a next input.
+WAITS_FOR_INPUT = "WAITING_FOR_STREAMING_REQ"
 #: First supported and first unsupported (major, minor).
 MIN_VERSION, END_VERSION = (0, 28), (0, 34)
 
@@ -117,6 +119,31 @@ class Seams:
             or (request.num_computed_tokens and not is_blocked(request.status))
         ]
 
+    def without_place(self) -> list[Any]:
+        """Live requests that wait and are in no queue but `waiting`, those preempted first."""
+        scheduler = self._scheduler
+        elsewhere = {*scheduler.running, *self._drained_first()}
+        found = [
+            request
+            for request in scheduler.requests.values()
+            if request not in elsewhere
+            and not request.is_finished()
+            and request.status.name != "RUNNING"
+        ]
+        return sorted(found, key=lambda request: request.status.name != "PREEMPTED")
+
+    def is_waiting(self, request: Any) -> bool:
+        """Whether it is in a queue of those without a slot."""
+        return request in self._scheduler.waiting or request in self._drained_first()
+
+    def take_out(self, request: Any) -> None:
+        """Take it out of the queues of those without a slot."""
+        scheduler = self._scheduler
+        for queue in (self._drained_first(), scheduler.waiting):
+            queue.remove_requests([request])
+        if not self._has_skipped:
+            scheduler.deferred_waiting.discard(request)
+
     def own_queue(self, requests: Iterable[Any]) -> Any:
         """A waiting queue of vLLM's own with these requests, for the policy in force."""
         from vllm.v1.core.sched.request_queue import create_request_queue
@@ -166,6 +193,16 @@ class Seams:
         check = getattr(self._scheduler, "_request_blocks_can_be_freed", None)
         return check is None or bool(check(request))
 
+    def is_ending(self, request: Any) -> bool:
+        """Whether it is sure to end with the output of the steps in flight."""
+        num_ahead = request.num_output_placeholders
+        if not num_ahead:
+            return False
+        # Of what is ahead one token is sure; draft tokens may be rejected.
+        num_sure = request.num_computed_tokens + 2 - num_ahead
+        limit = min(request.num_prompt_tokens + request.max_tokens, self._scheduler.max_model_len)
+        return bool(num_sure >= limit)
+
     def preempt(self, request: Any, timestamp: float) -> None:
         """Preempt a request that was taken out of `running`, as vLLM itself would."""
         scheduler = self._scheduler
@@ -177,9 +214,7 @@ class Seams:
         from vllm.v1.request import RequestStatus
 
         status = request.status
-        for queue in (self._drained_first(), self._scheduler.waiting):
-            if request in queue:
-                queue.remove_requests([request])
+        self.take_out(request)
         request.status = RequestStatus.RUNNING  # only such are preempted
         try:
             self.preempt(request, timestamp)

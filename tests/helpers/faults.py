@@ -24,6 +24,7 @@ from sola_sched.planner.paper import PaperPlanner
 from sola_sched.vllm_adapter import scheduler as scheduler_module
 from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
 from sola_sched.vllm_adapter.swapping import SwapMixin
+from sola_sched.vllm_adapter.versions import Seams
 
 
 class EndlessAnswers:
@@ -70,6 +71,21 @@ SITES: dict[str, tuple[Any, str]] = {
     "lengths": (LengthHistogram, "observe"),
     "waits": (scheduler_module, "update_waits"),
     "show queue": (PlannedQueue, "plan"),
+    "show all": (PlannedQueue, "unplan"),
+    "queue add": (PlannedQueue, "add_request"),
+    "queue prepend": (PlannedQueue, "prepend_request"),
+    "queue peek": (PlannedQueue, "peek_request"),
+    "queue pop": (PlannedQueue, "pop_request"),
+    "queue remove": (PlannedQueue, "remove_requests"),
+    "queue bool": (PlannedQueue, "__bool__"),
+    "queue len": (PlannedQueue, "__len__"),
+    "queue iter": (PlannedQueue, "__iter__"),
+    "queue contains": (PlannedQueue, "__contains__"),
+    "merge skipped": (Seams, "merge_skipped"),
+    "parked": (Seams, "parked"),
+    "resuming": (Seams, "resuming"),
+    "may preempt": (Seams, "can_preempt"),
+    "is ending": (Seams, "is_ending"),
     "hide": (SolaSchedulerMixin, "_hide"),
     "preempt": (SolaSchedulerMixin, "_preempt_rows"),
     "answer": (SolaSchedulerMixin, "_answer_rejected"),

@@ -28,23 +28,44 @@ NUM_BLOCKS = 260
 #: Sites that a policy other than the default is needed for.
 POLICY_OF = {"paper": "paper", "alise": "alise", "doubling": "doubling"}
 #: Sites that are reached only after another failure.
-AFTER = ("monitor rebuild", "predictor forget_but")
+AFTER = ("monitor rebuild", "predictor forget_but", "queue iter")
+#: Sites where priority classes compete for slots, and where requests are refused.
+DISPLACING = ("is ending", "may preempt", "preempt", "queue prepend")
+REFUSING = ("answer", "queue contains", "reject")
 #: Share of the calls that fail, where they are rarer or more frequent than one in a step.
 SHARE_OF = {
     "cost step": 0.002,
     "answer": 0.5,
     "hide": 0.9,
+    "is ending": 0.5,
+    "may preempt": 0.5,
     "monitor finished": 0.1,
     "monitor rebuild": 0.5,
     "monitor requeued": 0.5,
     "predictor forget_but": 0.5,
     "preempt": 0.9,
+    "queue contains": 0.5,
+    "queue iter": 0.5,
+    "queue prepend": 0.5,
+    "queue remove": 0.5,
     "reject": 0.5,
     "statistics": 0.5,
     "waits": 1.0,
 }
 #: Sites with a few calls in a run: none is left alone.
-RARE = ("hide", "monitor rebuild", "predictor forget_but", "preempt", "waits")
+RARE = (
+    "hide",
+    "is ending",
+    "may preempt",
+    "monitor rebuild",
+    "predictor forget_but",
+    "preempt",
+    "queue contains",
+    "queue iter",
+    "queue prepend",
+    "queue remove",
+    "waits",
+)
 
 
 def make_engine(sola: dict[str, Any] | None = None, **options: Any) -> VirtualEngine:
@@ -99,10 +120,10 @@ def test_a_failure_at_any_call_loses_no_request_and_no_block(
 ) -> None:
     sola = {
         "policy": POLICY_OF.get(site, "attain"),
-        "overload": "reject" if site in ("answer", "reject") else "defer",
+        "overload": "reject" if site in REFUSING else "defer",
         "log_interval_s": 0.5,
     }
-    num_slots = 8 if site == "preempt" else 24  # priority classes compete for slots
+    num_slots = 8 if site in DISPLACING else 24
     engine = make_engine(
         sola,
         async_scheduling=async_scheduling,

@@ -8,19 +8,17 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from live_sessions import PARKED, open_session, send_next
 from virtual_runs import make_small_engine, step_until, warm_up
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
 from vllm.v1.request import RequestStatus
 
 import sola_sched
-from sola_sched.simulator import VirtualEngine, VirtualRequest
-from sola_sched.simulator.host import make_request
+from sola_sched.simulator import VirtualRequest
 from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
 
 pytestmark = pytest.mark.vllm
-
-_PARKED = "WAITING_FOR_STREAMING_REQ"
 
 
 @pytest.mark.parametrize(
@@ -35,8 +33,7 @@ def test_sessions_that_hold_every_slot_between_inputs_are_no_failure(
     )
     warm_up(engine)
     for name in ("first", "second"):
-        engine.add(VirtualRequest(name, arrival_s=30.0, prompt_len=30, output_len=5))
-        engine._requests[name].resumable = True
+        open_session(engine, VirtualRequest(name, arrival_s=30.0, prompt_len=30, output_len=5))
     for number in range(5):
         engine.add(
             VirtualRequest(
@@ -65,11 +62,10 @@ def test_a_session_that_goes_on_does_not_wait_for_decodes_to_end(
     for number in range(4):
         engine.add(VirtualRequest(f"decode{number}", arrival_s=0.0, prompt_len=20, output_len=1500))
     warm_up(engine)
-    engine.add(VirtualRequest("session", arrival_s=3.0, prompt_len=30, output_len=5))
-    engine._requests["session"].resumable = True
-    step_until(engine, lambda: "session" in scheduler.requests and _status(scheduler) == _PARKED)
+    open_session(engine, VirtualRequest("session", arrival_s=3.0, prompt_len=30, output_len=5))
+    step_until(engine, lambda: "session" in scheduler.requests and _status(scheduler) == PARKED)
 
-    _send_next(engine)
+    send_next(engine)
     sent_s, num_before = engine.clock.now, engine.record("session").num_output_tokens
     step_until(engine, lambda: engine.record("session").num_output_tokens > num_before)
 
@@ -89,14 +85,15 @@ def test_each_input_of_a_session_counts_from_its_own_arrival(
     scheduler, monitor = engine.scheduler, engine.scheduler.sola_monitor
     engine.add(VirtualRequest("other", arrival_s=0.0, prompt_len=20, output_len=1500))
     num_first = 200 if is_early else 50  # 2.2 s: the second waits longer than its target for it
-    engine.add(VirtualRequest("session", arrival_s=1.0, prompt_len=30, output_len=num_first))
-    engine._requests["session"].resumable = True
+    open_session(
+        engine, VirtualRequest("session", arrival_s=1.0, prompt_len=30, output_len=num_first)
+    )
     if is_early:
         step_until(engine, lambda: engine.record("session").num_output_tokens > 20)
     else:
         step_until(engine, lambda: engine.clock.now > 9.0)
-        assert _status(scheduler) == _PARKED
-    _send_next(engine)
+        assert _status(scheduler) == PARKED
+    send_next(engine)
     sent_s = engine.clock.now
     if is_early:
         step_until(engine, lambda: engine.record("session").num_output_tokens > num_first + 2)
@@ -104,7 +101,7 @@ def test_each_input_of_a_session_counts_from_its_own_arrival(
     assert monitor.table.arrival_s[row] == pytest.approx(sent_s, abs=0.02)
     assert monitor.table.num_prompt[row] == scheduler.requests["session"].num_prompt_tokens
     assert scheduler._arrivals.num_implausible == 0
-    step_until(engine, lambda: _status(scheduler) == _PARKED)
+    step_until(engine, lambda: _status(scheduler) == PARKED)
     assert monitor.stats.num_finished == 1  # the first one, when the second began
     scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
 
@@ -124,15 +121,12 @@ def test_a_session_that_its_client_ends_amid_an_answer_is_aborted(
 ) -> None:
     engine = make_small_engine(sola_sched.Scheduler, {}, async_scheduling=is_async)
     scheduler, monitor = engine.scheduler, engine.scheduler.sola_monitor
-    engine.add(VirtualRequest("session", arrival_s=0.0, prompt_len=30, output_len=20))
-    engine._requests["session"].resumable = True
+    open_session(engine, VirtualRequest("session", arrival_s=0.0, prompt_len=30, output_len=20))
     if is_early:
         step_until(engine, lambda: engine.record("session").num_output_tokens > 5)
     else:
-        step_until(
-            engine, lambda: "session" in scheduler.requests and _status(scheduler) == _PARKED
-        )
-    _send_next(engine)
+        step_until(engine, lambda: "session" in scheduler.requests and _status(scheduler) == PARKED)
+    send_next(engine)
     step_until(engine, lambda: engine.record("session").num_output_tokens > 21)
     scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
 
@@ -180,32 +174,21 @@ def _go_on_together(
     )
     scheduler = engine.scheduler
     for name in names:
-        engine.add(VirtualRequest(name, arrival_s=0.0, prompt_len=180, output_len=20))
-        engine._requests[name].resumable = True
+        open_session(engine, VirtualRequest(name, arrival_s=0.0, prompt_len=180, output_len=20))
     step_until(engine, lambda: scheduler.num_waiting_for_streaming_input == 3, 300)
     assert scheduler.num_waiting_for_streaming_input == 3
     for name in names:
-        _send_next(engine, name, prompt_len=120)
+        send_next(engine, name, prompt_len=120)
     engine.add(VirtualRequest("late", engine.clock.now, prompt_len=60, output_len=5))
 
     def end_those_answered() -> bool:
         for session in list(scheduler.requests.values()):
-            if session.status.name == _PARKED:
+            if session.status.name == PARKED:
                 scheduler.finish_requests(session.request_id, RequestStatus.FINISHED_ABORTED)
         return not scheduler.requests
 
     step_until(engine, end_those_answered, 500)
     return scheduler, [engine.record(name).num_output_tokens for name in (*names, "late")]
-
-
-def _send_next(engine: VirtualEngine, name: str = "session", prompt_len: int = 30) -> None:
-    """The next input of the session."""
-    following = VirtualRequest(
-        name, arrival_s=engine.clock.now, prompt_len=prompt_len, output_len=5
-    )
-    request = make_request(following, engine.vllm_config, engine._block_hasher)
-    request.resumable = True
-    engine.scheduler.add_request(request)
 
 
 def _status(scheduler: Any) -> str:

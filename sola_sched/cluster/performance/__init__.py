@@ -20,7 +20,12 @@ from sola_sched.cluster.performance.model import (
 )
 from sola_sched.cluster.performance.samples import DecodeSamples, KvSamples, PrefillSamples
 from sola_sched.cluster.performance.static_batch_time import StaticBatchTime
-from sola_sched.cluster.performance.tensor_parallel import at_num_gpus
+from sola_sched.cluster.performance.tensor_parallel import (
+    TensorParallelTime,
+    WorkerThroughput,
+    best_worker,
+    worker_throughput,
+)
 
 __all__ = [
     "DecodeSamples",
@@ -33,7 +38,9 @@ __all__ = [
     "PrefillSamples",
     "PrefillTime",
     "StaticBatchTime",
-    "at_num_gpus",
+    "TensorParallelTime",
+    "WorkerThroughput",
+    "best_worker",
     "fit_performance",
     "load_performance",
     "performance_names",
@@ -41,4 +48,5 @@ __all__ = [
     "samples_of_profile",
     "samples_of_steps",
     "save_performance",
+    "worker_throughput",
 ]
