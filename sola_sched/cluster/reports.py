@@ -35,19 +35,27 @@ class Reports:
         self._is_gone: list[bool] = []
         self._is_silent: list[bool] = []
         self._is_drained: list[bool] = []
+        self._free: set[int] = set()
 
     @property
     def views(self) -> Views:
-        """One view for each instance that ever joined, in that order; not to be changed."""
+        """One view for each position, in order of joining but for those taken anew; read only."""
         return self._views
 
     def join(self, view: InstanceView, now_s: float) -> int:
-        """Add an instance; its position is returned.
+        """Add an instance; its position is returned, the lowest that is free.
 
         Raises:
             ReportError: The view cannot be true.
         """
         view.check(now_s)
+        if self._free:
+            position = min(self._free)
+            self._free.discard(position)
+            self._views[position] = self._reported[position] = view
+            self._is_gone[position] = self._is_silent[position] = False
+            self._is_drained[position] = False
+            return position
         self._views.append(view)
         self._reported.append(view)
         self._sent.append({})
@@ -100,9 +108,25 @@ class Reports:
         self._sent[instance].clear()
         self._rebuild(instance)
 
+    def forget(self, instance: int) -> None:
+        """Nobody asks for the instance any more, which is gone: another may have its position."""
+        self.died(instance)
+        self._free.add(instance)
+        columns = (self._views, self._reported, self._sent, self._is_gone, self._is_silent,
+                   self._is_drained)  # fmt: skip
+        while (last := len(self._views) - 1) in self._free:
+            self._free.discard(last)
+            for column in columns:
+                del column[last]
+
     def drain(self, instance: int) -> None:
         """The instance gets nothing more; what it has goes on."""
         self._is_drained[instance] = True
+        self._rebuild(instance)
+
+    def assume(self, instance: int, view: InstanceView) -> None:
+        """What an instance that has not reported yet is taken for."""
+        self._reported[instance] = view
         self._rebuild(instance)
 
     def expire(self, now_s: float) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from sola_sched.cluster.ties import Turns
 from sola_sched.cluster.ttft import predicted_ttft_s
 from sola_sched.cluster.view import (
     InstanceView,
@@ -21,6 +22,8 @@ from sola_sched.cluster.view import (
 
 #: Up to so many instances all are looked at; of more this many times the base-2 logarithm.
 _ALL, _PER_DOUBLING = 16, 4
+#: Of idle instances, what differs by no more than this share, or times by these seconds, is equal.
+_TIE, _TIE_S = 0.1, 1e-3
 
 
 class CandidateRouter(ABC):
@@ -68,12 +71,11 @@ class RoundRobin(CandidateRouter):
     """Each instance in turn."""
 
     def __init__(self) -> None:
-        self._last = -1
+        self._turns = Turns()
 
     def pick(self, request: RoutedRequest, views: Views, able: Sequence[int], now_s: float) -> int:
         """See `CandidateRouter.pick`."""
-        self._last = next((i for i in able if i > self._last), able[0])
-        return self._last
+        return self._turns.next(able)
 
 
 class WeightedRoundRobin(CandidateRouter):
@@ -156,16 +158,22 @@ class PowerOfTwo(CandidateRouter):
 class LeastPredictedTtft(SampledRouter):
     """The instance that is predicted to deliver the request's first token first.
 
+    Of idle ones where it is later by no more than a tenth, each in turn.
+
     Args:
         seed: Of the instances that are looked at where there are many.
     """
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__([seed, 20])
+        self._turns = Turns()
 
     def pick(self, request: RoutedRequest, views: Views, able: Sequence[int], now_s: float) -> int:
         """See `CandidateRouter.pick`."""
-        return min(able, key=lambda i: predicted_ttft_s(views[i], request.prompt_tokens, now_s))
+        times_s = [predicted_ttft_s(views[i], request.prompt_tokens, now_s) for i in able]
+        return self._turns.least(
+            able, times_s, lambda i: views[i].num_requests, ratio=_TIE, slack=_TIE_S
+        )
 
 
 class MemoryBased(CandidateRouter):
@@ -181,7 +189,7 @@ class MemoryBased(CandidateRouter):
     output, over what there is (it may exceed 1). The request goes where the largest load of all
     instances becomes smallest; its load is taken back when it ends. Departure: of instances that
     leave the largest load equal, the paper takes the first; here it is the one whose own load
-    becomes smallest.
+    becomes smallest, and of those that are equal in this too each in turn.
 
     Args:
         theta: Weight of the memory, > 0; the paper's experiments use 2.
@@ -191,9 +199,11 @@ class MemoryBased(CandidateRouter):
         if not 0.0 < theta < math.inf:
             raise ValueError(f"'theta' must be finite and > 0 (got {theta!r}).")
         self._theta = theta
+        # Of instances that have requests: load and tokens of each, and their sums.
+        self._placed: dict[int, dict[str, tuple[float, float]]] = {}
         self._loads: dict[int, float] = {}
         self._kv_tokens: dict[int, float] = {}
-        self._placed: dict[tuple[str, int], tuple[float, float]] = {}
+        self._turns = Turns()
 
     def work_s(self, request: RoutedRequest, view: InstanceView) -> float:
         """T of the request on the instance, in any unit that all instances share."""
@@ -203,27 +213,32 @@ class MemoryBased(CandidateRouter):
         """See `CandidateRouter.pick`."""
         loads = [self._load(request, i, views[i]) for i in able]
         after = [self._loads.get(i, 0.0) + load for i, load in zip(able, loads, strict=True)]
-        largest = max((self._loads.get(i, 0.0) for i in range(len(views))), default=0.0)
-        best = min(range(len(able)), key=lambda k: (max(largest, after[k]), after[k]))
-        self._place(request, able[best], loads[best], request.peak_tokens)
-        return able[best]
+        # The largest load of all is smallest where the own one is.
+        best = self._turns.least(able, after, lambda i: views[i].num_requests, ratio=_TIE)
+        placed = self._placed.setdefault(best, {})
+        placed[request.req_id] = (loads[able.index(best)], request.peak_tokens)
+        self._sum(best)
+        return best
 
     def ended(self, req_id: str, instance: int) -> None:
         """See `Router.ended`."""
-        load, tokens = self._placed.pop((req_id, instance), (0.0, 0.0))
-        if load:
-            self._loads[instance] -= load
-            self._kv_tokens[instance] -= tokens
+        placed = self._placed.get(instance, {})
+        if placed.pop(req_id, None) is not None:
+            self._sum(instance)
+
+    def _sum(self, instance: int) -> None:
+        # Anew, since a load may be so large that others are lost beside it.
+        placed = self._placed[instance]
+        if placed:
+            self._loads[instance] = math.fsum(load for load, _ in placed.values())
+            self._kv_tokens[instance] = math.fsum(tokens for _, tokens in placed.values())
+        else:
+            del self._placed[instance], self._loads[instance], self._kv_tokens[instance]
 
     def _load(self, request: RoutedRequest, instance: int, view: InstanceView) -> float:
         usage = self._kv_tokens.get(instance, 0.0) / view.kv_capacity_tokens
         # Limited only so that no queue, however long, overflows.
         return self.work_s(request, view) * math.exp(min(self._theta * usage, 500.0))
-
-    def _place(self, request: RoutedRequest, instance: int, load: float, tokens: float) -> None:
-        self._placed[request.req_id, instance] = (load, tokens)
-        self._loads[instance] = self._loads.get(instance, 0.0) + load
-        self._kv_tokens[instance] = self._kv_tokens.get(instance, 0.0) + tokens
 
 
 #: Name on the command line to a router made with a seed.

@@ -12,8 +12,8 @@ The rate is that since the last change point: `ruptures` finds where the counts 
 changed. Counts of independent arrivals have a variance that is their mean; with square roots taken
 it is 1/4 whatever the rate, which makes the penalty of a change point a plain number.
 
-Hysteresis, which the paper leaves open: up as soon as the rate has changed; down only by more than
-`slack` instances or for longer than `down_delay_s`.
+Hysteresis, which the paper leaves open: up as soon as the rate has changed; down to the most that
+were needed at any time of the last `down_delay_s`, if these are fewer by more than `slack`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ FloatArray = NDArray[np.float64]
 
 #: Variance of the square root of a Poisson count.
 _SQRT_VARIANCE = 0.25
+#: Heartbeats without a count after which it begins anew what was enough for how long.
+_GAP = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,23 +93,6 @@ class ScalingLaw:
         return cls(max(0.0, float(slope)), float(fixed), lowest_rate_per_s)
 
 
-def lowest_rate(lengths: FloatArray, heartbeat_s: float, tolerated_ratio: float = 0.1) -> float:
-    """R: the rate from which the mean length in a heartbeat has a relative SEM below a tolerance.
-
-    Args:
-        lengths: Tokens of past requests, prompt and output [n], n >= 2.
-        heartbeat_s: Seconds between two placements.
-        tolerated_ratio: SEM / mean tolerated, > 0.
-    """
-    if len(lengths) < 2 or not (heartbeat_s > 0.0 and tolerated_ratio > 0.0):
-        raise ConfigError(
-            f"R needs two lengths or more, a heartbeat > 0 and a tolerance > 0 (got "
-            f"{len(lengths)}, {heartbeat_s!r}, {tolerated_ratio!r})."
-        )
-    spread = float(np.std(lengths) / np.mean(lengths))
-    return (spread / tolerated_ratio) ** 2 / heartbeat_s
-
-
 def change_points(
     counts: Sequence[float] | FloatArray, *, penalty: float = 3.0, min_size: int = 5
 ) -> list[int]:
@@ -152,8 +137,8 @@ class ScalingOptions:
         window: Intervals looked back on.
         penalty: Of a change point.
         margin_ratio: Rate added for what the estimate of it may miss.
-        slack: Instances too many that are kept for `down_delay_s`.
-        down_delay_s: Seconds for which fewer must be enough before they go.
+        slack: Instances too many that are kept.
+        down_delay_s: Seconds for all of which fewer must have been enough before they go.
         min_instances, max_instances: Bounds of the answer.
     """
 
@@ -201,7 +186,8 @@ class InstanceScaler:
         self.target = self.options.min_instances
         self.rate_per_s = 0.0
         self._counts: deque[float] = deque(maxlen=self.options.window)
-        self._fewer_since_s: float | None = None
+        self._needed: deque[tuple[float, int]] = deque()  # when, and falling numbers
+        self._since_s = self._last_s = -math.inf
 
     def observe(self, num_arrivals: float, now_s: float) -> int:
         """Take in the arrivals of one heartbeat; return how many instances there should be.
@@ -221,11 +207,21 @@ class InstanceScaler:
         self.rate_per_s = float(current.mean()) / options.heartbeat_s
         wanted = self.law.instances(self.rate_per_s * (1.0 + options.margin_ratio))
         wanted = min(max(wanted, options.min_instances), options.max_instances)
-        if wanted >= self.target - options.slack:
-            self.target = max(self.target, wanted)
-            self._fewer_since_s = None
-        elif self._fewer_since_s is None:
-            self._fewer_since_s = now_s
-        if self._fewer_since_s is not None and now_s - self._fewer_since_s >= options.down_delay_s:
-            self.target, self._fewer_since_s = wanted, None
+        most = self._most_needed(wanted, now_s)
+        if wanted > self.target:
+            self.target = wanted
+        elif most < self.target - options.slack and now_s - self._since_s >= options.down_delay_s:
+            self.target = most
         return self.target
+
+    def _most_needed(self, wanted: int, now_s: float) -> int:
+        """The largest of the answers of the last `down_delay_s`."""
+        if now_s - self._last_s > _GAP * self.options.heartbeat_s:
+            self._since_s = now_s  # of what was before nothing is known
+        self._last_s = now_s
+        while self._needed and self._needed[-1][1] <= wanted:
+            self._needed.pop()
+        self._needed.append((now_s, wanted))
+        while self._needed[0][0] <= now_s - self.options.down_delay_s and len(self._needed) > 1:
+            self._needed.popleft()
+        return self._needed[0][1]

@@ -258,8 +258,9 @@ class Router(Protocol):
     def choose(self, request: RoutedRequest, views: Views, now_s: float) -> int | Refusal:
         """The position in `views` of the instance that gets the request, or why none does.
 
-        The caller sends the request there. Positions keep their meaning: an instance that dies
-        stays in the list with `is_alive` False, one that joins is appended.
+        The caller sends the request there. Positions keep their meaning as long as a request is
+        there: an instance that dies stays in the list with `is_alive` False, and one that joins is
+        appended, or takes the place of one that is gone.
         """
 
     def ended(self, req_id: str, instance: int) -> None:

@@ -8,7 +8,14 @@ import sys
 from collections.abc import Sequence
 
 from sola_sched.colocation.sleeping import SleepOptions
-from sola_sched.config.flags import LineParser, not_free, port, positive_int, server_url
+from sola_sched.config.flags import (
+    LineParser,
+    not_free,
+    port,
+    positive_int,
+    server_url,
+    without_user,
+)
 
 
 def named_server(text: str) -> tuple[str, str]:
@@ -16,7 +23,7 @@ def named_server(text: str) -> tuple[str, str]:
     name, _, url = text.partition("=")
     if not name:
         raise argparse.ArgumentTypeError(
-            f"must be NAME=URL (got {text!r}); write a name before the ="
+            f"must be NAME=URL (got {without_user(text)!r}); write a name before the ="
         )
     return name, server_url(url)
 

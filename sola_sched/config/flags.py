@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import json
 import math
 import urllib.parse
@@ -85,7 +86,16 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def server_url(text: str) -> str:
-    """``http://HOST:PORT``, without a slash at its end."""
+    """``http://HOST:PORT``, without a slash at its end.
+
+    A user or a password is refused, and not shown: addresses of servers are written into logs and
+    answers.
+    """
+    if "@" in text:
+        raise argparse.ArgumentTypeError(
+            f"must be http://HOST:PORT without a user and password (got {without_user(text)!r}); "
+            "give keys in headers"
+        )
     if not _is_server(text):
         is_short = "://" not in text and _is_server(f"http://{text}")
         advice = f"write http://{text}" if is_short else "correct it"
@@ -93,6 +103,19 @@ def server_url(text: str) -> str:
             f"must be http://HOST:PORT without a path (got {text!r}); {advice}"
         )
     return text.rstrip("/")
+
+
+def without_user(text: str) -> str:
+    """An address without what stands before its last ``@``."""
+    return f"...{text[text.rindex('@') :]}" if "@" in text else text
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens on the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def not_free(host: str, port: int, error: Exception) -> str:
@@ -115,4 +138,5 @@ def _is_server(text: str) -> bool:
         has_host = bool(parts.hostname) and parts.port != 0
     except ValueError:  # of the port, or of brackets
         return False
-    return parts.scheme in ("http", "https") and has_host and not parts.path.strip("/")
+    has_more = bool(parts.path.strip("/") or parts.query or parts.fragment)
+    return parts.scheme in ("http", "https") and has_host and not has_more

@@ -25,6 +25,8 @@ For several services that share GPUs: `--service ... --help`.
 """
 #: Routers that do nothing else on equal instances, or use one of them alone.
 _OF_UNEQUAL = ("weighted-round-robin", "single")
+#: Of a GPU and hour, in any unit: sums and shares of such prices are exact enough.
+_HIGHEST_PRICE = 1e9
 #: The first is tried everywhere, the others where it matters.
 _FIRST = "least-ttft"
 _ROUTERS = [_FIRST, *sorted(set(ALL_ROUTERS) - {_FIRST, *_OF_UNEQUAL})]
@@ -97,7 +99,13 @@ def parse_prices(items: Sequence[str], known: Collection[str] = GPUS) -> dict[st
                 f"'--gpu' must be TYPE=PRICE, the price of a GPU and hour (got {item!r}); "
                 f"write for example {name}=1.5."
             )
-        prices[name] = positive_number(price, f"--gpu {item}")
+        value = positive_number(price, f"--gpu {item}")
+        if not 1.0 / _HIGHEST_PRICE <= value <= _HIGHEST_PRICE:
+            raise ConfigError(
+                f"prices of '--gpu' must be between {1.0 / _HIGHEST_PRICE:g} and "
+                f"{_HIGHEST_PRICE:g} (got {item!r}); give them in a larger or smaller unit."
+            )
+        prices[name] = value
     return prices
 
 

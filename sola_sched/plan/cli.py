@@ -126,7 +126,10 @@ def _plan(args: argparse.Namespace) -> int:
     require_possible(args.model, choices, load, goal)
     evaluation = _Evaluation(args, load)
     with evaluation.bar:
-        outcomes = search(choices, evaluation, goal, args.max_gpus, has_pools=args.pools)
+        # More instances than requests do nothing.
+        largest = max(choice.tensor_parallel for choice in choices)
+        most = min(args.max_gpus, largest * len(load.workload.requests))
+        outcomes = search(choices, evaluation, goal, most, has_pools=args.pools)
     passed = [outcome for outcome in outcomes if outcome.attainment >= goal]
     if not passed:
         _write(args, load, outcomes, None, [])

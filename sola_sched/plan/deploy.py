@@ -22,10 +22,15 @@ from sola_sched.simulator.sharing.hardware import model_of
 Application = dict[str, Any]
 
 FIRST_PORT = 8000
+#: Where gateways listen unless told otherwise, and engines that nobody on another node asks.
+LOOPBACK = "127.0.0.1"
 _IMPORT_PATH = "sola_sched.serving.ray_app:build"
 #: A request waits so long for an engine while its service is moved.
 _PATIENCE_S = 900.0
-_NODE = re.compile(r"sola_node_(\d+)")
+_NODE_NAME = "sola_node_"
+_NODE = re.compile(rf"{_NODE_NAME}(\d+)")
+#: Of a node's resource, so little that it is never used up.
+_SOME = 0.001
 
 
 def serve_config(applications: Iterable[Application]) -> dict[str, Any]:
@@ -50,11 +55,12 @@ def serve_config_of(placement: Placement, setting: Setting) -> dict[str, Any]:
 def engine_applications(seats: Sequence[Seat], setting: Setting) -> list[dict[str, Any]]:
     """The engines of all groups, in order of the services' names."""
     placement = Placement(tuple(one.group for one in seats))
+    host = LOOPBACK if setting.cluster.num_nodes == 1 else None
     found = []
     for one in seats:
         shares = setting.memory_shares(placement, one.group)
         for name in one.group.services:
-            found.append(engine_application(setting.services[name], one, shares[name]))
+            found.append(engine_application(setting.services[name], one, shares[name], host))
     return sorted(found, key=lambda application: str(application["name"]))
 
 
@@ -77,8 +83,8 @@ def names_of(services: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def gateway_application(service: str, port: int) -> Application:
-    """The service's public port."""
+def gateway_application(service: str, port: int, host: str = LOOPBACK) -> Application:
+    """The service's public port, on the first node."""
     name = names_of([service])[service]
     return {
         "name": name,
@@ -87,7 +93,8 @@ def gateway_application(service: str, port: int) -> Application:
         "args": {
             "model": service,
             "port": port,
-            "host": None,
+            "host": host,
+            "gateway_resources": {f"{_NODE_NAME}0": _SOME},
             "engines": [],
             "follows": name,
             "gateway": {"patience_s": _PATIENCE_S},
@@ -118,13 +125,16 @@ def engine_options(service: Service) -> dict[str, Any]:
     }
 
 
-def engine_application(service: Service, seat: Seat, memory: float) -> Application:
+def engine_application(
+    service: Service, seat: Seat, memory: float, host: str | None = None
+) -> Application:
     """The service's engine in one group; it takes turns with others of the group.
 
     Args:
         service: Whose.
         seat: The group and its GPUs.
         memory: Share of each GPU's memory.
+        host: Address that the engine listens on; None for its node's own.
     """
     devices = ",".join(str(gpu) for _, gpu in seat.gpus)
     place = place_of(seat)
@@ -137,14 +147,14 @@ def engine_application(service: Service, seat: Seat, memory: float) -> Applicati
         "import_path": _IMPORT_PATH,
         "args": {
             "model": options.pop("model"),
-            "host": None,
+            "host": host,
             "front": "none",
             "options": {"served_model_name": service.name},
             "engines": [
                 {
                     "num_replicas": 1,
                     "num_gpus": 0,
-                    "resources": {f"sola_node_{seat.node}": 0.001},
+                    "resources": {f"{_NODE_NAME}{seat.node}": _SOME},
                     "env": {"CUDA_VISIBLE_DEVICES": devices},
                     "options": {
                         **options,

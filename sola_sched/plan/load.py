@@ -20,6 +20,8 @@ from sola_sched.simulator.request import VirtualRequest
 _MIN_REQUESTS, _MAX_REQUESTS, _SPAN_S = 400, 2000, 60.0
 #: TTFT targets that the arrivals must span, for a queue to be able to outgrow one.
 _LEAST_SPANS = 20.0
+#: Thirty years. Later, times of a step are lost beside the time of day.
+_LONGEST_S = 1e9
 #: Share of the time at the start that is not counted: engines fill up first.
 FILLING = 0.2
 
@@ -95,6 +97,11 @@ def make_load(args: argparse.Namespace, max_model_len: int, vocab_size: int) -> 
     arrivals = [request.arrival_s for request in workload.requests]
     if not all(math.isfinite(at) and at >= 0.0 for at in arrivals) or arrivals[-1] <= 0.0:
         raise ConfigError("Arrival times must be finite, >= 0 and not all at once.")
+    if arrivals[-1] > _LONGEST_S:
+        raise ConfigError(
+            f"the {len(arrivals)} requests must come within {_LONGEST_S:g} s (got "
+            f"{arrivals[-1]:.3g} s); raise --request-rate."
+        )
     notes += workload.notes
     if arrivals[-1] < _LEAST_SPANS * slo.ttft_s < math.inf:
         enough = math.ceil(len(arrivals) * _LEAST_SPANS * slo.ttft_s / arrivals[-1])

@@ -21,7 +21,7 @@ from sola_sched.bench.values import positive_number
 from sola_sched.cluster.sharing.placement import Cluster
 from sola_sched.config.flags import natural_int, port, positive_int
 from sola_sched.errors import ConfigError, InfeasibleError
-from sola_sched.plan.deploy import FIRST_PORT
+from sola_sched.plan.deploy import FIRST_PORT, LOOPBACK
 from sola_sched.replacing.follow import Follower
 from sola_sched.replacing.search import Options
 from sola_sched.replacing.serve_api import ServeApi
@@ -43,7 +43,7 @@ def make_follower(argv: Sequence[str]) -> Follower:
         raise ConfigError(f"'--address' must be http://HOST:PORT (got {args.address!r}).")
     cluster = Cluster.of(args.num_gpus, args.gpus_per_node)
     options = Options(
-        args.gpu, cluster, args.most_sharing, args.workers, args.seed, args.first_port
+        args.gpu, cluster, args.most_sharing, args.workers, args.seed, args.first_port, args.host
     )
     return Follower(
         ServeApi(args.address),
@@ -74,6 +74,8 @@ def _parser() -> Parser:
     add("--seed", type=natural_int, default=0)
     add("--first-port", type=port, default=FIRST_PORT,
         help="of the services' gateways, each of which has one (default: %(default)s)")  # fmt: skip
+    add("--host", default=LOOPBACK,
+        help="the address that these listen on, at sola_node_0 (default: %(default)s)")  # fmt: skip
     return parser
 
 

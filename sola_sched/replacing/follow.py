@@ -253,7 +253,7 @@ class Follower:
         taken = {name: int(one["args"]["port"]) for name, one in state.gateways.items()}
         for name, port in ports(sorted(self._wanted), taken, self._options.first_port).items():
             if name not in taken:
-                state.add(gateway_application(name, port))
+                state.add(gateway_application(name, port, self._options.host))
         for stops, starts in _phases(moves(state.seats, seats, changed)):
             places = {place_of(one) for one in starts}
             stopped = [one for place in stops for one in state.at(place)]

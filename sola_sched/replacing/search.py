@@ -11,7 +11,7 @@ from sola_sched.cluster.sharing.placement import Cluster, Group, Placement
 from sola_sched.cluster.sharing.search import Problem, search
 from sola_sched.cluster.sharing.turns import LeastSlack
 from sola_sched.cluster.sharing.unserved import Score, score
-from sola_sched.plan.deploy import FIRST_PORT
+from sola_sched.plan.deploy import FIRST_PORT, LOOPBACK
 from sola_sched.plan.descriptions import LENGTH_STD, make_arrivals, make_service
 from sola_sched.replacing.observe import Observed
 from sola_sched.simulator.sharing.cluster import Arrival, Evaluator, Setting
@@ -34,6 +34,7 @@ class Options:
         num_workers: Processes of the search.
         seed: Of the requests that are made up for it.
         first_port: Of the services' gateways; each has one from there on.
+        host: Address that these listen on.
     """
 
     gpu: str
@@ -42,6 +43,7 @@ class Options:
     num_workers: int = 1
     seed: int = 0
     first_port: int = FIRST_PORT
+    host: str = LOOPBACK
 
 
 class Search:

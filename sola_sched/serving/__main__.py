@@ -64,6 +64,9 @@ def make_parser() -> LineParser:
         help="engines, each with a server of its own (default: %(default)s)")  # fmt: skip
     whole.add_argument("--num-gpus", type=natural_float,
         help="of each replica (default: 1 where Ray has GPUs, else 0)")  # fmt: skip
+    whole.add_argument("--engine-host", metavar="HOST",
+        help="the address that each engine listens on; 'node' is its node's own, which a cluster "
+        "of several nodes needs (default: that of --host, 'node' for 0.0.0.0)")  # fmt: skip
     whole.add_argument("--address", help="of a Ray cluster; a local one is started without")
     for each in (gateway, whole):
         each.add_argument("--host", default="127.0.0.1",
@@ -129,6 +132,8 @@ def _run_on_ray(args: argparse.Namespace, options: dict[str, Any]) -> None:
             "port": args.port,
             "gateway": options_of(args),
         }
+        if args.engine_host is not None:
+            cluster["engine_host"] = None if args.engine_host == "node" else args.engine_host
         gateway = serve.run(build(cluster), name=_APPLICATION, route_prefix=None)
         print(f"gateway: {gateway.url.remote().result()}", flush=True)
         while True:

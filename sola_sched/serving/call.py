@@ -31,6 +31,17 @@ _NOT_PASSED_ON = OF_CONNECTION | SLO_HEADERS | {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A prompt that nobody has read, of so many characters."""
+
+    num_chars: int
+
+    def __len__(self) -> int:
+        """Its characters."""
+        return self.num_chars
+
+
 @dataclass(slots=True)
 class Call:
     """One request to the gateway.
@@ -188,7 +199,7 @@ def _ids_and_chars(body: Mapping[str, Any]) -> tuple[int, int]:
 
 def _chars(value: Any) -> int:
     """Characters of a text, of a message, or of all parts of one."""
-    if isinstance(value, str):
+    if isinstance(value, str | Unread):
         return len(value)
     if isinstance(value, dict):
         return _chars(value.get("content", value.get("text")))

@@ -148,28 +148,7 @@ class Gateway:
         return web.Response(status=HTTPStatus.OK if is_up else HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def _show_replicas(self, _: web.Request) -> web.Response:
-        now_s = self.replicas.clock()
-        views = self.replicas.reports.views
-        shown = [
-            {
-                "name": replica.name,
-                "url": replica.url,
-                "is_usable": self.replicas.is_usable(replica),
-                "has_feed": replica.has_feed,
-                "report_age_s": (
-                    round(now_s - views[replica.position].reported_s, 3)
-                    if replica.has_reported
-                    else None
-                ),
-                "num_in_flight": len(replica.attempts),
-                "num_running": views[replica.position].num_running,
-                "num_waiting": views[replica.position].num_waiting,
-                "num_lost": views[replica.position].num_lost,
-                "num_free_slots": views[replica.position].num_free_slots,
-                "kv_used_tokens": views[replica.position].kv_used_tokens,
-            }
-            for replica in self.replicas
-        ]
+        shown = self.replicas.shown()
         return web.json_response(shown, dumps=lambda value: json.dumps(value, allow_nan=False))
 
     async def _no_load(self, _: web.Request) -> web.Response:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import ray
@@ -20,7 +22,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from sola_sched.config.flags import url_of
+from sola_sched.config.flags import is_loopback, url_of
 from sola_sched.serving import membership
 from sola_sched.serving.arrivals import ARRIVALS
 from sola_sched.serving.delivery import GatewayOptions
@@ -39,6 +41,8 @@ _FOLLOW_S = 1.0
 _STOP_S = 20.0
 #: The same of a gateway, whose requests have two minutes to end.
 _GATEWAY_STOP_S = 140.0
+LOOPBACK = "127.0.0.1"
+_ALL_ADDRESSES = (None, "0.0.0.0", "::")
 ROUTER_CLASS = "sola_sched.serving.ray_router.SolaRequestRouter"
 
 
@@ -88,8 +92,12 @@ class ClusterArgs(BaseModel):
             for engines that the gateway of another application follows.
         follows: Name of a service: the gateway also serves by the engines of all applications that
             are called so and ``--`` and whatever, as they come and go.
-        host: Address that the gateway and the engines listen on; None is the node's own.
+        host: Address that the gateway listens on; None for all addresses of its node. By default
+            only its own node can reach it.
         port: Of the gateway.
+        engine_host: Address that each engine listens on; None for its node's own, which a cluster
+            of several nodes needs. By default None where the gateway listens on all addresses, and
+            else `host`.
         gateway_resources: Ray resources that the gateway needs, e.g. to tie it to one node.
         gateway: Fields of `GatewayOptions`.
     """
@@ -102,10 +110,17 @@ class ClusterArgs(BaseModel):
     router: str = Field(default=DEFAULT, pattern=f"^({'|'.join(NAMES)})$")
     front: str = Field(default="gateway", pattern="^(gateway|serve|none)$")
     follows: str | None = None
-    host: str | None = None
+    host: str | None = LOOPBACK
     port: int = Field(default=8000, ge=0, le=65535)
+    engine_host: str | None = None
     gateway_resources: dict[str, float] = Field(default_factory=dict)
     gateway: dict[str, float] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _has_addresses(self) -> Self:
+        if "engine_host" not in self.model_fields_set and self.host not in _ALL_ADDRESSES:
+            self.engine_host = self.host
+        return self
 
     @model_validator(mode="after")
     def _has_engines(self) -> Self:
@@ -135,7 +150,7 @@ class Engine:
 
     def __init__(self, options: dict[str, Any], host: str | None, drain_s: float = 0.0) -> None:
         self._options, self._drain_s = options, drain_s
-        self._host = host or ray.util.get_node_ip_address()
+        self._host = _engine_address(host, options)
         self._server: Any = None
         self._lock = asyncio.Lock()
 
@@ -197,18 +212,19 @@ class GatewayServer:
         self._engines = engines
         self._urls: dict[str, Mapping[str, str]] = {}
         self._runner: web.AppRunner | None = None
+        self._listener: Callable[[str, Mapping[str, str]], None] | None = None
         self._url = ""
         self._asking: list[asyncio.Task[None]] = []
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Asked once, before the replica counts as ready: starts the server."""
-        loop = asyncio.get_running_loop()
-        membership.listeners.append(lambda name, urls: _tell(loop, self._sync, name, urls))
+        self._listener = functools.partial(_tell, asyncio.get_running_loop(), self._sync)
+        membership.listeners.append(self._listener)
         self._runner = web.AppRunner(
             self._gateway.app(), handler_cancellation=True, access_log=None
         )
         await self._runner.setup()
-        host = self._args.host or "0.0.0.0"
+        host = _gateway_address(self._args.host)
         await web.TCPSite(self._runner, host, self._args.port).start()
         self._asking = [asyncio.create_task(_wake_router(engine)) for engine in self._engines]
         if self._args.follows is not None:
@@ -240,6 +256,8 @@ class GatewayServer:
 
     def _sync(self, name: str, urls: Mapping[str, str]) -> None:
         self._urls[name] = urls
+        if not urls:  # it may never come back
+            del self._urls[name]
         self._gateway.sync({k: v for each in self._urls.values() for k, v in each.items()})
 
     async def url(self) -> str:
@@ -252,10 +270,36 @@ class GatewayServer:
 
     async def __del__(self) -> None:
         """Stop listening."""
+        if self._listener in membership.listeners:
+            membership.listeners.remove(self._listener)
         for task in self._asking:
             task.cancel()
         if self._runner is not None:
             await self._runner.cleanup()
+
+
+def _engine_address(host: str | None, options: Mapping[str, Any]) -> str:
+    """The address that an engine listens on, by which others can name it too."""
+    if host is None or host in _ALL_ADDRESSES:
+        host = str(ray.util.get_node_ip_address())
+    has_key = options.get("api_key") or options.get("api-key") or os.environ.get("VLLM_API_KEY")
+    if not has_key and not is_loopback(host):
+        logger.warning(
+            "the engine listens on %s, and nothing protects it: whoever reaches that address can "
+            "use it. Give 'options' an 'api_key', or let a firewall keep others away.", host,
+        )  # fmt: skip
+    return host
+
+
+def _gateway_address(host: str | None) -> str:
+    """The address that the gateway listens on."""
+    host = host or "0.0.0.0"
+    if not is_loopback(host):
+        logger.warning(
+            "the gateway listens on %s, and nothing protects it: put what checks keys and speaks "
+            "TLS before it, or set 'host' to %s.", host, LOOPBACK,
+        )  # fmt: skip
+    return host
 
 
 def _tell(loop: asyncio.AbstractEventLoop, action: Any, name: str, urls: Mapping[str, str]) -> None:
@@ -329,4 +373,4 @@ def _engine(
         },
         **scale,
     )
-    return deployment.bind(options, cluster.host, group.drain_s)
+    return deployment.bind(options, cluster.engine_host, group.drain_s)

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import pickle
 import time
+import urllib.parse
+from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
+import ray
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from sola_sched.cluster.view import Refusal
+from sola_sched.cluster.view import Refusal, RoutedRequest
+from sola_sched.config.flags import is_loopback
 from sola_sched.errors import SloError
 from sola_sched.serving import membership
-from sola_sched.serving.call import Call, Lengths
+from sola_sched.serving.call import Call, Lengths, Unread
 from sola_sched.serving.feed import follow
 from sola_sched.serving.policies import DEFAULT, make_router
 from sola_sched.serving.replicas import Attempt, Replica, Replicas
@@ -30,16 +35,26 @@ logger = logging.getLogger(__name__)
 
 #: Of a request whose body nobody has read, characters of what is not its prompt.
 _OTHER_BYTES = 200
+#: What a prompt that nobody has read counts for at most, whatever replicas take.
+_MOST_TOKENS = 2**17
+#: A size with more digits is as good as one with so many.
+_MOST_DIGITS = 15
 URL = "url"
 
 
 class SolaRequestRouter(RequestRouter):
-    """Serve's door to a `Router`."""
+    """Serve's door to a `Router`.
+
+    Attributes:
+        num_failures: Errors of ours, after which Serve has decided.
+    """
 
     def initialize_state(self, router: str = DEFAULT, seed: int = 0) -> None:
         """Called once by Serve, with the deployment's `request_router_kwargs`."""
         self._mine = Replicas(make_router(router, seed), time.monotonic)
         self._lengths = Lengths()
+        self.num_failures = 0
+        self._far: set[str] = set()
         self._session: aiohttp.ClientSession | None = None
         self._followers: dict[Replica, asyncio.Task[None]] = {}
         self._in_flight: dict[str, tuple[Any, Attempt]] = {}
@@ -48,15 +63,19 @@ class SolaRequestRouter(RequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take in which replicas there are."""
         super().update_replicas(replicas)
-        urls = {
-            replica.replica_id.unique_id: replica.replica_metadata[URL]
-            for replica in replicas
-            if URL in replica.replica_metadata
-        }
+        with_url = [replica for replica in replicas if URL in replica.replica_metadata]
+        urls = {r.replica_id.unique_id: r.replica_metadata[URL] for r in with_url}
+        far = {r.replica_id.unique_id for r in with_url if _is_out_of_reach(r)}
+        for name in far - self._far:
+            logger.error(
+                "replica %s cannot be asked: it listens on %s of another node. Set 'engine_host' "
+                "to null, so that each engine listens on its node's address.", name, urls[name],
+            )  # fmt: skip
+        self._far = far
         if membership.listeners:
             for listener in membership.listeners:
                 name = membership.key(self._deployment_id.app_name, self._deployment_id.name)
-                listener(name, urls)
+                listener(name, {name: url for name, url in urls.items() if name not in far})
             return
         new, left = self._mine.sync(urls)
         for replica in left:
@@ -65,9 +84,10 @@ class SolaRequestRouter(RequestRouter):
         if self._session is None:
             self._session = aiohttp.ClientSession(auto_decompress=False)
         for replica in new:
-            self._followers[replica] = asyncio.create_task(
-                follow(replica, self._mine, self._session)
-            )
+            if replica.name not in far:  # Serve's way to it stays
+                self._followers[replica] = asyncio.create_task(
+                    follow(replica, self._mine, self._session)
+                )
 
     async def choose_replicas(
         self,
@@ -78,13 +98,20 @@ class SolaRequestRouter(RequestRouter):
         able = self.select_available_replicas(candidate_replicas)
         if pending_request is None or len(able) < 2:
             return [able] if able else []
+        with self._never_failing("choosing a replica"):
+            return self._ranked(able, pending_request)
+        return [able]
+
+    def _ranked(
+        self, able: list[RunningReplica], pending_request: PendingRequest
+    ) -> list[list[RunningReplica]]:
         name = pending_request.metadata.internal_request_id
         if not self._give_up(name):
             # Serve cancels it when nobody waits for the request any more.
             pending_request.future.add_done_callback(
                 lambda future: future.cancelled() and self._give_up(name)
             )
-        request = self._lengths.routed(_call_of(pending_request), name, None, frozenset())
+        request = self._routed(pending_request, name)
         there = {replica.replica_id.unique_id for replica in able}
         choice = self._mine.choose(request, [r for r in self._mine if r.name not in there])
         if isinstance(choice, Refusal):
@@ -110,9 +137,36 @@ class SolaRequestRouter(RequestRouter):
             self._mine.not_sent(name, chosen)
         for replica in self._mine:
             if replica.name == replica_id.unique_id:
-                request = self._lengths.routed(_call_of(pending_request), name, None, frozenset())
-                attempt = self._mine.attempt(replica, request, None)  # Serve ends it
-                self._in_flight[name] = (attempt, attempt.__enter__())
+                with self._never_failing("booking a request"):
+                    attempt = self._mine.attempt(replica, self._routed(pending_request, name), None)
+                    self._in_flight[name] = (attempt, attempt.__enter__())  # Serve ends it
+
+    def _routed(self, pending_request: PendingRequest, name: str) -> RoutedRequest:
+        """What our router is told of a request.
+
+        What a client says of the size of a body counts for no more than a replica could take: a
+        body holds images too, and may never come.
+        """
+        request = self._lengths.routed(_call_of(pending_request), name, None, frozenset())
+        longest = (
+            min(view.max_model_len, view.kv_capacity_tokens)
+            for view in self._mine.reports.views
+            if view.is_alive
+        )
+        most = min(_MOST_TOKENS, max(longest, default=_MOST_TOKENS) - 1)
+        if request.prompt_tokens <= most:
+            return request
+        return dataclasses.replace(request, prompt_tokens=max(1, most))
+
+    @contextlib.contextmanager
+    def _never_failing(self, what: str) -> Iterator[None]:
+        """Serve would leave a request without an answer for ever after an error of a router."""
+        try:
+            yield
+        except Exception:
+            self.num_failures += 1
+            if self.num_failures == 1:
+                logger.exception("%s has failed: Serve decides; further ones are counted", what)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """The request is over, or was not accepted."""
@@ -127,6 +181,12 @@ class SolaRequestRouter(RequestRouter):
                 self._mine.lost(replica)
 
 
+def _is_out_of_reach(replica: RunningReplica) -> bool:
+    """Whether it listens for its own node alone, which is another than this one."""
+    host = urllib.parse.urlsplit(replica.replica_metadata[URL]).hostname or ""
+    return is_loopback(host) and replica.node_id != ray.get_runtime_context().get_node_id()
+
+
 def _call_of(pending_request: PendingRequest) -> Call:
     """What Serve shows of a request: of HTTP the headers, of a handle's call a mapping."""
     first = pending_request.args[0] if pending_request.args else None
@@ -136,9 +196,14 @@ def _call_of(pending_request: PendingRequest) -> Call:
     scope = getattr(first, "asgi_scope", None)
     if scope is not None:
         headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
-        size = int(headers.get("content-length") or 0)
-        body = {"prompt": "x" * max(1, size - _OTHER_BYTES)}
+        size = _size_of(headers.get("content-length", ""))
+        body = {"prompt": Unread(max(1, size - _OTHER_BYTES))}
         with contextlib.suppress(SloError):  # the replica refuses it
             body = with_slo_headers(body, headers)
     name = pending_request.metadata.request_id
     return Call("POST", "/", {}, b"", body, name, time.monotonic())
+
+
+def _size_of(text: str) -> int:
+    """Bytes that a client announces; 0 where that is no number."""
+    return int(text[:_MOST_DIGITS]) if text.isdecimal() else 0

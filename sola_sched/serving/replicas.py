@@ -7,17 +7,18 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from sola_sched.cluster.reports import Reports
 from sola_sched.cluster.view import InstanceView, Refusal, RoutedRequest, Router
+from sola_sched.config.flags import without_user
 from sola_sched.cost.file import Coefficients
 from sola_sched.cost.model import CostModel
-from sola_sched.errors import ReportError
+from sola_sched.errors import ConfigError, ReportError
 
 logger = logging.getLogger(__name__)
 
-#: Of a replica that has not said what it is, only how many requests it has matters: its limits
-#: are beyond any request, and its step times those of some GPU.
+#: Limits of a replica that has not said what it is, beyond any request.
 _UNKNOWN = 2**31 - 1
 _LONG_AGO_S = 1e6
 #: What a request may take to an engine's queue.
@@ -27,13 +28,21 @@ ANY_STEPS = CostModel.from_coefficients(
 )
 
 
-def unknown_view(now_s: float) -> InstanceView:
-    """The view of a replica that has sent no report."""
+def unknown_view(now_s: float, like: InstanceView | None = None) -> InstanceView:
+    """The view of a replica that has sent no report: what routers compare it by.
+
+    Whether a request fits is its own to say: its memory and its longest request are beyond any.
+
+    Args:
+        now_s: The present, seconds.
+        like: One that has reported: it is taken to be as fast, and to run as many requests. None
+            where nobody has: then only how many requests each has matters.
+    """
     return InstanceView(
-        model=ANY_STEPS,
+        model=ANY_STEPS if like is None else like.model,
         kv_capacity_tokens=_UNKNOWN,
-        max_num_seqs=_UNKNOWN,
-        max_num_batched_tokens=8192,
+        max_num_seqs=_UNKNOWN if like is None else like.max_num_seqs,
+        max_num_batched_tokens=8192 if like is None else like.max_num_batched_tokens,
         max_model_len=_UNKNOWN,
         reported_s=now_s - _LONG_AGO_S,
     )
@@ -81,10 +90,11 @@ class Replica:
 
     Attributes:
         name, url: Its own; the URL without a trailing slash.
-        position: In the order in which replicas joined; `Router` speaks of positions.
+        position: What `Router` calls it; another may get it after this one has left.
         has_feed: Whether it answers with a feed; None until it is known.
         has_reported: Whether a report has come.
         is_gone: It has left, or is not to be reached; the feed may bring it back.
+        has_left: It does not come back.
         avoid_until_s: Nobody is sent there before, after a connection has failed.
         alive_s: When it last was known to make progress, or was given its first request since.
         attempts: Requests that are there.
@@ -96,6 +106,7 @@ class Replica:
     has_feed: bool | None = None
     has_reported: bool = False
     is_gone: bool = False
+    has_left: bool = False
     avoid_until_s: float = 0.0
     alive_s: float = 0.0
     attempts: set[Attempt] = field(default_factory=set)
@@ -121,7 +132,8 @@ class Replicas:
         self.changed = asyncio.Event()
         self._router = router
         self._all: list[Replica] = []
-        self._left: list[Replica] = []  # and may have requests yet
+        self._left: list[Replica] = []  # with requests yet
+        self._known: InstanceView | None = None  # what others are taken for
 
     def __iter__(self) -> Iterator[Replica]:
         """Those that have not left."""
@@ -132,7 +144,16 @@ class Replicas:
 
         Returns:
             Those that are new, and those that have left.
+
+        Raises:
+            ConfigError: A URL has a user or a password, which would be shown in logs and answers.
         """
+        for url in urls.values():
+            if "@" in url:
+                raise ConfigError(
+                    "URLs of replicas must have no user and no password (got "
+                    f"{without_user(url)!r}); give keys in headers."
+                )
         left = [r for r in self if urls.get(r.name) != r.url]
         for replica in left:
             self._leave(replica)
@@ -142,7 +163,7 @@ class Replicas:
 
     def _join(self, name: str, url: str) -> Replica:
         now_s = self.clock()
-        position = self.reports.join(unknown_view(now_s), now_s)
+        position = self.reports.join(unknown_view(now_s, self._known), now_s)
         replica = Replica(name, url.rstrip("/"), position, alive_s=now_s)
         self._all.append(replica)
         self.wake()
@@ -152,10 +173,18 @@ class Replicas:
     def _leave(self, replica: Replica) -> None:
         """It takes nothing more; what runs there may end, as long as tokens come."""
         logger.info("replica %s leaves", replica.name)
-        replica.is_gone, replica.has_reported = True, False
+        replica.is_gone = replica.has_left = True
+        replica.has_reported = False
         self._left.append(replica)
         self.reports.died(replica.position)
         self._all.remove(replica)
+        self._forget_if_empty(replica)
+
+    def _forget_if_empty(self, replica: Replica) -> None:
+        """One that has left is forgotten with its last request."""
+        if replica in self._left and not replica.attempts:
+            self._left.remove(replica)
+            self.reports.forget(replica.position)
 
     def wake(self) -> None:
         """Let those look again that wait for a replica."""
@@ -181,6 +210,32 @@ class Replicas:
             return place if place.is_temporary else next(iter(usable.values()))
         return usable[place]
 
+    def shown(self) -> list[dict[str, Any]]:
+        """What is known of each that has not left; null where it has not reported."""
+        now_s, views = self.clock(), self.reports.views
+        rows = []
+        for replica in self:
+            view = views[replica.position]
+            load = {
+                "report_age_s": round(now_s - view.reported_s, 3),
+                "num_running": view.num_running,
+                "num_waiting": view.num_waiting,
+                "num_lost": view.num_lost,
+                "num_free_slots": view.num_free_slots,
+                "kv_used_tokens": view.kv_used_tokens,
+            }
+            rows.append(
+                {
+                    "name": replica.name,
+                    "url": replica.url,
+                    "is_usable": self.is_usable(replica),
+                    "has_feed": replica.has_feed,
+                    "num_in_flight": len(replica.attempts),
+                    **(load if replica.has_reported else dict.fromkeys(load)),
+                }
+            )
+        return rows
+
     def not_sent(self, req_id: str, replica: Replica) -> None:
         """The request does not go to the replica that was chosen for it."""
         self._router.ended(req_id, replica.position)
@@ -203,22 +258,32 @@ class Replicas:
         if not replica.attempts:
             replica.alive_s = self.clock()
         replica.attempts.add(attempt)
-        self.reports.sent(replica.position, request, self.clock())
+        if not replica.has_left:
+            self.reports.sent(replica.position, request, self.clock())
         try:
             yield attempt
         finally:
             replica.attempts.discard(attempt)
-            self.reports.ended(replica.position, request.req_id)
             self._router.ended(request.req_id, replica.position)
+            if not replica.has_left:
+                self.reports.ended(replica.position, request.req_id)
+            self._forget_if_empty(replica)
 
     def reported(self, replica: Replica, view: InstanceView) -> None:
         """A report has come; one that cannot be true is ignored and counted."""
+        if replica.has_left:
+            return
         # A feed that was opened again begins with a report that is known, give or take its way.
         last_s = self.reports.views[replica.position].reported_s
         view = replace(view, reported_s=max(view.reported_s, last_s))
         if self.reports.report(replica.position, view, self.clock()):
             replica.has_reported = True
             self.progressed(replica)
+            if self._known is None:
+                self._known = view
+                for other in self:
+                    if not other.has_reported:
+                        self.reports.assume(other.position, unknown_view(self.clock(), view))
 
     def ignore(self, replica: Replica, error: ReportError) -> None:
         """A report could not even be read."""
@@ -258,7 +323,6 @@ class Replicas:
             Those that have stalled.
         """
         now_s = self.clock()
-        self._left = [replica for replica in self._left if replica.attempts]
         stalled = [
             replica
             for replica in (*self, *self._left)

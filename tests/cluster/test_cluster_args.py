@@ -23,6 +23,7 @@ from ray.serve._private.config import DeploymentConfig
 from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeDeploySchema
 
+from sola_sched.serving import ray_app
 from sola_sched.serving.arrivals import ARRIVED
 from sola_sched.serving.ray_app import ClusterArgs, build
 from sola_sched.serving.ray_scaling import autoscaling_of
@@ -134,3 +135,62 @@ def test_the_configuration_on_the_page_is_taken() -> None:
     (group,) = ClusterArgs(model="m", **shown).engines
     assert group.autoscaling is not None
     assert group.autoscaling["policy"]["policy_function"] == POLICY
+
+
+@pytest.mark.parametrize(
+    ("given", "gateway", "engines"),
+    [
+        ({}, "127.0.0.1", "127.0.0.1"),
+        ({"host": None}, None, None),
+        ({"host": "0.0.0.0"}, "0.0.0.0", None),
+        ({"host": "::1"}, "::1", "::1"),
+        ({"host": "10.0.0.7"}, "10.0.0.7", "10.0.0.7"),
+        ({"engine_host": None}, "127.0.0.1", None),
+        ({"host": None, "engine_host": "127.0.0.1"}, None, "127.0.0.1"),
+    ],
+)
+def test_nothing_listens_beyond_its_own_node_unless_it_is_asked_to(
+    given: dict[str, Any], gateway: str | None, engines: str | None
+) -> None:
+    args = ClusterArgs(model="m", **given)
+
+    assert (args.host, args.engine_host) == (gateway, engines)
+    assert ClusterArgs(**args.model_dump()) == args  # as it is passed on to the gateway
+
+
+@pytest.mark.parametrize(
+    ("host", "options", "is_told"),
+    [
+        ("127.0.0.1", {}, False),
+        ("::1", {}, False),
+        ("10.0.0.7", {}, True),
+        (None, {}, True),
+        ("0.0.0.0", {}, True),
+        ("10.0.0.7", {"api_key": "k"}, False),
+    ],
+)
+def test_an_engine_that_nothing_protects_says_so(
+    host: str | None,
+    options: dict[str, Any],
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setattr(ray_app.ray.util, "get_node_ip_address", lambda: "10.0.0.9")
+
+    address = ray_app._engine_address(host, options)
+
+    assert address == ("10.0.0.9" if host in (None, "0.0.0.0") else host)
+    told = [record.getMessage() for record in caplog.records]
+    assert bool(told) == is_told
+    assert all("nothing protects it" in line for line in told)
+
+
+@pytest.mark.parametrize(("host", "is_told"), [("127.0.0.1", False), ("::1", False), (None, True)])
+def test_a_gateway_that_nothing_protects_says_so(
+    host: str | None, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert ray_app._gateway_address(host) == (host or "0.0.0.0")
+    assert bool(caplog.records) == is_told
+    assert all("nothing protects it" in record.getMessage() for record in caplog.records)

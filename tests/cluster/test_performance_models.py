@@ -22,17 +22,14 @@ from sola_sched.cluster.performance import (
     PrefillSamples,
     PrefillTime,
     StaticBatchTime,
-    TensorParallelTime,
-    best_worker,
     fit_performance,
     load_performance,
     performance_names,
     save_performance,
-    worker_throughput,
 )
 from sola_sched.cluster.performance.samples import block_samples
 from sola_sched.cluster.performance.tensor_parallel import at_num_gpus
-from sola_sched.errors import ConfigError, InfeasibleError, ProfileError
+from sola_sched.errors import ConfigError, ProfileError
 
 
 def test_kv_use_grows_by_h_a_token_from_j() -> None:
@@ -143,58 +140,6 @@ def test_equal_batch_sizes_leave_no_price_on_the_batch() -> None:
     assert times.batch_prefill_s(8, 100) == pytest.approx(0.09)
 
 
-def test_tensor_parallel_time_is_eq_5_with_all_reduce() -> None:
-    gpus = [1, 2, 4, 8]
-    compute = [0.08 / n + 0.005 for n in gpus]
-    communication = [0.012 * (n - 1) / n for n in gpus]
-
-    found, errors = TensorParallelTime.fit(gpus, compute, communication)
-
-    assert found.per_share_s == pytest.approx(0.08)
-    assert found.fixed_s == pytest.approx(0.005)
-    assert found.communication_s == pytest.approx(0.012)
-    assert found.seconds(4) == pytest.approx(0.02 + 0.005 + 0.009)
-    assert errors["compute"].worst_ratio < 1e-9
-
-
-def test_worker_throughput_is_eq_6_on_both_sides() -> None:
-    # Step time of b requests of 100 tokens: (1e-6 x 100 + 1e-4) b + 0.01 = 2e-4 b + 0.01.
-    small = make_model(capacity=1000.0)
-    large = make_model(capacity=1e6)
-
-    in_memory = worker_throughput(small, mean_context=100.0, tpot_s=0.05)
-    in_time = worker_throughput(large, mean_context=100.0, tpot_s=0.05)
-
-    assert in_memory.limit == "KV memory"
-    assert in_memory.num_requests == pytest.approx(10)
-    assert in_memory.tokens_per_gpu_s == pytest.approx(10 / 0.012)
-    assert in_time.limit == "TPOT"
-    assert in_time.num_requests == pytest.approx(200)
-    assert in_time.tokens_per_gpu_s == pytest.approx(200 / 0.05)
-
-
-def test_best_worker_trades_memory_against_communication() -> None:
-    # Two GPUs halve the work but pay for communication; one has hardly any memory left.
-    one = make_model(capacity=500.0, decode_base_s=0.02)
-    two = PerformanceModel(
-        "two", KvUse(1.0), PrefillTime(5e-5, 0.01), DecodeTime(5e-7, 5e-5, 0.014), 20_000.0, 2
-    )
-    starved = best_worker([one, two], mean_context=100.0, tpot_s=0.05)
-    roomy = best_worker(
-        [make_model(capacity=1e5, decode_base_s=0.02), two], mean_context=100.0, tpot_s=0.05
-    )
-
-    assert starved.num_gpus == 2
-    # One GPU: 150 requests / 50 ms = 3000/s; two: 200 requests, 34 ms: 2941/s each.
-    assert roomy.num_gpus == 1
-    assert roomy.tokens_per_gpu_s == pytest.approx(3000)
-
-
-def test_an_impossible_tpot_names_target_and_gap() -> None:
-    with pytest.raises(InfeasibleError, match=r"at least 10\.2 ms.*got 5\.0 ms, 5\.2 ms too"):
-        best_worker([make_model()], mean_context=100.0, tpot_s=0.005)
-
-
 def test_a_worker_size_between_measured_ones_follows_eq_5() -> None:
     models = {
         n: PerformanceModel(
@@ -211,6 +156,28 @@ def test_a_worker_size_between_measured_ones_follows_eq_5() -> None:
     assert four.num_gpus == 4
     with pytest.raises(ConfigError, match="two worker sizes"):
         at_num_gpus({1: models[1]}, 4, 4e5)
+
+
+@pytest.mark.parametrize("communication_s", [0.0, 0.004, 0.01, 0.02, 0.5])
+@pytest.mark.parametrize("measured", [(1, 2), (2, 4), (1, 2, 4, 8), (1, 8)])
+def test_a_worker_size_is_priced_right_whether_computing_or_communication_weighs_more(
+    measured: tuple[int, ...], communication_s: float
+) -> None:
+    def model(n: int) -> PerformanceModel:
+        base_s = 0.01 / n + 0.005 + communication_s * (n - 1) / n
+        per_token_s = 1e-4 / n + 0.01 * communication_s * (n - 1) / n
+        return PerformanceModel(
+            "m", KvUse(1.0), PrefillTime(per_token_s, base_s),
+            DecodeTime(1e-7 / n, per_token_s, base_s), 1e9, n,
+        )  # fmt: skip
+
+    models = {n: model(n) for n in measured}
+
+    for n in (1, 2, 3, 4, 8, 16):
+        found = at_num_gpus(models, n, 1e9)
+        assert found.decode.base_s == pytest.approx(model(n).decode.base_s)
+        assert found.decode.per_request_s == pytest.approx(model(n).decode.per_request_s)
+        assert found.prefill.per_token_s == pytest.approx(model(n).prefill.per_token_s)
 
 
 @pytest.mark.parametrize(

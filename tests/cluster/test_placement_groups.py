@@ -33,14 +33,14 @@ def test_errors_count_requests_that_outlive_or_undercut_their_prediction() -> No
     error = error_of(
         [
             Progress(predicted=100, generated=50),  # as planned so far
-            Progress(predicted=100, generated=120, predicted_again=60),  # + 60 tokens, + 1
+            Progress(predicted=100, generated=120, predicted_again=160),  # l' = + 160, + 1
             Progress(predicted=100, generated=70, is_finished=True),  # - 30 tokens, - 1
             Progress(predicted=100, generated=100, is_finished=True),
             Progress(predicted=10, generated=30, predicted_again=40),  # + 40 tokens, + 1
         ]
     )
 
-    assert error == InstanceError(tokens=70.0, requests=1.0)
+    assert error == InstanceError(tokens=170.0, requests=1.0)
 
 
 def test_a_new_request_moves_from_the_underestimated_to_the_overestimated_instance() -> None:

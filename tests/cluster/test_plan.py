@@ -23,6 +23,7 @@ from sola_sched.plan.impossible import ImpossibleError, require_possible
 from sola_sched.plan.load import Load, make_load
 from sola_sched.plan.report import table
 from sola_sched.plan.search import search
+from sola_sched.simulator.cluster.cluster import VirtualCluster
 from sola_sched.simulator.steps.time import DecodeOnly, StepCounts
 
 BASE = ["--model", "llama-3-8b", "--disable-tqdm", "--num-prompts", "150"]
@@ -452,3 +453,49 @@ def test_requests_that_a_pool_cannot_hold_fail_and_are_counted() -> None:
 
     assert found.attainment == 0.75  # the first of five is not counted
     assert found.excess["ttft"] == math.inf
+
+
+@pytest.mark.parametrize("rate", ["1", "0.01", "0.0001"])
+def test_a_plan_for_a_low_rate_takes_no_longer_than_for_a_higher_one(
+    tmp_path: Path, rate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = []
+    take = VirtualCluster._take_report
+    monkeypatch.setattr(
+        VirtualCluster, "_take_report", lambda *args: (reports.append(0), take(*args))
+    )
+
+    args = ["--gpu", "a100=1.5", *LOAD[2:], "--request-rate", rate]
+    code, found = plan(tmp_path, *FAST, *args, *SLO)
+
+    assert (code, found["best"]["num_instances"]) == (0, 1)
+    # Requests alone on an engine take seconds; it reports for ten more before the next one.
+    assert len(reports) < 150 * 4 * 100
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--gpu", "a100=1e308"], "prices of '--gpu' must be between 1e-09 and 1e+09"),
+        (["--gpu", "a100=1e-320"], "prices of '--gpu' must be between 1e-09 and 1e+09"),
+        (["--gpu", "a100=1", "--request-rate", "1e-12"], "must come within 1e+09 s"),
+        (["--gpu", "a100=1", "--request-rate", "1e-300"], "must come within 1e+09 s"),
+    ],
+)
+def test_numbers_beyond_all_use_end_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str
+) -> None:
+    code, _ = plan(tmp_path, *FAST, *LOAD, *SLO, *args)
+
+    assert code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_no_more_instances_are_tried_than_there_are_requests(tmp_path: Path) -> None:
+    args = ["--gpu", "a100=1", "--max-gpus", str(10**17), "--slo", "ttft:60", "tpot:16"]
+
+    code, found = plan(tmp_path, *FAST, *LOAD, *args, "--num-prompts", "20")
+
+    assert code == 2
+    assert max((each["num_instances"] for each in found.get("configurations", [])), default=0) <= 20

@@ -127,6 +127,8 @@ def test_added_and_removed_service_changes_the_plan_and_no_other_application(
     assert names_of(both) == ["chat", "code", "chat--node0-gpu0", "code--node0-gpu0"]
     assert names_of(alone) == ["chat", "chat--node0-gpu0"]
     assert both["applications"][0] == alone["applications"][0]
+    # All on one node, and nobody has asked for more.
+    assert {each["args"]["host"] for each in both["applications"]} == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize(

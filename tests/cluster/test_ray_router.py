@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import pickle
+import tracemalloc
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +14,10 @@ import pytest
 
 pytest.importorskip("ray.serve.request_router")
 
+from cluster_views import make_view
 from ray.serve.request_router import RequestRouter
 
+from sola_sched.serving import membership, ray_router
 from sola_sched.serving.ray_router import SolaRequestRouter
 
 A, B = (
@@ -83,3 +88,102 @@ def test_the_death_of_a_replica_with_requests_is_taken_in(router: Any) -> None:
     router.on_request_completed(A.replica_id, pending.metadata.internal_request_id)
 
     assert {_choose(router, _pending(n)).unique_id for n in range(1, 4)} == {"b"}
+
+
+def _pending_http(*headers: tuple[str, str]) -> Any:
+    """A request as Serve's own proxy shows it, which has not read its body."""
+    scope = {"headers": [(name.encode(), value.encode("latin-1")) for name, value in headers]}
+    pending = _pending(0)
+    pending.args = [SimpleNamespace(asgi_scope=scope)]
+    return pending
+
+
+@pytest.mark.parametrize(
+    "size",
+    ["2000000000", "9" * 18, "9" * 5000, "abc", "-5", "+5", "1_000", " 7", "", "\xb2", "1.5"],
+)
+def test_a_size_that_a_client_announces_costs_nothing_and_is_forgotten(
+    router: Any, size: str
+) -> None:
+    pending = _pending_http(("content-length", size))
+    tracemalloc.start()
+
+    chosen = _choose(router, pending)
+    router.on_request_routed(pending, chosen, None)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert peak_bytes < 2**20
+    assert router.num_failures == 0
+    (view,) = [view for view in router._mine.reports.views if view.num_requests]
+    assert 1 <= view.waiting_tokens[0] <= 2**17
+    router.on_request_completed(chosen, "internal-0")
+    assert not any(router._mine._router._loads.values())
+
+
+def test_an_announced_size_counts_for_no_more_than_the_longest_prompt_there_is_room_for(
+    router: Any,
+) -> None:
+    for replica in router._mine:
+        router._mine.reported(replica, make_view(max_model_len=500, reported_s=0.0))
+
+    request = router._routed(_pending_http(("content-length", "1000000")), "r")
+
+    assert request.prompt_tokens == 499
+
+
+@pytest.mark.parametrize("arguments", [[], [b"not a pickle"], [pickle.dumps(3)], [{"prompt": 3}]])
+def test_what_is_shown_in_no_form_that_is_known_is_routed_by_serve(
+    router: Any, arguments: list[Any]
+) -> None:
+    pending = _pending(0)
+    pending.args = arguments
+
+    assert _choose(router, pending).unique_id in "ab"
+    router.on_request_routed(pending, A.replica_id, None)
+    router.on_request_completed(A.replica_id, "internal-0")
+
+
+def test_an_error_of_ours_leaves_no_request_without_an_answer_and_is_told_once(
+    router: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    router._mine.choose = fail
+    for number in range(3):
+        assert _choose(router, _pending(number)) is A.replica_id
+
+    assert router.num_failures == 3
+    assert len([r for r in caplog.records if r.levelno >= logging.ERROR]) == 1
+
+
+def test_an_engine_that_only_its_own_node_can_reach_is_told_to_no_gateway_elsewhere(
+    router: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def there(name: str, node: str, host: str) -> Any:
+        return SimpleNamespace(
+            replica_id=SimpleNamespace(unique_id=name),
+            replica_metadata={"url": f"http://{host}:9"},
+            node_id=node,
+        )
+
+    told: list[dict[str, str]] = []
+    context = SimpleNamespace(get_node_id=lambda: "here")
+    monkeypatch.setattr(ray_router.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(RequestRouter, "update_replicas", lambda *args: None)
+    monkeypatch.setattr(membership, "listeners", [lambda _, urls: told.append(urls)])
+    router._deployment_id = SimpleNamespace(app_name="a", name="d")
+    replicas = [
+        there("near", "here", "127.0.0.1"),
+        there("far", "there", "127.0.0.1"),
+        there("open", "there", "10.0.0.7"),
+    ]
+
+    router.update_replicas(replicas)
+    router.update_replicas(replicas)
+
+    assert [set(urls) for urls in told] == [{"near", "open"}] * 2
+    (line,) = [record.message for record in caplog.records]
+    assert "far" in line
+    assert "'engine_host'" in line

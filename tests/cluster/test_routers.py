@@ -26,7 +26,7 @@ from sola_sched.cluster.routers import (
     WeightedRoundRobin,
 )
 from sola_sched.cluster.ttft import predicted_ttft_s
-from sola_sched.cluster.view import InstanceView, Refusal, RoutedRequest, Views
+from sola_sched.cluster.view import InstanceView, Refusal, RoutedRequest, Router, Views
 
 
 def choices(router: CandidateRouter, views: Sequence[InstanceView], count: int) -> list[int]:
@@ -109,13 +109,34 @@ def test_memory_based_sends_in_proportion_to_memory() -> None:
 def test_memory_based_forgets_what_has_ended() -> None:
     views = [make_view(), make_view()]
     router = MemoryBased()
-    first = router.choose(make_routed("a"), views, 0.0)
+    first = router.choose(make_routed("a", prompt_tokens=5000), views, 0.0)
     assert isinstance(first, int)
+    other = 1 - first
+    assert set(choices(router, views, 1)) == {other}
 
     router.ended("a", first)
     router.ended("a", first)  # told twice: still once
 
     assert router.choose(make_routed("b"), views, 0.0) == first
+
+
+def test_no_load_is_so_large_that_others_are_lost_beside_it() -> None:
+    views = [make_view(kv_capacity_tokens=10_000), make_view(kv_capacity_tokens=10_000)]
+    router = MemoryBased(theta=1000.0)
+    small = choices(router, views, 2)
+    huge = make_routed("huge", prompt_tokens=8000)
+    where = router.choose(huge, views, 0.0)
+    again = router.choose(make_routed("again", prompt_tokens=8000), views, 0.0)
+    assert isinstance(where, int)
+    assert isinstance(again, int)
+
+    router.ended("huge", where)
+    router.ended("again", again)
+
+    assert small == [0, 1]
+    assert router._loads == {0: 1.0, 1: 1.0}
+    router.ended("r0", 0)
+    assert router.choose(make_routed("b"), views, 0.0) == 0
 
 
 def test_memory_based_survives_any_overload() -> None:
@@ -326,3 +347,83 @@ def test_what_was_sent_spreads_a_burst_between_two_reports() -> None:
         chosen.append(instance)
 
     assert Counter(chosen) == {0: 10, 1: 10, 2: 10, 3: 10}
+
+
+#: Routers that have equals in turn, and those that draw one of them.
+IN_TURN = sorted(set(ALL_ROUTERS) - {"single", "shortest-queue", "power-of-two"})
+
+
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("name", IN_TURN)
+def test_idle_instances_get_requests_in_turn(name: str, number: int) -> None:
+    router, reports = ALL_ROUTERS[name](0), Reports()
+    for _ in range(number):
+        reports.join(make_view(), 0.0)
+
+    chosen = [_served_alone(router, reports, f"r{i}") for i in range(12)]
+
+    assert chosen == [i % number for i in range(12)]
+
+
+@pytest.mark.parametrize("name", ["shortest-queue", "power-of-two"])
+def test_idle_instances_are_drawn_at_random(name: str) -> None:
+    router, reports = ALL_ROUTERS[name](0), Reports()
+    for _ in range(2):
+        reports.join(make_view(), 0.0)
+
+    chosen = Counter(_served_alone(router, reports, f"r{i}") for i in range(40))
+
+    assert min(chosen[0], chosen[1]) >= 10
+
+
+@pytest.mark.parametrize("name", ["least-ttft", "combined", "spreading", "workload"])
+def test_idle_instances_whose_learned_step_times_differ_a_little_get_requests_in_turn(
+    name: str,
+) -> None:
+    router, reports = ALL_ROUTERS[name](0), Reports()
+    for factor in (1.0, 0.97, 1.02):
+        steps = LinearSteps(step_s=0.01 * factor, per_prompt_token_s=1e-4 * factor)
+        reports.join(make_view(model=steps), 0.0)
+
+    chosen = Counter(_served_alone(router, reports, f"r{i}") for i in range(12))
+
+    assert chosen == {0: 4, 1: 4, 2: 4}
+
+
+@pytest.mark.parametrize("name", ["least-ttft", "combined", "spreading", "workload"])
+def test_of_two_idle_instances_the_much_faster_one_gets_all(name: str) -> None:
+    router, reports = ALL_ROUTERS[name](0), Reports()
+    for factor in (3.0, 1.0):
+        steps = LinearSteps(step_s=0.01 * factor, per_prompt_token_s=1e-3 * factor)
+        reports.join(make_view(model=steps), 0.0)
+
+    assert {_served_alone(router, reports, f"r{i}") for i in range(6)} == {1}
+
+
+def _served_alone(router: Router, reports: Reports, req_id: str) -> int:
+    """Where a request goes that ends before the next one comes."""
+    request = make_routed(req_id)
+    where = router.choose(request, reports.views, 0.0)
+    assert isinstance(where, int)
+    reports.sent(where, request, 0.0)
+    reports.ended(where, req_id)
+    router.ended(req_id, where)
+    return where
+
+
+@pytest.mark.parametrize("name", sorted(ALL_ROUTERS))
+def test_an_instance_that_takes_the_place_of_one_that_left_is_a_new_one(name: str) -> None:
+    router, reports = ALL_ROUTERS[name](0), Reports()
+    for _ in range(3):
+        reports.join(make_view(), 0.0)
+    request = make_routed("old")
+    where = router.choose(request, reports.views, 0.0)
+    assert isinstance(where, int)
+    router.ended("old", where)
+    reports.forget(1)
+
+    assert reports.join(make_view(), 1.0) == 1
+
+    others = [make_view(is_alive=False), reports.views[1], make_view(is_alive=False)]
+    assert router.choose(make_routed("new"), others, 1.0) == 1
+    assert router.choose(make_routed("newer"), others[:2], 1.0) == 1

@@ -127,10 +127,10 @@ def test_a_fallen_rate_is_followed_after_the_delay() -> None:
 
     answers = fleet.run(60, 4.0)
 
-    down = answers.index(1)
-    assert set(answers[:down]) == {4}
-    assert set(answers[down:]) == {1}
-    assert 20 <= down <= 35  # the delay, and what it takes to see that the rate has changed
+    # The delay, and what it takes to see that the rate has changed: first in part, then in whole.
+    assert answers == sorted(answers, reverse=True)
+    assert 20 <= answers.count(4) <= 35
+    assert answers.index(1) <= 40
 
 
 def test_a_short_lull_takes_no_replica_away() -> None:

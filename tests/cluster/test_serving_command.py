@@ -28,6 +28,10 @@ REPLICA = ["gateway", "--replica", "http://localhost:8001"]
          "must be http://HOST:PORT without a path (got 'localhost:8001'); write "
          "http://localhost:8001"),
         (["gateway", "--replica", "http://h:1/v1"], "(got 'http://h:1/v1')"),
+        (["gateway", "--replica", "http://h:1?key=v"], "(got 'http://h:1?key=v')"),
+        (["gateway", "--replica", "http://me:s3cret@h:1"],
+         "must be http://HOST:PORT without a user and password (got '...@h:1')"),
+        (["gateway", "--replica", "me:s3c:// ret@h:1/v1"], "(got '...@h:1/v1')"),
         ([*REPLICA, "--port", "70000"], "must be a port, 0 to 65535 (got '70000')"),
         ([*REPLICA, "--patience-s", "nan"], "--patience-s: must be a number > 0 (got 'nan')"),
         ([*REPLICA, "--connect-s", "inf"], "--connect-s: must be finite (got 'inf')"),

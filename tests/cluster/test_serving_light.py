@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
+import urllib.parse
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +20,7 @@ pytest.importorskip("ray.serve")
 
 import aiohttp
 from fake_replica import output_of
-from local_ray import local_ray
+from local_ray import free_port, local_ray
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -26,17 +31,27 @@ def _replicas(url: str) -> list[dict[str, Any]]:
     return shown
 
 
+@dataclass(frozen=True)
+class Urls:
+    """Where the two applications are: fake engines behind the gateway, others behind Serve."""
+
+    gateway: str
+    proxy: str
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """Two fake engines and the gateway; its URL."""
+def urls() -> Iterator[Urls]:
+    """Two fake engines and the gateway; two light ones behind Serve's own proxy."""
     from fake_engine import FakeEngine
+    from light_engine import LightIngressEngine
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
-    from sola_sched.serving.ray_app import ROUTER_CLASS, GatewayServer
+    from sola_sched.serving.ray_app import ROUTER_CLASS, GatewayServer, build
 
+    port = free_port()
     with local_ray():
-        serve.start(proxy_location="Disabled")
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
         light = {"num_cpus": 0}
         engines = serve.deployment(FakeEngine).options(
             name="engine-0",
@@ -48,8 +63,24 @@ def cluster() -> Iterator[str]:
         args = {"model": "m", "host": "127.0.0.1", "port": 0, "router": "shortest-queue"}
         app = gateway.bind([engines.bind(0.02)], args)
         url = serve.run(app, name="sola", route_prefix=None).url.remote().result()
+        behind = build(
+            {
+                "model": "m",
+                "options": {"answer_s": 0.0},
+                "front": "serve",
+                "engines": [{"num_replicas": 2}],
+            }
+        )._bound_deployment
+        light_app = behind.options(func_or_class=LightIngressEngine).bind(*behind.init_args)
+        serve.run(light_app, name="behind", route_prefix="/behind")
         _wait_for(lambda: sum(bool(r["has_feed"]) for r in _replicas(url)) == 2)
-        yield url
+        yield Urls(url, f"http://127.0.0.1:{port}/behind")
+
+
+@pytest.fixture
+def cluster(urls: Urls) -> str:
+    """The gateway."""
+    return urls.gateway
 
 
 def _wait_for(condition: Any, limit_s: float = 120.0) -> None:
@@ -70,6 +101,59 @@ def test_serves_own_calls_go_where_the_policy_sends_them(cluster: str) -> None:
         return [await engines.is_busy.remote({"prompt": "p"}) for _ in range(8)]
 
     assert asyncio.run(ask()) == [False] * 8
+
+
+def _ask(url: str, prompt: str) -> dict[str, Any]:
+    body = json.dumps({"model": "m", "prompt": prompt}).encode()
+    request = urllib.request.Request(
+        f"{url}/v1/completions", data=body, headers={"x-slo-ttft-ms": "500"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+def test_requests_through_serves_own_proxy_reach_idle_replicas_in_turn(urls: Urls) -> None:
+    prompt = "p" * 2**20
+
+    answers = [_ask(urls.proxy, prompt) for _ in range(10)]
+
+    assert {answer["body_bytes"] for answer in answers} == {
+        len(json.dumps({"model": "m", "prompt": prompt}))
+    }
+    counts = Counter(answer["server"] for answer in answers)
+    assert sorted(counts.values()) == [5, 5]
+
+
+@pytest.mark.parametrize("length", ["2000000000", "9" * 18])
+def test_a_size_that_a_client_only_announces_costs_serves_proxy_nothing(
+    urls: Urls, length: str
+) -> None:
+    host, port = urllib.parse.urlsplit(urls.proxy).netloc.split(":")
+    head = (
+        f"POST /behind/v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n\r\n"
+    )
+    before = _proxy_bytes()
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(head.encode() + b'{"prompt"')
+        time.sleep(1.0)
+
+        assert _ask(urls.proxy, "p")["body_bytes"] > 0
+
+        assert _proxy_bytes() - before < 100 * 2**20
+
+
+def _proxy_bytes() -> int:
+    """The most memory that Serve's proxy has had."""
+    (pid,) = [
+        path.parent.name
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if b"ServeProxy" in path.read_bytes() or b"ProxyActor" in path.read_bytes()
+    ]
+    (line,) = [
+        line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "VmHWM" in line
+    ]
+    return 1024 * int(line.split()[1])
 
 
 def test_a_replica_is_killed_and_its_streams_go_on_and_a_new_one_joins(cluster: str) -> None:

@@ -27,6 +27,8 @@ SERVICE = ["door", "--service", "a=http://127.0.0.1:9"]
             ["door", "--service", "a=here:1"],
             "must be http://HOST:PORT without a path (got 'here:1')",
         ),
+        (["door", "--service", "a=http://me:s3cret@b:1"], "without a user and password (got '...@"),
+        (["door", "--service", "=http://me:s3cret@b:1"], "(got '...@b:1')"),
         (["door", "--service", "a=http://b:x"], "must be http://HOST:PORT without a path"),
         (["door", "--service", "a=http://b:1/v1"], "must be http://HOST:PORT without a path"),
         ([*SERVICE, "--service", "a=http://b:1"], "must have each NAME once (got a, a)"),

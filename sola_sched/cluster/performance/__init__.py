@@ -20,12 +20,7 @@ from sola_sched.cluster.performance.model import (
 )
 from sola_sched.cluster.performance.samples import DecodeSamples, KvSamples, PrefillSamples
 from sola_sched.cluster.performance.static_batch_time import StaticBatchTime
-from sola_sched.cluster.performance.tensor_parallel import (
-    TensorParallelTime,
-    WorkerThroughput,
-    best_worker,
-    worker_throughput,
-)
+from sola_sched.cluster.performance.tensor_parallel import at_num_gpus
 
 __all__ = [
     "DecodeSamples",
@@ -38,9 +33,7 @@ __all__ = [
     "PrefillSamples",
     "PrefillTime",
     "StaticBatchTime",
-    "TensorParallelTime",
-    "WorkerThroughput",
-    "best_worker",
+    "at_num_gpus",
     "fit_performance",
     "load_performance",
     "performance_names",
@@ -48,5 +41,4 @@ __all__ = [
     "samples_of_profile",
     "samples_of_steps",
     "save_performance",
-    "worker_throughput",
 ]

@@ -101,12 +101,6 @@ class DecodeTime:
             return math.copysign(math.inf, room_s)
         return room_s / self.per_ctx_s
 
-    def request_limit(self, mean_context: float, tpot_s: float) -> float:
-        """Requests of a mean context with which a step takes `tpot_s`: Eq. 3 solved for b."""
-        per_request_s = self.per_ctx_s * mean_context + self.per_request_s
-        room_s = max(0.0, tpot_s - self.base_s)
-        return room_s / per_request_s if per_request_s > 0.0 else math.inf
-
 
 @dataclass(frozen=True, slots=True)
 class PerformanceModel:

@@ -18,22 +18,28 @@ from numpy.typing import NDArray
 
 from sola_sched.cluster.placement.demand import Demand
 from sola_sched.cluster.placement.fleet import Fleet
+from sola_sched.cluster.ties import Turns
 from sola_sched.errors import InfeasibleError
 
 FloatArray = NDArray[np.float64]
 _LEAST_LIMIT = 1e-9
+#: Shares of a limit that differ by no more are equal where instances are idle.
+_PRESSURE_TIE = 0.01
 
 
-def best_fit(fleet: Fleet, demand: Demand, *, is_relative: bool = False) -> int | None:
+def best_fit(
+    fleet: Fleet, demand: Demand, *, is_relative: bool = False, turns: Turns | None = None
+) -> int | None:
     """The fullest instance that can take the request within all constraints.
 
     Args:
         fleet: The instances; it stays as it is.
         demand: The request.
         is_relative: Rank by shares of each instance's limits with the request, for unequal ones.
+        turns: Takes equals in turn; None for the first of them.
 
     Returns:
-        The instance, of equals the first; None if none is feasible. Some 20 numpy operations on
+        The instance; None if none is feasible. Some 20 numpy operations on
         columns of the fleet, and one exact check of KV memory for each instance where it is tight.
     """
     ok = fleet.feasible(demand)
@@ -47,15 +53,22 @@ def best_fit(fleet: Fleet, demand: Demand, *, is_relative: bool = False) -> int 
         i = int(norm.argmax())
         if norm[i] < 0.0:
             return None
+        if turns is not None:
+            i = turns.next(np.flatnonzero(norm == norm[i]).tolist())
         if fleet.kv_fits(i, demand):
             return i
         norm[i] = -1.0
 
 
-def least_pressed(fleet: Fleet, demand: Demand) -> int | None:
+def least_pressed(fleet: Fleet, demand: Demand, *, turns: Turns | None = None) -> int | None:
     """The instance whose constraint nearest to its limit is the farthest from it.
 
     Where none is feasible that is the one whose worst constraint is broken by the least factor.
+
+    Args:
+        fleet: The instances; it stays as it is.
+        demand: The request.
+        turns: Takes equals in turn; None for the first of them.
 
     Returns:
         The instance, of equals the one with the fewest requests; None if none is open.
@@ -63,7 +76,13 @@ def least_pressed(fleet: Fleet, demand: Demand) -> int | None:
     pressure = _pressure(fleet, demand)
     if not fleet.is_open.any():
         return None
-    return int(np.lexsort((fleet.num_requests, pressure))[0])
+    if turns is None:
+        return int(np.lexsort((fleet.num_requests, pressure))[0])
+    (is_open,) = fleet.is_open.nonzero()
+    return turns.least(
+        is_open.tolist(), pressure[is_open].tolist(), lambda i: float(fleet.num_requests[i]),
+        slack=_PRESSURE_TIE,
+    )  # fmt: skip
 
 
 def why_infeasible(fleet: Fleet, demand: Demand) -> str:

@@ -36,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sola_sched.cluster.routers import SampledRouter
+from sola_sched.cluster.ties import Turns
 from sola_sched.cluster.ttft import predicted_ttft_s
 from sola_sched.cluster.view import InstanceView, RoutedRequest, Views
 
@@ -48,6 +49,8 @@ _HARM, _DELAY = 0.25, 1.0
 #: Share of the time of prompts by which decodes are put off: of an engine that lets prompts wait
 #: for them, found by trial likewise, and of any other.
 _TAKEN_IF_HELD, _TAKEN = 0.5, 1.0
+#: Of idle instances, those where so many requests fewer attain are as good.
+_GAIN_TIE = 0.02
 _LEAST_S = 1e-6
 _FARTHEST = 50.0
 
@@ -61,10 +64,12 @@ class CombinedRouter(SampledRouter):
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__([seed, 19])
+        self._turns = Turns()
 
     def pick(self, request: RoutedRequest, views: Views, able: Sequence[int], now_s: float) -> int:
         """See `CandidateRouter.pick`."""
-        return max(able, key=lambda i: expected_gain(views[i], request, now_s))
+        losses = [-expected_gain(views[i], request, now_s) for i in able]
+        return self._turns.least(able, losses, lambda i: views[i].num_requests, slack=_GAIN_TIE)
 
 
 def expected_gain(view: InstanceView, request: RoutedRequest, now_s: float) -> float:

@@ -1,8 +1,10 @@
 """Aladdin's Algorithm 2: new requests move from instances that got more than was predicted.
 
 Source: Aladdin, section 4.3. For each instance l_e sums the errors of the outputs predicted and b_e
-those of the number of requests: a request that outlives its prediction adds its new prediction and
-1, one that ends early takes off what was not generated and 1. By Eq. 4 both are worth time, so
+those of the number of requests: a request that outlives its prediction adds its new prediction l'
+and 1, one that ends early takes off what was not generated and 1. l' is the mean output, in all, of
+requests that outlive the same prediction: the plan had the request gone, so all of it counts, as
+all of a new request does that moves. By Eq. 4 both are worth time, so
 
     alpha l_e + beta b_e + c = 0 with alpha = k2, beta = c2,
 
@@ -46,8 +48,8 @@ class Progress:
         predicted: Output tokens predicted at placement.
         generated: Output tokens so far.
         is_finished: True once it has ended; `generated` is its true length then.
-        predicted_again: For one that outlives its prediction, the output tokens that such requests
-            still generate.
+        predicted_again: For one that outlives its prediction, l': the output tokens, from the first
+            on, that such requests generate in the mean. More than `predicted` and `generated`.
     """
 
     predicted: float

@@ -16,6 +16,7 @@ from sola_sched.cluster.performance.model import DecodeTime, KvUse, PerformanceM
 from sola_sched.cluster.placement.best_fit import best_fit, least_pressed
 from sola_sched.cluster.placement.demand import Demand
 from sola_sched.cluster.placement.fleet import Fleet, Phase, Tightness
+from sola_sched.cluster.ties import Turns
 from sola_sched.cluster.view import (
     InstanceView,
     Refusal,
@@ -58,6 +59,7 @@ class PackingRouter:
         self._skips_lost = skips_lost
         self._tightness, self._phase = tightness or Tightness(), phase
         self._is_relative, self._is_chunked = is_relative, is_chunked
+        self._turns = Turns()
         self._fleet: Fleet | None = None
         self._seen: list[InstanceView] = []
         self._is_alive: NDArray[np.bool_] = np.zeros(0, dtype=bool)
@@ -102,8 +104,8 @@ class PackingRouter:
 
     def _place(self, fleet: Fleet, demand: Demand) -> int | None:
         """The instance, or None if none is open."""
-        chosen = best_fit(fleet, demand, is_relative=self._is_relative)
-        return least_pressed(fleet, demand) if chosen is None else chosen
+        chosen = best_fit(fleet, demand, is_relative=self._is_relative, turns=self._turns)
+        return least_pressed(fleet, demand, turns=self._turns) if chosen is None else chosen
 
     def _follow(self, views: Views, now_s: float) -> Fleet:
         """The fleet with every view that has changed since the last request."""
@@ -178,7 +180,7 @@ class SpreadingRouter(PackingRouter):
         super().__init__(tightness, is_chunked=True, skips_lost=skips_lost)
 
     def _place(self, fleet: Fleet, demand: Demand) -> int | None:
-        return least_pressed(fleet, demand)
+        return least_pressed(fleet, demand, turns=self._turns)
 
 
 def performance_of(view: InstanceView) -> PerformanceModel:

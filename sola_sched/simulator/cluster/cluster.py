@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import math
@@ -31,6 +32,8 @@ from sola_sched.simulator.request import VirtualRequest
 _FAULT, _GATEWAY, _ENGINE = range(3)
 #: A request that no instance can take is offered again after so long, seconds.
 _RETRY_S = 0.25
+#: Before an arrival, instances that are all idle report again for so long.
+_IDLE_S = 10.0
 _Z99 = 2.3263
 
 
@@ -105,6 +108,7 @@ class VirtualCluster:
         self._reports = Reports(delivery_s=self._links.send_delay_s, silent_s=self._links.silent_s)
         self._report_ages_s: list[float] = []
         self._num_retries = self._num_open = 0
+        self._arrivals_s: list[float] = []
         self._scaling, self._num_arrivals, self._num_starting = scaling, 0, 0
         for engine in engines:
             self._join(engine)
@@ -129,6 +133,7 @@ class VirtualCluster:
                     f"'arrival_s' of {spec.request.req_id!r} must be finite and >= "
                     f"{self._now_s:g}, the start of the cluster (got {at_s!r}); correct the trace."
                 )
+        self._arrivals_s = sorted(spec.request.arrival_s for spec in requests)
         streams = [self._stream(spec) for spec in requests]
         for stream in streams:
             self._at(stream.record.arrival_s, _GATEWAY, self._route, stream)
@@ -280,8 +285,17 @@ class VirtualCluster:
             view = member.engine.view(self._now_s)
             delay_s = self._delay_s(self._links.report_delay_s, self._links.report_delay_p99_s)
             self._at(self._now_s + delay_s, _GATEWAY, self._take_report, instance, view)
-        next_s = self._now_s + self._links.report_period_s
-        self._at(next_s, _GATEWAY, self._report, instance)
+        self._at(self._next_report_s(), _GATEWAY, self._report, instance)
+
+    def _next_report_s(self) -> float:
+        """A period later; reports of a long time in which nobody is served are left out."""
+        period_s = self._links.report_period_s
+        next_s = self._now_s + period_s
+        num_arrived = bisect.bisect_right(self._arrivals_s, self._now_s)
+        if num_arrived == len(self._arrivals_s) - self._num_open < len(self._arrivals_s):
+            idle_s = self._arrivals_s[num_arrived] - self._now_s - _IDLE_S
+            next_s += max(0.0, math.floor(idle_s / period_s)) * period_s
+        return next_s
 
     def _scale(self, scaling: Scaling) -> None:
         self._at(self._now_s + scaling.period_s, _FAULT, self._scale, scaling)
