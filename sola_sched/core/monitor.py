@@ -229,6 +229,14 @@ class StateMonitor:
         table.num_computed[row] = num_computed
         table.prefill_target[row] = prefill_target
 
+    def set_back(self, row: int, *, num_computed: int, prefill_target: int) -> None:
+        """A request with a slot lost a part of its KV, and is a prefill again."""
+        table = self.table
+        table.move(row, PREFILL)
+        table.num_computed[row] = num_computed
+        table.prefill_target[row] = prefill_target
+        table.epoch += 1
+
     def parked(self, rows: Collection[int]) -> None:
         """Exactly these waiting requests are out of the planner's hands for now."""
         if not rows and not self._parked:

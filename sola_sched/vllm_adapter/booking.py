@@ -204,7 +204,8 @@ class BookingMixin(_Host):
         inputs_s = self._inputs_s.get(session)
         self._arrived_s[session] = inputs_s.popleft() if inputs_s else self.sola_clock()
         if self._is_updating:  # the last tokens of its last answer are booked after the update
-            self._continued.append(session)
+            if not self.sola_guard.is_lost:
+                self._continued.append(session)
         else:
             self._book("booking the next input of a session", self._goes_on, session)
 
@@ -287,6 +288,18 @@ class BookingMixin(_Host):
                 )
         monitor.scheduled(decodes, prefills, tokens)
 
+    def _set_back(self) -> None:
+        """Follow vLLM where it has lowered what running requests have computed."""
+        monitor = self.sola_monitor
+        for request in self.running:
+            num_tokens = request.num_tokens + request.num_output_placeholders
+            if num_tokens - request.num_computed_tokens > 1:
+                monitor.set_back(
+                    monitor.table.row_of[request.request_id],
+                    num_computed=request.num_computed_tokens,
+                    prefill_target=num_tokens,
+                )
+
     def _learn(self, outputs: Any) -> None:
         """Book the tokens and the ends of the oldest step in flight."""
         monitor = self.sola_monitor
@@ -312,6 +325,11 @@ class BookingMixin(_Host):
             self._goes_on(session)
         self._continued.clear()
         self.sola_monitor.set_busy(self.has_requests())
+
+
+def tells_of_failed_loads(model_runner_output: Any) -> bool:
+    copies = getattr(model_runner_output, "kv_connector_output", None)
+    return bool(getattr(copies, "invalid_block_ids", None))
 
 
 def _waited_before_s(request: Request) -> float:

@@ -32,7 +32,7 @@ from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.planner import Planner, make_planner, pass_through
 from sola_sched.reports import load
 from sola_sched.reports.log import IntervalLog, engine_stats, waits_for_slots_alone
-from sola_sched.vllm_adapter.booking import BookingMixin
+from sola_sched.vllm_adapter.booking import BookingMixin, tells_of_failed_loads
 from sola_sched.vllm_adapter.compiled import let_vllm_look_through_llvmlite
 from sola_sched.vllm_adapter.engine_facts import differences, facts_of
 from sola_sched.vllm_adapter.guard import Guard
@@ -284,6 +284,7 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
         if self._has_stepped_aside:
             return
         self._has_stepped_aside = True
+        self._forget_rows()
         self.waiting = self._seams.own_queue(self.waiting)
         predictions, self.sola_predictions = self.sola_predictions, None
         if predictions is not None:  # its end may take seconds
@@ -357,6 +358,8 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
         if self._to_place:
             self._place_sessions()
         self._book("booking the outcome of a step", self._learn, outputs)
+        if tells_of_failed_loads(model_runner_output):
+            self._book("booking a failed load", self._set_back)
         if self._rejected:
             try:
                 self._answer_rejected(outputs)
