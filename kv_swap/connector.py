@@ -150,7 +150,7 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
         manager, req_id = self.manager, request.request_id
         if manager is None or not manager.covered_tokens(req_id):
             return 0, False
-        if manager.is_saving(req_id):
+        if manager.is_saving(req_id) or manager.is_loading(req_id):  # one that was given up
             return None, False
         num_tokens = manager.loadable(req_id, request.num_tokens - 1) - num_computed_tokens
         if num_tokens <= 0 or not self.accept(req_id, num_computed_tokens, num_tokens):
@@ -185,7 +185,10 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = connector_output.kv_connector_worker_meta
         if self.manager is not None and metadata is not None:
             before = self.manager.counts.num_loaded
-            self.manager.report(metadata.report)
+            given_up = self.manager.report(metadata.report)
+            if given_up:  # vLLM does not wait for these any more
+                connector_output.finished_recving -= given_up
+                connector_output.failed_recving -= given_up
             self.on_report(metadata.report, self.manager.counts.num_loaded - before)
 
     def request_finished_all_groups(

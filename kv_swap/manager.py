@@ -25,6 +25,7 @@ class _InFlight:
     pins: list[Any]
     num_left: int
     frees_blocks: bool = False
+    is_given_up: bool = False
 
 
 class SwapManager:
@@ -225,7 +226,7 @@ class SwapManager:
         if copy is None:
             return
         for entry in self._in_flight.values():
-            if entry.job.req_id == req_id and entry.pins:
+            if entry.job.req_id == req_id and not entry.job.is_load:
                 self._release(entry)  # the copy is of no use: what it reads no longer matters
         for segment in copy.segments:
             self._drop_segment(segment)
@@ -247,14 +248,25 @@ class SwapManager:
         """Forget all copies, e.g. because the model's weights have changed."""
         for req_id in list(self._copies):
             self.drop(req_id)
+        for entry in self._in_flight.values():
+            if not entry.job.is_load:  # of copies that had failed
+                self._release(entry)
+
+    def give_up_load(self, req_id: str, blocks: list[Any]) -> None:
+        """The request does without the load under way, whose blocks are pinned until it ends."""
+        for entry in self._in_flight.values():
+            if entry.job.req_id == req_id and entry.job.is_load:
+                self._pin(blocks)
+                entry.pins, entry.frees_blocks, entry.is_given_up = blocks, True, True
 
     def take_jobs(self) -> list[Job]:
         """The jobs ordered since the last call; workers get each exactly once."""
         jobs, self._new_jobs = self._new_jobs, []
         return jobs
 
-    def report(self, report: Report) -> None:
-        """Book what the workers have ended."""
+    def report(self, report: Report) -> set[str]:
+        """Book what the workers have ended; returns the requests whose given up loads are over."""
+        given_up = set()
         if report.num_slots:
             self._slots = SlotAllocator(report.num_slots)
         self.counts.saved_bytes += report.save_bytes
@@ -268,6 +280,9 @@ class SwapManager:
             assert entry.num_left >= 0, f"job {job_id} was reported too often"
             if not entry.num_left:
                 self._ended(entry)
+                if entry.is_given_up:
+                    given_up.add(entry.job.req_id)
+        return given_up
 
     def check_integrity(self) -> None:
         """Assert that slots, copies and jobs agree."""
@@ -359,7 +374,7 @@ class SwapManager:
         self.counts.num_failed_jobs += 1
         req_id = entry.job.req_id
         copy = self._copies.get(req_id)
-        if copy is None:
+        if copy is None or entry.is_given_up:
             return
         if entry.job.is_load:
             self.counts.num_failed += entry.job.num_tokens

@@ -54,7 +54,7 @@ SCHEDULER = Part(
         failed_recving_kv_req_ids kv_holding_waiting deferred_waiting
         prefix_replay_tokens reset_prefix_cache _inflight_prefills
         _inflight_prefill_reserved_blocks _get_local_prefix_cache_hit
-        _update_waiting_for_remote_kv
+        _update_waiting_for_remote_kv _free_blocks
         """
     ),
     at="",
@@ -95,6 +95,7 @@ PARTS = (
         _names("free_blocks touch"),
         at="kv_cache_manager.block_pool",
     ),
+    Part("vllm.v1.core.kv_cache_utils.KVCacheBlock", swapping=_names("is_null")),
     Part("vllm.v1.core.kv_cache_manager.KVCacheBlocks", swapping=_names("blocks get_block_ids")),
     Part(
         "vllm.v1.core.sched.request_queue.RequestQueue",
@@ -141,7 +142,10 @@ PARTS = (
         swapping=_names("kv_cache_spec layer_names"),
     ),
     Part("vllm.v1.kv_cache_interface.AttentionSpec", swapping=_names("block_size dtype")),
-    Part("vllm.v1.outputs.KVConnectorOutput", swapping=_names("kv_connector_worker_meta")),
+    Part(
+        "vllm.v1.outputs.KVConnectorOutput",
+        swapping=_names("kv_connector_worker_meta finished_recving failed_recving"),
+    ),
     Part(
         "vllm.config.VllmConfig",
         _names(

@@ -36,6 +36,12 @@ logger = init_logger("vllm.sola_sched")
 _MAX_AHEAD = 4
 #: Requests that hold KV without a slot, at most.
 _MAX_RESIDENTS = 8
+#: How requests wait that may hold KV and need no more input.
+_RESUMES = (
+    RequestStatus.WAITING_FOR_REMOTE_KVS,
+    RequestStatus.PREEMPTED,
+    RequestStatus.WAITING,
+)
 
 
 class SwapMixin(_Host):
@@ -168,10 +174,78 @@ class SwapMixin(_Host):
             self._inexact.discard(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        if self.sola_swap is not None:  # the weights may have changed
-            self.sola_copies.drop_all()
-        return super().reset_prefix_cache(*args, **kwargs)
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, *args: Any, **kwargs: Any
+    ) -> bool:
+        being_written: dict[str, list[Any]] = {}
+        try:
+            if self.sola_swap is not None:  # the weights may have changed
+                being_written = self._take_back_loads(reset_running_requests)
+                self._forget_copies()
+        except Exception as error:
+            self.sola_guard.failed("taking back what is being loaded", error)
+        try:
+            return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
+        finally:
+            for req_id, blocks in being_written.items():
+                self.sola_copies.give_up_load(req_id, blocks)
+
+    def _take_back_loads(self, takes_running: bool) -> dict[str, list[Any]]:
+        """Free all blocks that wait for a load to end, or for the loaded request to run.
+
+        vLLM resets its prefix cache only when every block is free, and takes blocks from running
+        requests alone.
+
+        Args:
+            takes_running: Otherwise only those of requests that have ended are freed.
+
+        Returns:
+            For each request, the blocks that a load goes on writing. Nobody may have them before
+            its end.
+        """
+        being_written = {}
+        for request in [*self.requests.values()]:
+            req_id = request.request_id
+            is_loading = self.sola_copies.is_loading(req_id)
+            if request.is_finished():
+                is_held = is_loading
+            else:
+                is_held = takes_running and request.status in _RESUMES and _holds_kv(request)
+            if not is_held:
+                continue
+            if is_loading:
+                groups = self.kv_cache_manager.get_blocks(req_id).blocks
+                being_written[req_id] = [b for group in groups for b in group if not b.is_null]
+            if request.is_finished():
+                self._free_blocks(request)
+            else:
+                self._take_back(request)
+        return being_written
+
+    def _take_back(self, request: Request) -> None:
+        """A request that waits with KV waits without; its host copy is kept."""
+        req_id = request.request_id
+        self._residents.discard(req_id)
+        self._inexact.discard(req_id)
+        self.finished_recving_kv_req_ids.discard(req_id)
+        self.failed_recving_kv_req_ids.discard(req_id)
+        self.kv_holding_waiting.remove_requests([request])
+        self.deferred_waiting.discard(request)
+        self._inflight_prefills.discard(request)
+        self.kv_cache_manager.free(request)
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            has_run = bool(request.num_preemptions)
+            request.status = RequestStatus.PREEMPTED if has_run else RequestStatus.WAITING
+        request.num_computed_tokens = 0
+        self.waiting.prepend_request(request)
+
+    def _forget_copies(self) -> None:
+        """Drop all host copies, and what the planner expects of them."""
+        table = self.sola_monitor.table
+        rows = [table.row_of[name] for name in self.sola_copies.req_ids() if name in table.row_of]
+        table.num_computed[[row for row in rows if table.phase[row] == WAITING]] = 0
+        self._will_load.clear()
+        self.sola_copies.drop_all()
 
     # Ahead of need --------------------------------------------------------------------------
 
@@ -309,16 +383,7 @@ class SwapMixin(_Host):
             if request is None or request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
                 self._residents.discard(req_id)  # it runs, or has ended
             elif is_short and req_id in self.finished_recving_kv_req_ids:
-                self._residents.discard(req_id)
-                self.finished_recving_kv_req_ids.discard(req_id)
-                self.failed_recving_kv_req_ids.discard(req_id)
-                self.kv_holding_waiting.remove_requests([request])
-                self.deferred_waiting.discard(request)
-                self._inflight_prefills.discard(request)
-                self.kv_cache_manager.free(request)
-                request.status = RequestStatus.PREEMPTED
-                request.num_computed_tokens = 0
-                self.waiting.prepend_request(request)
+                self._take_back(request)
 
     # Figures --------------------------------------------------------------------------------
 
@@ -346,3 +411,9 @@ class SwapMixin(_Host):
                 **{name: getattr(counts, name) for name in counts.__slots__},
             }
         }
+
+
+def _holds_kv(request: Request) -> bool:
+    """Whether one that waits has blocks; a load that failed has taken its computed tokens."""
+    is_loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    return is_loading or request.num_computed_tokens > 0
