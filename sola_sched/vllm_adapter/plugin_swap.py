@@ -3,7 +3,8 @@
 vLLM has no hook by which a scheduler could bring a KV connector: connectors are chosen by
 ``--kv-transfer-config``, before the scheduler's class is resolved. `EngineArgs` is where both are
 known; it is extended to name our connector where the scheduler is ours and nothing speaks
-against it. Other engines are left as they are.
+against it. vLLM's CPU backend would reserve a core for it, which it does not need. Other engines
+are left as they are.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from sola_sched.vllm_adapter.names import lacking
 from sola_sched.vllm_adapter.plugin_options import read_options
 
 _MARK = "_sola_sched_swaps"
+_RESERVED = "VLLM_CPU_NUM_OF_RESERVED_CPU"
+#: The value of that variable which this process has set itself.
+_own_reserve: str | None = None
 
 
 def register_swap(is_ours: Any) -> None:
@@ -43,6 +47,7 @@ def register_swap(is_ours: Any) -> None:
         model_config = original(self, *args, **kwargs)
         if is_steered:
             _choose_connector(self, model_config)
+        _reserve_cores(self)
         return model_config
 
     setattr(extended, _MARK, True)
@@ -73,12 +78,57 @@ def _choose_connector(args: Any, model_config: Any) -> None:
         )
 
 
+def _reserve_cores(args: Any) -> None:
+    """Have vLLM's CPU backend reserve as many cores as without our connector.
+
+    With any connector it reserves one more for each worker. Ours needs none: that core would be
+    taken from the model or, where no other is left, the threads of the model would spin against
+    the engine. A value that the operator has set stands.
+    """
+    global _own_reserve
+    if _own_reserve is not None and os.environ.get(_RESERVED) == _own_reserve:
+        del os.environ[_RESERVED]  # of an engine before in this process
+    _own_reserve = None
+    from vllm.platforms import CpuArchEnum, current_platform
+
+    is_bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") == "auto"
+    if not current_platform.is_cpu() or not is_bound or _connector_of(args) != CONNECTOR:
+        return
+    from vllm.logger import init_logger
+
+    logger = init_logger("vllm.sola_sched")
+    if _RESERVED in os.environ:
+        logger.info_once(
+            "sola_sched: %s is %s; KV swapping needs no core of its own",
+            _RESERVED,
+            os.environ[_RESERVED],
+        )
+        return
+    num_workers = args.tensor_parallel_size * args.pipeline_parallel_size
+    num_local = max(1, num_workers // getattr(args, "nnodes", 1))
+    one_each = (CpuArchEnum.X86, CpuArchEnum.ARM, CpuArchEnum.RISCV)
+    num_reserved = num_local if current_platform.get_cpu_architecture() in one_each else 1
+    _own_reserve = os.environ[_RESERVED] = str(num_reserved)
+    logger.info_once(
+        "sola_sched: KV swapping needs no core of its own, so %d reserved as without it (%s); the "
+        "minimum that vLLM warns of counts one more for each worker",
+        num_reserved,
+        _RESERVED,
+    )
+
+
+def _connector_of(args: Any) -> str | None:
+    """Name of the connector that the engine is to have."""
+    transfer = args.kv_transfer_config
+    name = transfer.get("kv_connector") if isinstance(transfer, dict) else None
+    return name or getattr(transfer, "kv_connector", None)
+
+
 def _reason_against(args: Any, model_config: Any) -> str | None:
     """Why not; None if nothing speaks against it, empty if there is nothing to say."""
     swap = SolaConfig.from_additional(args.additional_config).swap
-    transfer = args.kv_transfer_config
-    if transfer is not None:
-        name = transfer.get("kv_connector") if isinstance(transfer, dict) else transfer.kv_connector
+    if args.kv_transfer_config is not None:
+        name = _connector_of(args)
         return "" if name == CONNECTOR else f"--kv-transfer-config selects {name}"
     if swap.mode == "off":
         return ""
