@@ -35,7 +35,7 @@ test-timing: install  ## Run the tests that compare times; leave the machine to 
 test-gpu: install  ## Run the tests that need a CUDA device
 	$(VENV)/bin/pytest -m gpu $(ARGS)
 
-test-versions: install  ## Run the engine's tests on other releases of vLLM, each in its own virtualenv
+test-versions: install  ## Run the tests that know vLLM on all its supported releases; for a release
 	.ci/versions
 
 check: install  ## Run the linter, the format check and the type checker

@@ -1,6 +1,6 @@
-"""Reads a vLLM wheel and checks, without installing it, that what sola_sched touches is there.
+"""Reads another vLLM, without importing it, and checks that what sola_sched touches is there.
 
-python .ci/interface.py vllm-0.33.0-*.whl
+python .ci/interface.py .venv-0.33.0
 
 What that is, `vllm_use` finds by reading our source beside the vLLM that is installed here.
 """
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import vllm_use
@@ -65,6 +63,7 @@ def problems(world: World, version: tuple[int, int], found: set[vllm_use.Use]) -
         and (version >= FIRST_SWAPPING or not use.where.startswith(SWAPPING))
     }
     said = [f"no {use}" for use in vllm_use.lacks(needed, world)]
+    said += [f"none of {each}" for each in vllm_use.lacking_choices(world)]
     scheduler = world.class_at(SCHEDULER.owner)
     if scheduler is None:
         return said
@@ -82,20 +81,21 @@ def problems(world: World, version: tuple[int, int], found: set[vllm_use.Use]) -
     return said
 
 
-def check(read: Callable[[str], str | None], version: str, found: set[vllm_use.Use]) -> list[str]:
-    """As `problems`, of the vLLM whose files `read` gives."""
-    return problems(vllm_use.make_world(read), check_version(version), found)
-
-
-def main(path: str) -> int:
-    """Print the outcome for the wheel at `path`; 0 if everything is there."""
-    version = path.rsplit("/", 1)[-1].split("-")[1]
-    found = touched()
-    with zipfile.ZipFile(path) as archive:
-        said = check(vllm_use.wheel(archive), version, found)
-    print("\n".join(said) or f"vLLM {version}: all {len(found)} names that are touched are there")
-    return bool(said)
+def check(folder: Path) -> list[str]:
+    """As `problems`, of the vLLM that is installed in a virtualenv."""
+    found = list(folder.glob("lib/python*/site-packages/vllm-*.dist-info"))
+    if not found:
+        raise SystemExit(
+            f"{folder} must be a virtualenv with a vLLM of its own; .ci/release makes one"
+        )
+    info = found[0]
+    version = check_version(info.name.split("-")[1])
+    return problems(vllm_use.make_world(vllm_use.installed(info.parent)), version, touched())
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    if len(sys.argv) != 2:
+        sys.exit("usage: interface.py VIRTUALENV")
+    said = check(Path(sys.argv[1]))
+    print("\n".join(said) or "everything that is touched is there")
+    sys.exit(bool(said))

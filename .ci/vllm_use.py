@@ -8,7 +8,6 @@ not.
 from __future__ import annotations
 
 import ast
-import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -94,12 +93,6 @@ def installed(folder: Path) -> Callable[[str], str | None]:
     return read
 
 
-def wheel(archive: zipfile.ZipFile) -> Callable[[str], str | None]:
-    """Reads files of a vLLM in a wheel."""
-    names = set(archive.namelist())
-    return lambda path: archive.read(path).decode() if path in names else None
-
-
 def make_world(read_vllm: Callable[[str], str | None]) -> World:
     """Our source beside a vLLM."""
 
@@ -178,6 +171,42 @@ def lacks(found: Iterable[Use], world: World) -> list[Use]:
     return missing
 
 
+def lacking_choices(world: World) -> list[str]:
+    """Names that our modules look for in several modules of vLLM, and that are in none of them.
+
+    These are imports of one name within one `try` and its handlers.
+    """
+    missing = []
+    for name in our_modules():
+        module = world.module(name)
+        assert module is not None
+        for choice in _outermost_tries(module.tree):
+            places: dict[str, list[str]] = {}
+            for node in _imports_from_vllm(choice):
+                for alias in node.names:
+                    places.setdefault(alias.name, []).append(node.module or "")
+            for wanted, owners in places.items():
+                there = [world.module(owner) for owner in owners]
+                if len(owners) > 1 and not any(o is not None and o.has(wanted) for o in there):
+                    names = ", ".join(f"{owner}.{wanted}" for owner in owners)
+                    missing.append(f"{names} ({name}:{choice.lineno})")
+    return missing
+
+
+def _outermost_tries(node: ast.AST) -> Iterator[ast.Try]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Try):
+            yield child
+        else:
+            yield from _outermost_tries(child)
+
+
+def _imports_from_vllm(tree: ast.AST) -> Iterator[ast.ImportFrom]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            yield node
+
+
 def imports(world: World) -> set[Use]:
     """Names that our modules import from vLLM."""
     found = set()
@@ -185,20 +214,10 @@ def imports(world: World) -> set[Use]:
         module = world.module(name)
         assert module is not None
         guarded = {
-            id(inner)
-            for node in ast.walk(module.tree)
-            if isinstance(node, ast.Try)
-            for inner in ast.walk(node)
+            id(inner) for choice in _outermost_tries(module.tree) for inner in ast.walk(choice)
         }
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-                for alias in node.names:
-                    found.add(
-                        Use(
-                            node.module or "",
-                            alias.name,
-                            id(node) in guarded,
-                            f"{name}:{node.lineno}",
-                        )
-                    )
+        for node in _imports_from_vllm(module.tree):
+            where = f"{name}:{node.lineno}"
+            for alias in node.names:
+                found.add(Use(node.module or "", alias.name, id(node) in guarded, where))
     return found

@@ -11,11 +11,21 @@ from typing import Any
 
 import uvicorn
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
+
+try:
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+except ImportError:  # before 0.29
+    from vllm.entrypoints.openai.api_server import build_app, init_app_state
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
+except ImportError:  # before 0.33
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    except ImportError:  # before 0.29
+        from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
 
 from sola_sched.config.flags import url_of
 from sola_sched.serving import arrivals

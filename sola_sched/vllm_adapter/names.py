@@ -1,7 +1,7 @@
 """Every name of vLLM that a step depends on: the one list, checked when an engine starts.
 
 A test reads our source and holds it against this list; `.ci/interface.py` looks up the same names,
-and those of the tools, in a wheel that is not installed. Names that are asked for with a default
+and those of the tools, in another release. Names that are asked for with a default
 are not here: they may be missing.
 """
 

@@ -6,6 +6,8 @@ it is there (`vllm_names`) is checked at start.
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,17 +19,27 @@ from sola_sched.vllm_adapter.names import lacking
 WAITS_FOR_INPUT = "WAITING_FOR_STREAMING_REQ"
 #: First supported and first unsupported (major, minor).
 MIN_VERSION, END_VERSION = (0, 28), (0, 34)
+#: Environment variable with one more version that is let in, e.g. 0.34, to be tried.
+TRY = "SOLA_SCHED_TRY_VLLM"
+_NONE = (-1, -1)
+
+logger = logging.getLogger("vllm.sola_sched")
 
 
 def check_version(version: str) -> tuple[int, int]:
-    """Return (major, minor) of a supported vLLM version.
+    """Return (major, minor) of a vLLM version that is supported, or to be tried.
 
     Raises:
-        IncompatibleVllmError: The version is outside the supported range or unreadable.
+        IncompatibleVllmError: The version is outside the supported range and not the one that the
+            environment names in `TRY`, or unreadable.
     """
-    match = re.match(r"(\d+)\.(\d+)", version)
-    parsed = (int(match[1]), int(match[2])) if match else (-1, -1)
+    parsed = _parsed(version)
     if not MIN_VERSION <= parsed < END_VERSION:
+        if parsed != _NONE and parsed == _parsed(os.environ.get(TRY, "")):
+            logger.warning(
+                "vLLM %s is not supported; it is tried because %s says so.", version, TRY
+            )
+            return parsed
         last = END_VERSION[1] - 1
         raise IncompatibleVllmError(
             f"sola_sched steers vLLM {MIN_VERSION[0]}.{MIN_VERSION[1]} to {END_VERSION[0]}.{last} "
@@ -35,6 +47,11 @@ def check_version(version: str) -> tuple[int, int]:
             f"pip install 'vllm=={END_VERSION[0]}.{last}.*', or a sola_sched made for yours."
         )
     return parsed
+
+
+def _parsed(version: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else _NONE
 
 
 class Seams:

@@ -7,7 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from sola_sched.errors import IncompatibleVllmError
-from sola_sched.vllm_adapter.versions import Seams, check_version
+from sola_sched.vllm_adapter import versions
+from sola_sched.vllm_adapter.versions import TRY, Seams, check_version
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`.ci/versions --try` runs these tests too."""
+    monkeypatch.delenv(TRY, raising=False)
 
 
 @pytest.mark.parametrize("version", ["0.28.0", "0.31.2", "0.32.0+cpu", "0.33.0rc1"])
@@ -19,6 +26,29 @@ def test_supported_versions(version: str) -> None:
 def test_other_versions_are_refused_with_the_range_and_a_way_out(version: str) -> None:
     with pytest.raises(IncompatibleVllmError, match=r"0\.28 to 0\.33 \(found vLLM .*pip install"):
         check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.27.1", "0.34.0+cpu", "0.34.1rc1"])
+def test_a_version_that_the_environment_names_is_tried_and_the_log_says_so(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TRY, version[:4])
+    said: list[str] = []
+    monkeypatch.setattr(versions.logger, "warning", lambda text, *args: said.append(text % args))
+
+    assert check_version(version) == (0, int(version[2:4]))
+    assert said == [f"vLLM {version} is not supported; it is tried because {TRY} says so."]
+
+
+@pytest.mark.parametrize("named", ["0.35", "34", "any", ""])
+def test_no_version_is_tried_but_the_one_that_the_environment_names(
+    named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TRY, named)
+
+    for version in ("0.34.0", "dev"):
+        with pytest.raises(IncompatibleVllmError):
+            check_version(version)
 
 
 def test_a_scheduler_without_the_seams_is_refused_by_their_names() -> None:

@@ -137,6 +137,29 @@ def test_a_new_use_and_a_rename_are_found_by_themselves() -> None:
 # At start -------------------------------------------------------------------------------------
 
 
+def test_a_name_that_none_of_its_modules_has_is_found() -> None:
+    """What releases have in different modules is imported from the first that is there."""
+    places = [f"vllm/entrypoints/{each}/cli_args.py" for each in ("common", "launchers", "openai")]
+    read_installed = vllm_use.installed(PACKAGES)
+
+    def world_with(place: str | None) -> World:
+        def read(path: str) -> str | None:
+            if path in places:
+                both = "make_arg_parser = 1\nvalidate_parsed_serve_args = 2\n"
+                return both if path == place else None
+            return read_installed(path)
+
+        return vllm_use.make_world(read)
+
+    for place in places:
+        assert vllm_use.lacking_choices(world_with(place)) == []
+    missing = vllm_use.lacking_choices(world_with(None))
+    assert [line.split(", ")[0].rpartition(".")[2] for line in missing] == [
+        "make_arg_parser", "validate_parsed_serve_args"
+    ]  # fmt: skip
+    assert "vllm.entrypoints.openai.cli_args.make_arg_parser (sola_sched.serving" in missing[0]
+
+
 def without(part: Part, name: str, monkeypatch: pytest.MonkeyPatch) -> type[Any]:
     """Our scheduler on a vLLM in which one name is gone."""
     module, _, owner = part.owner.rpartition(".")
