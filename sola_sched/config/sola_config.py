@@ -77,9 +77,8 @@ class SolaConfig:
         log_interval_s: Seconds between two summary lines in the log; 0 disables them.
         load_interval_s: Seconds between two reports of the load to routers, which a server of one
             engine streams at ``/sola/load``, > 0; None for none.
-        plan_limit_s: Processor time that one plan may take, seconds, > 0; longer ones count as
-            failures, and repeated failures leave the engine to vLLM's own scheduling. None for no
-            limit.
+        plan_limit_s: Processor time that one plan may take, seconds, > 0; after repeated
+            longer ones planning pauses, in vLLM's own order. None for no limit.
         swap: What happens to the KV of preempted requests; see `SwapConfig`.
         turns: How the GPU is shared with other engines; see `TurnsConfig`. None for no sharing.
     """

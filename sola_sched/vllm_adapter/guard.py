@@ -5,6 +5,9 @@ while the state is observed, a step is planned or its outcome is booked stops at
 logged and counted, the state counts as lost until it has been built anew from the engine's own
 queues, and the steps until then are the engine's own. An engine that works without us is better
 than one that keeps failing with us: after repeated failures the guard steps aside for good.
+
+What is only too slow ends by itself, as long prompts do. So after repeated slow plans none is made
+for a while, then one is tried; as long as it is slow again, the next pause is twice as long.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from collections import Counter
 
 #: Failures that are borne, each forgiven after so many steps without another.
 PATIENCE, FORGIVEN_AFTER_STEPS = 5, 500
+#: Steps without plans after plans that were too slow: at first, and at most.
+FIRST_PAUSE, LONGEST_PAUSE = 64, 4096
 
 
 class Guard:
@@ -34,8 +39,14 @@ class Guard:
         self.num_failures: Counter[str] = Counter()
         self._known: set[tuple[str, type[BaseException]]] = set()
         self._num_steps = 0
-        self._failed_at = 0
-        self._unforgiven = 0.0
+        self._failures = _Unforgiven()
+        self._slow = _Unforgiven()
+        self._pause, self._plans_again_at = FIRST_PAUSE, 0
+
+    @property
+    def is_pausing(self) -> bool:
+        """Whether no plan is to be made in this step, since those before it were too slow."""
+        return self._num_steps < self._plans_again_at
 
     def step(self) -> None:
         """Another step begins."""
@@ -74,12 +85,31 @@ class Guard:
 
     def took_too_long(self, doing: str, seconds: float, limit_s: float) -> None:
         """Something took longer than its limit; what came of it may still be used."""
-        problem = f"it took {seconds:.3f} s of processor time, more than the limit of {limit_s:g} s"
         if not self.num_failures[doing]:
             self._logger.warning(
-                "sola_sched: %s was too slow: %s. Further times are only counted.", doing, problem
+                "sola_sched: %s was too slow: it took %.3f s of processor time, more than the "
+                "limit of %g s. Further times are only counted.",
+                doing,
+                seconds,
+                limit_s,
             )
-        self._count(doing, problem)
+        self.num_failures[doing] += 1
+        if self._slow.num(self._num_steps) == 0.0:
+            self._pause = FIRST_PAUSE
+        if self._slow.add(self._num_steps) > PATIENCE:
+            level = logging.WARNING if self._pause < LONGEST_PAUSE else logging.DEBUG
+            self._logger.log(
+                level,
+                "sola_sched: after %d times that %s was too slow, the next %d steps are in vLLM's "
+                "own order.",
+                self.num_failures[doing],
+                doing,
+                self._pause,
+            )
+            self._plans_again_at = self._num_steps + self._pause
+            # The pause forgives nothing: the next slow one begins a longer pause.
+            self._slow.put_off(self._pause)
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
     def restored(self) -> None:
         """The state has been built anew."""
@@ -87,10 +117,7 @@ class Guard:
 
     def _count(self, doing: str, problem: str) -> None:
         self.num_failures[doing] += 1
-        quiet_steps, self._failed_at = self._num_steps - self._failed_at, self._num_steps
-        forgiven = quiet_steps / FORGIVEN_AFTER_STEPS
-        self._unforgiven = max(0.0, self._unforgiven - forgiven) + 1.0
-        if self._unforgiven > PATIENCE and not self.is_aside:
+        if self._failures.add(self._num_steps) > PATIENCE and not self.is_aside:
             self.is_lost = self.is_aside = True
             self._logger.error(
                 "sola_sched steps aside for good after %d failures, the last while %s: %s. vLLM's "
@@ -99,3 +126,23 @@ class Guard:
                 doing,
                 problem,
             )
+
+
+class _Unforgiven:
+    """How often something has happened, each time forgiven after so many steps without another."""
+
+    def __init__(self) -> None:
+        self._count, self._at_step = 0.0, 0
+
+    def num(self, step: int) -> float:
+        """Those that are not forgiven by this step."""
+        return max(0.0, self._count - (step - self._at_step) / FORGIVEN_AFTER_STEPS)
+
+    def add(self, step: int) -> float:
+        """One more; returns how many there are. More than ends patience is not counted."""
+        self._count, self._at_step = min(self.num(step), float(PATIENCE)) + 1.0, step
+        return self._count
+
+    def put_off(self, num_steps: int) -> None:
+        """The next steps forgive nothing."""
+        self._at_step += num_steps

@@ -52,6 +52,9 @@ logger = init_logger("vllm.sola_sched")
 _id_of = operator.attrgetter("request_id")
 #: Waiting requests whose prefix is looked up in the cache at a step; a new one is at once.
 _LOOKUPS_PER_STEP = 4
+#: A look-up takes time for each block found, up to a microsecond. So many may be found at a step on
+#: average; after a longer look-up the next ones wait.
+_BLOCKS_PER_STEP = 256
 #: Plans between two estimates of the waits: where swapping goes by them, and where nobody does.
 _REVIEW_PLANS, _REPORT_PLANS = 16, 128
 #: Weight of one plan in so many in the running means.
@@ -110,7 +113,7 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
         self._start_booking()
         self._start_sessions()
         self._start_steering()
-        self._next_lookup = 0
+        self._next_lookup, self._lookup_debt = 0, 0
         self._has_stepped_aside = False
         self._num_in_flight = 0  # steps scheduled and not yet updated
         self._stalled = False
@@ -220,6 +223,8 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
             return "not_steered"
         if self.sola_guard.is_lost:
             return "failed"
+        if self.sola_guard.is_pausing:
+            return "slow"
         if self._stalled or plan.problem == "stalled":
             return "stalled"
         if self._is_paused():
@@ -237,6 +242,9 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
                 return NEUTRAL
             if guard.is_lost:
                 self._restore_state()
+            if guard.is_pausing:
+                self.sola_monitor.begin_step()
+                return NEUTRAL
             plan = self._plan()
         except Exception as error:
             guard.failed("planning a step", error)
@@ -335,14 +343,16 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
 
     def _expect_cached(self, waiting: IntArray) -> None:
         """Look up what the prefix cache holds of a few waiting requests, in turn."""
-        if not len(waiting):
-            return
+        self._lookup_debt = max(0, self._lookup_debt - _BLOCKS_PER_STEP)
         table = self.sola_monitor.table
-        first, self._next_lookup = self._next_lookup, self._next_lookup + _LOOKUPS_PER_STEP
-        for place in range(first, first + min(len(waiting), _LOOKUPS_PER_STEP)):
-            row = int(waiting[place % len(waiting)])
-            request = self.requests[table.req_id[row]]
-            self.sola_monitor.expect_cached(row, self._seams.num_cached_tokens(request))
+        for _ in range(min(len(waiting), _LOOKUPS_PER_STEP)):
+            if self._lookup_debt >= _BLOCKS_PER_STEP:
+                return
+            row = int(waiting[self._next_lookup % len(waiting)])
+            self._next_lookup += 1
+            num_cached = self._seams.num_cached_tokens(self.requests[table.req_id[row]])
+            self._lookup_debt += num_cached // self.block_size
+            self.sola_monitor.expect_cached(row, num_cached)
 
     def _is_paused(self) -> bool:
         state = getattr(self, "_pause_state", None)

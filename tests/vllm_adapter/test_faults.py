@@ -231,7 +231,7 @@ def attained(records: list[RequestRecord]) -> int:
     return met
 
 
-def test_plans_that_take_too_long_end_it_and_short_ones_do_not(
+def test_plans_that_take_too_long_make_planning_pause_and_short_ones_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seconds = took_s = 0.0
@@ -243,12 +243,19 @@ def test_plans_that_take_too_long_end_it_and_short_ones_do_not(
         return plan(self, state)
 
     monkeypatch.setattr(AttainPlanner, "plan", slow)
-    for each_s, ends in ((0.2, True), (0.05, False)):
+    for each_s, is_slow in ((0.2, True), (0.05, False)):
         took_s = each_s
         engine = make_engine({"plan_limit_s": 0.1})
         engine.scheduler.sola_cpu_clock = lambda: seconds
         assert_nothing_is_lost(engine, engine.run(make_workload()))
-        assert engine.scheduler.sola_stats()["is_aside"] is ends
+        stats, num_plans = engine.scheduler.sola_stats(), engine.scheduler._num_plans
+        assert not stats["is_aside"]
+        if is_slow:
+            assert stats["failures"] == {"planning a step": num_plans}
+            assert num_plans < 0.2 * engine.num_steps
+        else:
+            assert stats["failures"] == {}
+            assert num_plans > 0.9 * engine.num_steps
 
 
 def test_stepping_aside_does_not_wait_for_the_predictor() -> None:

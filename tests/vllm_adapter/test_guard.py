@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
 
-from sola_sched.vllm_adapter.guard import FORGIVEN_AFTER_STEPS, PATIENCE, Guard
+from sola_sched.vllm_adapter.guard import (
+    FIRST_PAUSE,
+    FORGIVEN_AFTER_STEPS,
+    LONGEST_PAUSE,
+    PATIENCE,
+    Guard,
+)
 
 pytestmark = pytest.mark.injects_failures
 
@@ -82,14 +89,50 @@ def test_a_report_that_fails_is_logged_once_and_disturbs_nothing(
     assert guard.num_failures == {"logging": 10 * PATIENCE}
 
 
-def test_a_slow_plan_leaves_the_state_as_it_is_and_counts_as_a_failure(
+def steps_to_plan(guard: Guard, num_steps: int, is_slow: bool = True) -> list[int]:
+    """The steps at which a plan is made, each of them too slow or none."""
+    planned = []
+    for step in range(num_steps):
+        guard.step()
+        if not guard.is_pausing:
+            planned.append(step)
+            if is_slow:
+                guard.took_too_long("planning", 0.5, 0.1)
+    return planned
+
+
+def test_a_slow_plan_leaves_the_state_as_it_is_and_is_counted(
     guard: Guard, caplog: pytest.LogCaptureFixture
 ) -> None:
-    guard.took_too_long("planning", 0.5, 0.1)
+    assert len(steps_to_plan(guard, PATIENCE)) == PATIENCE
     assert not guard.is_lost
+    assert guard.num_failures["planning"] == PATIENCE
     assert "0.500 s" in caplog.text
-    for _ in range(PATIENCE):
-        guard.took_too_long("planning", 0.5, 0.1)
-    assert guard.is_aside
-    assert guard.num_failures["planning"] == PATIENCE + 1
     assert sum(record.levelname == "WARNING" for record in caplog.records) == 1
+
+
+def test_slow_plans_make_planning_pause_ever_longer_and_never_end_it(guard: Guard) -> None:
+    planned = steps_to_plan(guard, 20 * LONGEST_PAUSE)
+
+    pauses = [after - before for before, after in itertools.pairwise(planned[PATIENCE:])]
+    assert pauses[:3] == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
+    assert max(pauses) == pauses[-1] == LONGEST_PAUSE
+    assert not guard.is_aside
+    assert not guard.is_lost
+
+
+def test_planning_goes_on_once_plans_are_quick_again(guard: Guard) -> None:
+    steps_to_plan(guard, 3 * FIRST_PAUSE)
+    later = steps_to_plan(guard, 5000, is_slow=False)
+    assert later[0] <= 2 * FIRST_PAUSE
+    assert later == list(range(later[0], 5000))
+
+    again = steps_to_plan(guard, FIRST_PAUSE + PATIENCE + 2)
+
+    assert len(again) == PATIENCE + 2  # as at first
+
+
+def test_slow_plans_do_not_add_up_with_failures(guard: Guard) -> None:
+    steps_to_plan(guard, 10 * FIRST_PAUSE)
+    fail(guard, PATIENCE)
+    assert not guard.is_aside
