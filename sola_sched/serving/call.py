@@ -16,8 +16,10 @@ from sola_sched.errors import SloError
 from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.prediction.length import LengthPrediction
 from sola_sched.serving.arrivals import ATTEMPT_HEADER
-from sola_sched.serving.resume import STREAM_PATHS, asks_for_ids
+from sola_sched.serving.asked import STREAM_PATHS, without_query
+from sola_sched.serving.resume import asks_for_ids
 from sola_sched.serving.slo_headers import SLO_HEADERS, XARGS, with_slo_headers
+from sola_sched.serving.values import flag, whole
 
 #: Characters of a token, until something better is known.
 _CHARS_PER_TOKEN = 4.0
@@ -68,7 +70,8 @@ class Call:
     @property
     def is_stream(self) -> bool:
         """Whether it can be resumed after it has begun."""
-        return self.body is not None and bool(self.body.get("stream")) and self.path in STREAM_PATHS
+        is_path = without_query(self.path) in STREAM_PATHS
+        return is_path and self.body is not None and flag(self.body.get("stream"))
 
     @classmethod
     def of(
@@ -94,7 +97,7 @@ class Call:
         passed["Accept-Encoding"] = "identity"  # the gateway reads the events of a stream
         call = cls(method, path, passed, data, body, request_id, arrival_s)
         if body is not None and call.is_stream:
-            call.wants_ids = bool(body.get("return_token_ids"))
+            call.wants_ids = flag(body.get("return_token_ids"))
             if asks_for_ids(body):
                 body["return_token_ids"] = True
         return call
@@ -182,8 +185,8 @@ class Lengths:
 
 
 def _most_tokens(body: Mapping[str, Any]) -> int:
-    most = body.get("max_completion_tokens") or body.get("max_tokens")
-    return min(most, _MOST_TOKENS) if isinstance(most, int) and most > 0 else _MOST_TOKENS
+    most = whole(body.get("max_completion_tokens")) or whole(body.get("max_tokens"))
+    return min(most, _MOST_TOKENS) if most and most > 0 else _MOST_TOKENS
 
 
 def _ids_and_chars(body: Mapping[str, Any]) -> tuple[int, int]:

@@ -27,11 +27,15 @@ from sola_sched.config.slo import BEGAN_KEY, RESUMED_KEY, WAITED_KEY
 from sola_sched.errors import ConfigError
 from sola_sched.serving import events
 from sola_sched.serving.arrivals import ATTEMPT_HEADER
+from sola_sched.serving.asked import Asked
 from sola_sched.serving.call import Call, Lengths
+from sola_sched.serving.protocols import as_json, protocol_of
+from sola_sched.serving.questions import Questions
 from sola_sched.serving.replicas import Attempt, Replica, Replicas
-from sola_sched.serving.resume import DivergedError, Ending, Rewrite, resume
+from sola_sched.serving.resume import Plan, continuation, ending, replay, ways
+from sola_sched.serving.rewrite import DivergedError, Rewrite
 from sola_sched.serving.slo_headers import XARGS
-from sola_sched.serving.transcript import Transcript, without_held_back
+from sola_sched.serving.transcript import Transcript
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +44,10 @@ _EVENT_STREAM = "text/event-stream"
 _numbers = itertools.count()
 #: Answers that another replica may do better than.
 _FAILURES = frozenset((500, 502, 504))
-#: What vLLM calls errors by their status; the gateway's others are all of one kind.
-_KINDS = {HTTPStatus.BAD_REQUEST: "BadRequestError", HTTPStatus.NOT_FOUND: "NotFoundError"}
+_CANNOT_GO_ON = (
+    "the replica was lost, and the rest of this answer cannot come from another one: see 'What "
+    "happens when a replica fails' in docs/cluster.md; with a 'seed' or at temperature 0 it can"
+)
 
 
 @dataclass(frozen=True)
@@ -131,8 +137,13 @@ class Delivery:
         self._replicas, self._session = replicas, session
         self._lengths, self._options, self._counts = lengths, options, counts
         self._path, self._body = call.path, call.body
+        self._asked = Asked(call.path, call.body or {}, call.wants_ids)
+        self._protocol = protocol_of(call.path)
         self._rewrite: Rewrite | None = None
-        self._sent: list[bytes] = []
+        self._has_to_continue = False
+        self._sent: list[bytes] = []  # events that are not in the transcript yet
+        self._transcript = Transcript()
+        self._last = b""
         self._first_token_s: float | None = None
         self._num_resumed: int | None = None
         self._has_started = self._has_waited = False
@@ -194,6 +205,8 @@ class Delivery:
         async with asyncio.timeout(None) as limit:
             with self._replicas.attempt(replica, request, limit) as attempt:
                 self._num_attempts += 1
+                if self._has_to_continue and await self._continue_at(replica):
+                    return True
                 async with self._session.request(
                     self._call.method,
                     replica.url + self._path,
@@ -203,7 +216,8 @@ class Delivery:
                     allow_redirects=False,
                 ) as reply:
                     self._has_arrived = True
-                    if reply.content_type == _EVENT_STREAM:
+                    is_stream = reply.content_type == _EVENT_STREAM
+                    if is_stream and reply.status == HTTPStatus.OK:
                         return await self._relay(reply, replica, attempt)
                     answer = _Answer(reply.status, _passed_back(reply.headers), await reply.read())
         return await self._answered(replica, answer)
@@ -233,37 +247,30 @@ class Delivery:
     async def _relay(
         self, reply: aiohttp.ClientResponse, replica: Replica, attempt: Attempt
     ) -> bool:
-        """Pass a stream on, event by event.
+        """Pass a stream on, event by event; of one that breaks within an event the whole ones.
 
         Raises:
             CutError: It ended before its end.
         """
         splitter = events.EventSplitter()
-        is_resumable, strips = self._call.is_stream, not self._call.wants_ids
-        rewrite, sent = self._rewrite, self._sent
+        is_over = False
         async for data in reply.content.iter_any():
             if attempt.is_over:  # what has come is not taken for sent
                 raise CutError("the replica is lost or has stalled")
-            if not is_resumable:
-                with attempt.writing():
-                    await self._write(reply, data)
-                continue
             out: list[bytes] = []
-            is_over = has_more = False
+            failure: CutError | None = None
+            has_more = False
             for event in splitter.feed(data):
-                if event.startswith(b":"):  # a comment of the server; its engine may have stalled
+                if events.is_comment(event):  # of the server; its engine may have stalled
                     out.append(event)
                     continue
-                if events.is_error(event) and not events.is_of_client(event):
-                    with attempt.writing():
-                        await self._write(reply, b"".join(out))
-                    raise CutError(event.decode(errors="replace").strip())
-                is_over |= event == events.DONE
-                changed = rewrite.feed(event) if rewrite is not None else event
-                if changed:
+                if self._call.is_stream and _is_failure(event):
+                    failure = CutError(event.decode(errors="replace").strip())
+                    break
+                is_over |= self._is_end(event)
+                if changed := self._changed(event):
                     has_more = True
-                    sent.append(changed)
-                    out.append(events.without_token_ids(changed) if strips else changed)
+                    out.append(changed)
             if has_more:
                 attempt.has_begun = True
                 if self._first_token_s is None:
@@ -274,12 +281,32 @@ class Delivery:
                 await self._write(reply, b"".join(out))
             if has_more:
                 self._replicas.progressed(replica)
-            if is_over:
+            if failure is not None:
+                raise failure
+            if is_over and self._call.is_stream:
                 self._learn()
                 return True
-        if is_resumable:
+        if not is_over and (self._call.is_stream or self._protocol.endings):
             raise CutError("the stream ended without its end")
+        with attempt.writing():
+            await self._write(reply, splitter.rest)
         return True
+
+    def _is_end(self, event: bytes) -> bool:
+        if self._call.is_stream:
+            return events.is_done(event)
+        return bool(self._protocol.endings) and self._protocol.is_end(event)
+
+    def _changed(self, event: bytes) -> bytes:
+        """What the client gets for an event; empty for nothing."""
+        if not self._call.is_stream:
+            self._last = event
+            return event
+        changed = self._rewrite.feed(event) if self._rewrite is not None else event
+        if not changed:
+            return b""
+        self._sent.append(changed)
+        return changed if self._call.wants_ids else events.without_token_ids(changed)
 
     async def _write(self, reply: aiohttp.ClientResponse, data: bytes) -> None:
         if not data:
@@ -328,65 +355,89 @@ class Delivery:
         if self._num_failures >= self._options.max_failures:
             await self._give_up(f"{self._num_failures} attempts have failed, the last one: {what}")
             return True
-        if not self._sent:
-            if self._has_started:  # of a stream that cannot be resumed
-                await self._give_up(what)
-                return True
-            self._counts["retried"] += 1
-            return False
-        return await self._resume()
+        if self._sent or self._transcript.head:
+            return await self._resume()
+        if self._has_started and not self._call.is_stream:  # it cannot be resumed
+            await self._give_up(what)
+            return True
+        self._counts["retried"] += 1
+        return False
 
     async def _resume(self) -> bool:
         """Prepare the rest of a stream; whether there is nothing more to be had."""
-        if not self._call.wants_ids:  # or the client has seen them
-            self._sent = without_held_back(self._sent)
-        sent = Transcript.of(self._sent)
-        body = self._call.body or {}
-        plan = resume(self._call.path, body, sent)
+        self._transcript.read(self._sent)
+        self._sent.clear()
+        if (end := ending(self._asked, self._transcript)) is not None:
+            await self._end_with(end)
+            return True
+        found = ways(self._asked, self._transcript)
+        self._has_to_continue = found.can_continue
+        if found.can_continue:
+            self._num_resumed = self._transcript.num_tokens
+            return False
+        if found.can_replay:
+            self._go_on(replay(self._asked, self._transcript))
+            return False
+        await self._give_up(_CANNOT_GO_ON)
+        return True
+
+    async def _continue_at(self, replica: Replica) -> bool:
+        """Prepare a continuation as this replica wants it; whether the answer has ended."""
+        asked, sent = self._asked, self._transcript
+        questions = Questions(self._session, replica.url, self._headers())
+        max_tokens = await questions.max_tokens(asked) or asked.max_tokens
+        num_told = await questions.num_told(asked, sent.choices[0])
+        plan: Plan | list[bytes] | None = None
+        if max_tokens is not None and num_told is not None:
+            plan = continuation(asked, sent, num_told, max_tokens)
+        if isinstance(plan, list):
+            await self._end_with(plan)
+            return True
+        if plan is None and ways(asked, sent).can_replay:
+            plan = replay(asked, sent)
         if plan is None:
-            await self._give_up(
-                "the replica was lost, and an answer with tool calls, or a sampled one with stop "
-                "strings, a format, tools or several choices, cannot go on elsewhere; a sampled "
-                "one with a 'seed' is repeated"
-            )
+            await self._give_up(_CANNOT_GO_ON)
             return True
-        if isinstance(plan, Ending):
-            await self._client.write(b"".join(plan.events))
-            self._learn()
-            return True
-        self._counts["replayed" if plan.is_replay else "continued"] += 1
-        self._path, self._body, self._rewrite = plan.path, plan.body, plan.rewrite
-        self._num_resumed = None if plan.is_replay else sent.num_tokens
+        self._has_to_continue = False
+        self._go_on(plan)
         return False
+
+    def _go_on(self, plan: Plan) -> None:
+        self._counts["replayed" if plan.num_kept is None else "continued"] += 1
+        self._path, self._body, self._rewrite = plan.path, plan.body, plan.rewrite
+        self._num_resumed = plan.num_kept
+
+    async def _end_with(self, end: list[bytes]) -> None:
+        await self._client.write(b"".join(end))
+        self._learn()
 
     async def _give_up(self, reason: str, status: HTTPStatus = HTTPStatus.BAD_GATEWAY) -> None:
         """Tell the client."""
         self._counts["given_up"] += 1
-        error = openai_error(reason, status)
         if self._has_started:
-            await self._client.write(events.write(error) + events.DONE)
+            await self._client.write(self._protocol.last_events(reason, status, self._last))
             return
         headers = {"Content-Type": "application/json"}
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
             headers["Retry-After"] = "1"
         await self._start(status, headers)
-        await self._client.write(events.write(error).removeprefix(b"data: ").strip())
+        await self._client.write(as_json(self._protocol.whole(reason, status)))
 
     def _learn(self) -> None:
         """Take in the lengths of a stream that is complete."""
-        if self._call.body is None or not self._sent:
+        if self._call.body is None:
             return
-        first = Transcript.of(self._sent[:1])
-        if first.prompt_ids:
-            self._lengths.learn_prompt(self._call.body, len(first.prompt_ids))
+        num_before = self._transcript.num_tokens
+        self._transcript.read(self._sent[:1])
+        if prompt_ids := self._transcript.prompt_ids:
+            self._lengths.learn_prompt(self._call.body, len(prompt_ids))
         # As good as always one token an event; the rest of the events is not worth reading.
-        self._lengths.learn_output(self._call.body, len(self._sent) - 1)
+        self._lengths.learn_output(self._call.body, num_before + len(self._sent) - 1)
 
 
-def openai_error(message: str, status: HTTPStatus) -> dict[str, Any]:
-    """An error as vLLM writes them."""
-    kind = _KINDS.get(status, "ServiceUnavailableError")
-    return {"error": {"message": message, "type": kind, "param": None, "code": status.value}}
+def _is_failure(event: bytes) -> bool:
+    """Whether an event is an error that another replica may not have."""
+    return events.is_error(event) and not events.is_of_client(event)
 
 
 #: The gateway's own server writes the others.

@@ -1,4 +1,4 @@
-"""Server-sent events as vLLM writes them: `data: ` and JSON on one line, then an empty one."""
+"""Server-sent events: cut out of a byte stream, read, and written as vLLM writes them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,59 @@ from typing import Any
 
 DONE = b"data: [DONE]\n\n"
 _PREFIX = b"data: "
+#: An empty line ends an event; lines may end in each of three ways.
+_END = re.compile(rb"\n\r?\n|\r\r")
+_LINE = re.compile(rb"\r\n|\n|\r")
 #: The ids of tokens, as a key: in a string its quotes would follow a backslash.
 _TOKEN_IDS = re.compile(rb'(?<=[{, ])"(prompt_token_ids|token_ids)": ?\[[\d, ]*\]')
 _NO_IDS = rb'"\1":null'
-_ERROR = re.compile(rb'data: ?\{\s*"error"')
+_ERROR = re.compile(rb'(?:event: ?error\r?\n)?data: ?\{\s*"error"')
 
 
 class EventSplitter:
     """Cuts a byte stream into events; what is not whole yet is kept back."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._kept: list[bytes] = []
+        self._tail = b""  # of what is kept, where an end may have begun
+
+    @property
+    def rest(self) -> bytes:
+        """The part of an event that is kept back."""
+        return b"".join(self._kept)
 
     def feed(self, data: bytes) -> list[bytes]:
         """The events that are whole now, each with the empty line that ends it."""
-        *events, self._rest = (self._rest + data).split(b"\n\n")
-        return [event + b"\n\n" for event in events]
+        if data and not _END.search(self._tail + data):
+            self._kept.append(data)
+            self._tail = (self._tail + data)[-2:]
+            return []
+        data = b"".join((*self._kept, data))
+        events, begin = [], 0
+        for end in _END.finditer(data):
+            events.append(data[begin : end.end()])
+            begin = end.end()
+        self._kept = [data[begin:]] if begin < len(data) else []
+        self._tail = data[begin:][-2:]
+        return events
+
+
+def data_of(event: bytes) -> bytes:
+    """The data of an event, its lines joined; empty for a comment."""
+    if event.startswith(_PREFIX) and event.count(b"\n") == 2 and event.endswith(b"\n\n"):
+        return event[len(_PREFIX) : -2]
+    lines = [line[5:] for line in _LINE.split(event) if line.startswith(b"data:")]
+    return b"\n".join(line.removeprefix(b" ") for line in lines)
+
+
+def is_done(event: bytes) -> bool:
+    """Whether it is the end of a stream of completions."""
+    return event == DONE or (b"[DONE]" in event and data_of(event) == b"[DONE]")
+
+
+def is_comment(event: bytes) -> bool:
+    """Whether it says nothing of the answer."""
+    return event.startswith(b":") and not data_of(event)
 
 
 def without_token_ids(event: bytes) -> bytes:
@@ -45,16 +82,15 @@ def is_of_client(event: bytes) -> bool:
 
 def parse(event: bytes) -> dict[str, Any] | None:
     """The JSON object of an event; None for any other event."""
-    if not event.startswith(_PREFIX) or event == DONE:
-        return None
     try:
-        value = json.loads(event[len(_PREFIX) :])
-    except ValueError:
+        value = json.loads(data_of(event))
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
 
-def write(value: dict[str, Any]) -> bytes:
-    """An event of this object."""
+def write(value: dict[str, Any], name: str | None = None) -> bytes:
+    """An event of this object, with a name if it has one."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-    return _PREFIX + text.encode() + b"\n\n"
+    named = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return named + _PREFIX + text.encode() + b"\n\n"

@@ -2,7 +2,8 @@
 
 A server that is told `load_interval_s` answers `GET /sola/load` with a stream that does not end: a
 line for each report of its scheduler, and an empty one each second, so that silence means
-something. One that has no such path is routed to by what was sent to it alone.
+something. One that has no such path is routed to by what was sent to it alone; whether it computes
+is seen from its answers, and where these take long from whether vLLM's own metrics change.
 """
 
 from __future__ import annotations
@@ -25,11 +26,24 @@ LOAD_PATH = "/sola/load"
 SILENT_S = 3.0
 #: Pauses before it is asked again: one that cannot be reached, one that has no feed.
 _AGAIN_S, _WITHOUT_S = 0.25, 10.0
+#: So often within `stall_s` the metrics of one that has shown nothing else are looked at.
+_LOOKS = 4
+#: vLLM's own metrics begin so; others change although its engine stands still.
+_OF_ENGINE = b"vllm:"
 _LONGEST_LINE = 2**24
 
 
-async def follow(replica: Replica, replicas: Replicas, session: aiohttp.ClientSession) -> None:
-    """Take in a replica's reports until cancelled."""
+async def follow(
+    replica: Replica, replicas: Replicas, session: aiohttp.ClientSession, stall_s: float
+) -> None:
+    """Take in a replica's reports, or see whether it computes, until cancelled.
+
+    Args:
+        replica: The one.
+        replicas: Are told.
+        session: Connections to it.
+        stall_s: How long it may compute nothing.
+    """
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENT_S, sock_read=SILENT_S)
     while True:
         pause_s = _AGAIN_S
@@ -42,16 +56,48 @@ async def follow(replica: Replica, replicas: Replicas, session: aiohttp.ClientSe
                 if replica.has_feed:
                     await _read(reply, replica, replicas)
                 else:
-                    pause_s = _WITHOUT_S
+                    pause_s = 0.0
+            if not replica.has_feed:
+                await _watch(replica, replicas, session, stall_s)
         except aiohttp.ClientConnectorError:
             if not replica.is_gone:
                 logger.warning("replica %s is not to be reached at %s", replica.name, replica.url)
                 replicas.lost(replica)
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        except TimeoutError as error:
+            logger.warning("replica %s does not answer: %r", replica.name, error)
+            replicas.silent(replica)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             # It may be its end, or only the feed's: what runs there goes on until it fails.
             logger.warning("replica %s: the feed has stopped: %r", replica.name, error)
             replicas.failed(replica, SILENT_S)
         await asyncio.sleep(pause_s)
+
+
+async def _watch(
+    replica: Replica, replicas: Replicas, session: aiohttp.ClientSession, stall_s: float
+) -> None:
+    """For a while, look whether a replica without a feed computes what it has."""
+    until_s = replicas.clock() + _WITHOUT_S
+    look_s = stall_s / _LOOKS
+    while (left_s := until_s - replicas.clock()) > 0.0:
+        await asyncio.sleep(min(look_s, left_s))
+        if not replica.attempts or replicas.clock() - replica.alive_s < look_s:
+            continue
+        counted = await _metrics(replica, session)
+        if counted and replica.counted and counted != replica.counted:
+            replicas.progressed(replica)
+        replica.counted = counted
+
+
+async def _metrics(replica: Replica, session: aiohttp.ClientSession) -> bytes:
+    """What a replica's engine counts; empty where it does not tell."""
+    replica.must_show = True  # if it does not answer either
+    timeout = aiohttp.ClientTimeout(total=SILENT_S)
+    async with session.get(replica.url + "/metrics", timeout=timeout) as reply:
+        lines = (await reply.read()).splitlines()
+    found = b"\n".join(line for line in lines if line.startswith(_OF_ENGINE))
+    replica.must_show = bool(found)
+    return found
 
 
 async def _read(reply: aiohttp.ClientResponse, replica: Replica, replicas: Replicas) -> None:

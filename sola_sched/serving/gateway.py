@@ -19,8 +19,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from sola_sched.cluster.view import Router
 from sola_sched.errors import SloError
 from sola_sched.serving.call import Call, Lengths
-from sola_sched.serving.delivery import Delivery, GatewayOptions, openai_error
+from sola_sched.serving.delivery import Delivery, GatewayOptions
 from sola_sched.serving.feed import LOAD_PATH, follow
+from sola_sched.serving.protocols import openai_error
 from sola_sched.serving.replicas import Replica, Replicas
 
 #: What is counted, and shown as `sola_gateway_NAME_total`.
@@ -102,7 +103,7 @@ class Gateway:
     def _follow(self, replica: Replica) -> None:
         assert self._session is not None
         self._followers[replica] = asyncio.create_task(
-            follow(replica, self.replicas, self._session)
+            follow(replica, self.replicas, self._session, self.options.stall_s)
         )
 
     async def _watch(self) -> None:

@@ -95,6 +95,10 @@ class Replica:
         has_reported: Whether a report has come.
         is_gone: It has left, or is not to be reached; the feed may bring it back.
         has_left: It does not come back.
+        is_silent: It takes connections and answers nothing; so it gets nothing until it does.
+        must_show: Whether it would be known if it computed, though it sends no reports.
+        counted: What its engine had counted when its metrics were last looked at.
+        is_suspect: It has stalled, and has shown nothing since; it gets one request at a time.
         avoid_until_s: Nobody is sent there before, after a connection has failed.
         alive_s: When it last was known to make progress, or was given its first request since.
         attempts: Requests that are there.
@@ -107,6 +111,10 @@ class Replica:
     has_reported: bool = False
     is_gone: bool = False
     has_left: bool = False
+    is_silent: bool = False
+    must_show: bool = False
+    counted: bytes = b""
+    is_suspect: bool = False
     avoid_until_s: float = 0.0
     alive_s: float = 0.0
     attempts: set[Attempt] = field(default_factory=set)
@@ -193,7 +201,9 @@ class Replicas:
 
     def is_usable(self, replica: Replica) -> bool:
         """Whether it may be sent a request."""
-        return not replica.is_gone and self.clock() >= replica.avoid_until_s
+        if replica.is_gone or replica.is_silent or (replica.is_suspect and replica.attempts):
+            return False
+        return self.clock() >= replica.avoid_until_s
 
     def choose(self, request: RoutedRequest, refused_by: Collection[Replica]) -> Replica | Refusal:
         """The replica that gets the request.
@@ -293,13 +303,17 @@ class Replicas:
     def progressed(self, replica: Replica) -> None:
         """The replica has computed something."""
         replica.alive_s = self.clock()
-        if replica.avoid_until_s:
-            replica.avoid_until_s = 0.0
+        if replica.avoid_until_s or replica.is_silent or replica.is_suspect:
+            replica.avoid_until_s, replica.is_silent, replica.is_suspect = 0.0, False, False
             self.wake()
 
     def failed(self, replica: Replica, avoid_s: float) -> None:
         """A connection to the replica has failed: it gets nothing for so long."""
         replica.avoid_until_s = self.clock() + avoid_s
+
+    def silent(self, replica: Replica) -> None:
+        """The replica does not answer; what runs there may go on yet."""
+        replica.is_silent = True
 
     def lost(self, replica: Replica) -> None:
         """The replica is known to be dead: those that are there go elsewhere at once."""
@@ -308,6 +322,9 @@ class Replicas:
 
     def found(self, replica: Replica) -> None:
         """The replica can be reached; one that could be before has not shown that it computes."""
+        if replica.is_silent:
+            replica.is_silent = False
+            self.wake()
         if replica.is_gone:
             replica.is_gone, replica.avoid_until_s = False, 0.0
             replica.alive_s = self.clock()
@@ -316,8 +333,9 @@ class Replicas:
     def end_stalled(self, stall_s: float) -> list[Replica]:
         """Send the requests of stalled replicas elsewhere, if there is such a place.
 
-        A replica has stalled when it has had requests for `stall_s` and computed nothing. One that
-        sends no reports shows by its streams alone that it works, so it needs one that has begun.
+        A replica has stalled when it has had requests for `stall_s` and computed nothing. Of one
+        that sends no reports its streams and answers tell, and its metrics (`feed.py`); without
+        metrics it needs a stream that has begun, as an answer that does not stream may take long.
 
         Returns:
             Those that have stalled.
@@ -336,7 +354,7 @@ class Replicas:
                 "replica %s has computed nothing for %.1f s with %d requests: they go elsewhere",
                 replica.name, now_s - replica.alive_s, len(replica.attempts),
             )  # fmt: skip
-            replica.avoid_until_s = now_s + stall_s
+            replica.avoid_until_s, replica.is_suspect = now_s + stall_s, True
             self._end_attempts(replica)
         return stalled
 
@@ -346,6 +364,6 @@ class Replicas:
 
 
 def _must_progress(replica: Replica) -> bool:
-    if replica.has_reported:
+    if replica.has_reported or replica.must_show or replica.is_silent:
         return any(not attempt.is_writing for attempt in replica.attempts)
     return any(attempt.has_begun and not attempt.is_writing for attempt in replica.attempts)

@@ -20,28 +20,59 @@ class ChoiceSent:
         token_ids: Of its output.
         texts: By field.
         finish_reason: None while it goes on.
-        text_offset: Where the text of the next log probability begins; None without any.
+        num_logprobs: Tokens, of prompt and output, with which log probabilities came.
+        text_offsets: Where the text of each of these begins, and at last that of the next one;
+            empty without any.
         has_tool_calls: Whether parts of a tool call were among it.
+        has_all_ids: Whether no text has come without the ids of its tokens.
+        num_told: Tokens whose text is all that was sent; None where that is not known, as an event
+            of several tokens may end within a character.
+        num_before: Tokens before the last event that had text.
     """
 
     token_ids: list[int] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
     finish_reason: str | None = None
-    text_offset: int | None = None
+    num_logprobs: int = 0
+    text_offsets: list[int] = field(default_factory=list)
     has_tool_calls: bool = False
+    has_all_ids: bool = True
+    num_told: int | None = 0
+    num_before: int = 0
+
+    @property
+    def has_text(self) -> bool:
+        """Whether any text was sent."""
+        return any(self.texts.values())
 
     def add(self, choice: Mapping[str, Any]) -> None:
         """One more part."""
-        self.token_ids += choice.get("token_ids") or ()
+        ids = choice.get("token_ids") or ()
         part = choice.get("delta", choice)
+        has_text = False
         for name in TEXT_FIELDS:
             if text := part.get(name):
+                has_text = True
                 self.texts[name] = self.texts.get(name, "") + text
+        if has_text:
+            self.num_before = len(self.token_ids)
+            self.num_told = self.num_before + 1 if len(ids) == 1 else None
+            self.has_all_ids &= bool(ids)
+        self.token_ids += ids
         self.has_tool_calls |= bool(part.get("tool_calls"))
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        logprobs = choice.get("logprobs") or {}
+        self._add_logprobs(choice.get("logprobs") or {})
+
+    def _add_logprobs(self, logprobs: Mapping[str, Any]) -> None:
+        self.num_logprobs += len(logprobs.get("tokens") or logprobs.get("content") or ())
         if offsets := logprobs.get("text_offset"):
-            self.text_offset = offsets[-1] + len(logprobs["tokens"][-1])
+            after = offsets[-1] + len(logprobs["tokens"][-1])
+            self.text_offsets[-1:] = [*offsets, after]
+
+    def forget_after(self, num_tokens: int) -> None:
+        """Take the tokens after so many for not sent; nothing of them was shown."""
+        del self.token_ids[num_tokens:]
+        self.num_told = num_tokens
 
 
 @dataclass(slots=True)
@@ -64,10 +95,14 @@ class Transcript:
     def of(cls, sent: Iterable[bytes]) -> Transcript:
         """What these events say, with token ids where they have them."""
         transcript = cls()
+        transcript.read(sent)
+        return transcript
+
+    def read(self, sent: Iterable[bytes]) -> None:
+        """More events."""
         for event in sent:
             if (chunk := events.parse(event)) is not None:
-                transcript.add(chunk)
-        return transcript
+                self.add(chunk)
 
     def add(self, chunk: Mapping[str, Any]) -> None:
         """One more chunk."""
@@ -85,34 +120,3 @@ class Transcript:
     def num_tokens(self) -> int:
         """Output tokens that were sent, of all choices."""
         return sum(len(choice.token_ids) for choice in self.choices.values())
-
-    @property
-    def has_output(self) -> bool:
-        """Whether anything of a choice has been sent but its beginning."""
-        return any(
-            choice.token_ids or any(choice.texts.values()) or choice.has_tool_calls
-            for choice in self.choices.values()
-        )
-
-
-def without_held_back(sent: list[bytes]) -> list[bytes]:
-    """The events without those at the end whose tokens have shown no text yet.
-
-    They are part of a character of several tokens. A server that is given a prompt with the first
-    of them writes the prompt's own text out when the last one comes, so they are computed again.
-    """
-    end = len(sent)
-    while end and _is_held_back(events.parse(sent[end - 1])):
-        end -= 1
-    return sent[:end]
-
-
-def _is_held_back(chunk: dict[str, Any] | None) -> bool:
-    choices = (chunk or {}).get("choices") or ()
-    return bool(choices) and all(
-        choice.get("token_ids")
-        and not choice.get("finish_reason")
-        and not choice.get("delta", choice).get("tool_calls")
-        and not any(choice.get("delta", choice).get(name) for name in TEXT_FIELDS)
-        for choice in choices
-    )

@@ -381,3 +381,42 @@ def test_half_of_the_replicas_die_under_load_and_nothing_is_lost() -> None:
             assert (got.status, got.text, got.is_ended) == (200, output_of(prompt, 20), True)
 
     run(test, *fakes)
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_requests_on_a_server_without_a_feed_that_computes_nothing_are_answered_elsewhere(
+    is_stream: bool,
+) -> None:
+    async def test(client: Client) -> None:
+        body = {"prompt": "hello", "max_tokens": 4, "stream": is_stream}
+        got = await asyncio.gather(*(client.post(body) for _ in range(8)))
+
+        assert [each.status for each in got] == [200] * 8
+        assert client.gateway.counts["stalls"] == 1
+        assert client.gateway.counts["failed_attempts"] == 4
+
+    run(test, FakeReplica(stall_after=0, shows_steps=False), FakeReplica())
+
+
+def test_long_answers_of_a_server_without_a_feed_whose_metrics_change_are_waited_for() -> None:
+    slow = FakeReplica(token_s=0.3, shows_steps=True)
+
+    async def test(client: Client) -> None:
+        got = await client.post({"prompt": "hello", "max_tokens": 4})
+
+        assert got.status == 200
+        assert slow.num_looks >= 3
+        assert client.gateway.counts["stalls"] == 0
+
+    run(test, slow, FakeReplica(token_s=0.3, shows_steps=True))
+
+
+def test_a_server_that_answers_nothing_gets_nothing_until_it_does() -> None:
+    replicas = Replicas(RoundRobin(), clock=lambda: 0.0)
+    replicas.sync({"r0": "http://a", "r1": "http://b"})
+    first, _ = replicas
+
+    replicas.silent(first)
+    assert not replicas.is_usable(first)
+    replicas.found(first)
+    assert replicas.is_usable(first)

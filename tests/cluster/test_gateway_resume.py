@@ -9,11 +9,14 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+import fake_replica
+from aiohttp import web
 from fake_replica import FakeReplica, _Events, output_of
 from gateway_clients import Client, run
 
 from sola_sched.serving import events
-from sola_sched.serving.resume import Continuation, resume
+from sola_sched.serving.asked import Asked
+from sola_sched.serving.resume import replay
 from sola_sched.serving.transcript import Transcript
 
 WHOLE = output_of("hello", 12)
@@ -81,7 +84,7 @@ def test_what_more_than_tokens_decides_is_repeated_and_what_was_sent_is_left_out
 
 @pytest.mark.parametrize(
     ("prompt", "num_tokens", "reason"),
-    [("another", 12, "could not be repeated"), ("hello", 3, "ended before")],
+    [("another", 12, "could not be repeated"), ("hello", 3, "text ended before")],
 )
 def test_a_repetition_that_comes_out_otherwise_ends_with_an_error(
     prompt: str, num_tokens: int, reason: str
@@ -123,8 +126,8 @@ def test_log_probabilities_of_tokens_that_were_sent_are_left_out_of_a_repetition
         return events.write({"id": "x", "choices": [choice], "usage": {"total_tokens": 1}})
 
     body = {"temperature": 0, "stop": ["zz"], "logprobs": 1, "stream": True}
-    plan = resume("/v1/completions", body, Transcript.of([event("ab"), event("c")]))
-    assert isinstance(plan, Continuation)
+    asked = Asked("/v1/completions", body)
+    plan = replay(asked, Transcript.of([event("ab"), event("c")]))
 
     out = [plan.rewrite.feed(event(text)) for text in ("ab", "cde")]
 
@@ -216,3 +219,64 @@ def test_tokens_that_have_shown_no_text_yet_are_computed_again() -> None:
 
     monkeypatch = pytest.MonkeyPatch()
     run(test, Holding(cut_after=5), other)
+
+
+@pytest.mark.parametrize("limit", [{}, {"max_tokens": None}, {"max_tokens": "100"}])
+def test_a_chat_ends_at_the_limit_of_its_server_also_when_it_is_resumed(limit: dict) -> None:
+    fakes = [FakeReplica(cut_after=5, most_tokens=30), FakeReplica(most_tokens=30)]
+
+    async def test(client: Client) -> None:
+        body = {"messages": [{"role": "user", "content": "hello"}], "stream": True, **limit}
+        got = await client.post(body, "/v1/chat/completions?api-version=1")
+
+        assert got.text == output_of("hello", 30)
+        assert fakes[1].bodies[0]["max_tokens"] == 25
+
+    run(test, *fakes)
+
+
+def _holding(text_of: dict[int, str]) -> type[_Events]:
+    """Events in which tokens up to so many have this text, as characters are not whole yet."""
+
+    class Holding(_Events):
+        def tokens(self, count: int, is_last: bool) -> bytes:
+            event = super().tokens(count, is_last)
+            num = len(self._ids) - self._num_prompt
+            if num in text_of and self._num_prompt == len("hello"):
+                event = re.sub(rb'"text":"[^"]*"', b'"text":"%s"' % text_of[num].encode(), event)
+            return event
+
+    return Holding
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"temperature": 1, "logprobs": 1}])
+def test_tokens_of_a_character_that_is_not_whole_are_computed_again(
+    options: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = FakeReplica(cut_after=6, per_event=3)
+    other = FakeReplica()
+    decoded: list[int] = []
+
+    async def detokenize(_: FakeReplica, request):  # type: ignore[no-untyped-def]
+        ids = (await request.json())["tokens"]
+        decoded.append(len(ids))
+        text = "".join(map(chr, ids))
+        is_whole = len(ids) != 6
+        return web.json_response({"prompt": text if is_whole else text[:5] + "\ufffd"})
+
+    monkeypatch.setattr(FakeReplica, "_detokenize", detokenize)
+    monkeypatch.setattr(fake_replica, "_Events", _holding({6: WHOLE[3:5]}))
+
+    async def test(client: Client) -> None:
+        got = await client.complete(**options)
+
+        assert decoded == [6, 5]
+        if "logprobs" in options:
+            assert got.text == WHOLE[:5]
+            assert "error" in got.chunks[-1]
+            return
+        assert (got.text, got.is_ended) == (WHOLE, True)
+        assert other.bodies[0]["prompt"] == [ord(x) for x in "hello" + WHOLE[:5]]
+        assert other.bodies[0]["max_tokens"] == 7
+
+    run(test, first, other)

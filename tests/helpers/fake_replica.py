@@ -56,10 +56,12 @@ class FakeReplica:
         error_after: Sends an error instead of a token, once.
         load: Lines of the load feed to send; None for a server without one.
         per_event: Tokens in one event.
-        has_end: Whether a stream that is cut has got its last token, not its end.
+        shows_steps: Whether its metrics change; None for a server without any.
+        most_tokens: Most output tokens, also of a request without a limit.
         bodies: Of the requests that have come.
         headers: Of the requests that have come.
         num_gone: Requests that the other side has ended.
+        num_looks: Times that its metrics were asked for.
     """
 
     token_s: float = 0.0
@@ -72,9 +74,12 @@ class FakeReplica:
     error_after: int | None = None
     load: list[bytes] | None = None
     per_event: int = 1
+    shows_steps: bool | None = None
+    most_tokens: int | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     num_gone: int = 0
+    num_looks: int = 0
     url: str = ""
     _is_dead: bool = False
 
@@ -84,7 +89,9 @@ class FakeReplica:
         app = web.Application()
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post("/detokenize", self._detokenize)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/sola/load", self._feed)
         async with TestServer(app, host="127.0.0.1") as server:
             self.url = str(server.make_url("")).rstrip("/")
@@ -92,7 +99,18 @@ class FakeReplica:
             self._is_dead = True
 
     async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "fake"}]})
+        return web.json_response({"data": [{"id": "fake", "max_model_len": 4096}]})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        self.num_looks += 1
+        if self.shows_steps is None:
+            return web.Response(status=404)
+        num_tokens = self.num_looks if self.shows_steps else 7
+        return web.Response(text=f"vllm:generation_tokens_total {num_tokens}\n")
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        ids = (await request.json())["tokens"]
+        return web.json_response({"prompt": "".join(map(chr, ids))})
 
     async def _feed(self, request: web.Request) -> web.StreamResponse:
         if self.load is None or self._is_dead:
@@ -113,6 +131,10 @@ class FakeReplica:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())
+        limit = min(_limit(body) or self.most_tokens or 16, self.most_tokens or 10**6)
+        if int(body.get("min_tokens") or 0) > limit:
+            message = f"min_tokens must be less than or equal to max_tokens={limit}, got more."
+            return web.json_response({"error": {"message": message, "code": 400}}, status=400)
         self.bodies.append(body)
         self.headers.append({k.lower(): v for k, v in request.headers.items()})
         if self._is_dead or self.cut_after == -1:
@@ -126,7 +148,7 @@ class FakeReplica:
             return web.json_response({"error": {"message": "no"}}, status=self.status)
         is_chat = request.path.endswith("chat/completions")
         prompt = _prompt(body, is_chat)
-        num_tokens = body.get("max_completion_tokens") or body.get("max_tokens") or 16
+        num_tokens = limit
         try:
             if not body.get("stream"):
                 await self._wait(num_tokens)
@@ -184,6 +206,11 @@ class FakeReplica:
             return response
         await response.write(writer.end())
         return response
+
+
+def _limit(body: dict[str, Any]) -> int | None:
+    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    return int(limit) if limit else None
 
 
 def _cut(request: web.Request) -> None:

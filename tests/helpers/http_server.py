@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from local_ray import free_port
-from tiny_llama import write_byte_tokenizer, write_tiny_llama
+from tiny_llama import VOCAB_SIZE, write_byte_tokenizer, write_tiny_llama
 
 START_LIMIT_S = 240.0
 
@@ -80,15 +80,18 @@ def _wait_until_ready(process: subprocess.Popen[bytes], server: Server) -> None:
 
 
 @contextmanager
-def serving(folder: Path, sola: Mapping[str, Any], *arguments: str) -> Iterator[Server]:
+def serving(
+    folder: Path, sola: Mapping[str, Any], *arguments: str, vocab_size: int = VOCAB_SIZE
+) -> Iterator[Server]:
     """Serve a tiny model with the scheduler selected by flag.
 
     Args:
         folder: Empty; for model and log.
         sola: Our options.
         arguments: More for the server.
+        vocab_size: Of the model; the tokenizer knows 259 tokens, others have no text.
     """
-    model_dir = write_tiny_llama(folder / "tiny")
+    model_dir = write_tiny_llama(folder / "tiny", vocab_size=vocab_size)
     write_byte_tokenizer(model_dir)
     port = free_port()
     server = Server(f"http://127.0.0.1:{port}", model_dir, folder / "server.log")

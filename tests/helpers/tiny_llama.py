@@ -36,7 +36,7 @@ def write_tiny_llama(folder: Path, seed: int = 0, **overrides: Any) -> Path:
     """Write `config.json` and fp32 weights of the model; returns `folder`.
 
     Args:
-        overrides: Entries of `config.json` that change no weight's shape.
+        overrides: Entries of `config.json` that change the shape of no layer.
     """
     hidden, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
     kv_size = hidden * CONFIG["num_key_value_heads"] // CONFIG["num_attention_heads"]

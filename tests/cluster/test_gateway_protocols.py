@@ -1,0 +1,107 @@
+"""A stream that is lost is told in its own API's form, and its clients' packages raise it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp")
+pytest.importorskip("anthropic")
+pytest.importorskip("openai")
+
+import aiohttp
+import anthropic
+import openai
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from gateway_clients import QUICK
+
+from sola_sched.cluster.routers import RoundRobin
+from sola_sched.serving.gateway import Gateway
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
+
+
+_MESSAGE = {"id": "m", "type": "message", "role": "assistant", "content": [], "model": "m",
+            "stop_reason": None, "usage": {"input_tokens": 3, "output_tokens": 0}}  # fmt: skip
+MESSAGES = [
+    _event("message_start", message=_MESSAGE),
+    _event("content_block_start", index=0, content_block={"type": "text", "text": ""}),
+    _event("content_block_delta", index=0, delta={"type": "text_delta", "text": "The "}),
+]
+RESPONSES = [
+    _event("response.output_text.delta", sequence_number=4, item_id="i", output_index=0,
+           content_index=0, delta="The ", logprobs=[]),
+]  # fmt: skip
+HALVES = [b"", b'event: content_block_delta\ndata: {"type": "content_bl']
+
+
+async def _raw(path: str, sent: bytes, *, is_cut: bool) -> tuple[bytes, Exception | None]:
+    """What the client has got of a stream that ends after these bytes, and what it raised."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(sent)
+        if is_cut:
+            await asyncio.sleep(0.01)
+            assert request.transport is not None
+            request.transport.abort()
+        return response
+
+    app = web.Application()
+    app.router.add_post(path, answer)
+    gateway = Gateway(RoundRobin(), QUICK)
+    raised: Exception | None = None
+    async with TestServer(app, host="127.0.0.1") as server:
+        gateway.sync({"r0": str(server.make_url("")).rstrip("/")})
+        async with TestServer(gateway.app(), host="127.0.0.1") as own:
+            url = str(own.make_url("")).rstrip("/")
+            try:
+                await (_claude(url) if "messages" in path else _responses(url))
+            except (anthropic.APIError, openai.APIError) as error:
+                raised = error
+            async with aiohttp.ClientSession() as session, session.post(
+                url + path, json={"stream": True}
+            ) as reply:  # fmt: skip
+                return await reply.read(), raised
+
+
+async def _claude(url: str) -> None:
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="k", max_retries=0) as client:
+        asked = [{"role": "user", "content": "hi"}]
+        async with client.messages.stream(model="m", max_tokens=9, messages=asked) as stream:
+            async for _ in stream:
+                pass
+
+
+async def _responses(url: str) -> None:
+    async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="k", max_retries=0) as client:
+        async for _ in await client.responses.create(model="m", input="hi", stream=True):
+            pass
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize(
+    ("path", "events"), [("/v1/messages", MESSAGES), ("/v1/responses", RESPONSES)]
+)
+def test_a_lost_stream_raises_in_its_clients_package_and_ends_with_whole_events(
+    path: str, events: list[bytes], half: bytes, is_cut: bool
+) -> None:
+    whole = b"".join(events)
+
+    raw, raised = asyncio.run(_raw(path, whole + half, is_cut=is_cut))
+
+    assert raised is not None
+    assert raw.startswith(whole + b"event: error\ndata: {")
+    last = json.loads(raw.removeprefix(whole + b"event: error\ndata: "))
+    assert last["type"] == "error"
+    assert last["error"]["message"]
+    if path == "/v1/responses":
+        assert last["sequence_number"] == 5
