@@ -51,6 +51,7 @@ def _bin_starts() -> NDArray[np.int64]:
 _START = _bin_starts()  # [num_bins], first length of each bin
 _NUM_BINS = len(_START)
 _WIDTH = np.diff(_START, append=MAX_LENGTH + 1)  # [num_bins]
+_HALVES = tuple(2**power for power in range(_NUM_BINS.bit_length() - 1, -1, -1))
 _MIDDLE = _START + (_WIDTH - 1) / 2.0  # [num_bins]
 
 
@@ -181,7 +182,13 @@ class LengthHistogram:
         if line is None:
             if len(self._quantile_lines) >= _MAX_CACHED_QUANTILES:
                 del self._quantile_lines[next(iter(self._quantile_lines))]
-            line = self._quantile_lines[q] = self._quantile_line(q)
+            line = self._quantile_lines[q] = np.full((2, self._tail.shape[0] * _NUM_BINS), np.nan)
+        # Classes are added as somebody asks for them: of hundreds, few have requests at a time.
+        lacks = np.isnan(line[0].take(class_ids * _NUM_BINS))
+        if lacks.any():
+            rows = np.unique(np.asarray(class_ids)[lacks])
+            cells = (rows[:, None] * _NUM_BINS + np.arange(_NUM_BINS)).ravel()
+            line[:, cells] = self._quantile_line(q, rows)
         return self._evaluate(line, class_ids, num_output, max_tokens)
 
     def _evaluate(
@@ -223,27 +230,32 @@ class LengthHistogram:
         class_weights = weights[1:] + _GLOBAL_SAMPLES * all_weights
         class_lengths = lengths[1:] + _GLOBAL_SAMPLES * all_lengths
         # A request stops at its limit: longer lengths of others are that limit here.
-        for row, cap in enumerate(self._caps):
-            last = int(self._bin_of[cap])
-            excess = class_weights[row, last + 1 :].sum()
-            class_weights[row, last] += excess
-            class_lengths[row, last] += excess * cap
-            class_weights[row, last + 1 :] = 0.0
-            class_lengths[row, last + 1 :] = 0.0
+        caps = np.array(self._caps, dtype=np.int64)
+        last, rows = self._bin_of[caps], np.arange(len(caps))
+        is_beyond = np.arange(_NUM_BINS) > last[:, None]
+        excess = np.where(is_beyond, class_weights, 0.0).sum(axis=1)
+        class_weights[is_beyond] = class_lengths[is_beyond] = 0.0
+        class_weights[rows, last] += excess
+        class_lengths[rows, last] += excess * caps
         return class_weights, class_lengths
 
-    def _quantile_line(self, q: float) -> FloatArray:
-        residual = np.empty((len(self._tail), _NUM_BINS))
-        for row, tail in enumerate(self._tail):
-            target = (1.0 - q) * tail[:-1]
-            # The bin where the mass of longer outputs falls to the target.
-            column = np.searchsorted(-tail, -target, side="left") - 1
-            column = np.clip(column, 0, _NUM_BINS - 1)
-            inside = tail[column] - tail[column + 1]
-            share = (tail[column] - target) / np.where(inside > 0.0, inside, 1.0)
-            length = _START[column] - 1 + np.ceil(_WIDTH[column] * np.clip(share, 0.0, 1.0))
-            residual[row] = length - (_START - 1)
-        return _line(residual)
+    def _quantile_line(self, q: float, rows: IntArray) -> FloatArray:
+        """The line of some classes, as `_line`."""
+        tail = self._tail[rows]
+        target = (1.0 - q) * tail[:, :-1]
+        first = np.arange(len(rows))[:, None] * (_NUM_BINS + 1)
+        # The last bin whose tail, the mass of its lengths and longer ones, exceeds the target.
+        # Tails descend: it is found by halving, for all at once.
+        column = np.zeros(target.shape, dtype=np.int64)
+        for step in _HALVES:
+            further = column + step
+            is_above = tail.take(first + np.minimum(further, _NUM_BINS)) > target
+            column = np.where(is_above & (further < _NUM_BINS), further, column)
+        above, below = tail.take(first + column), tail.take(first + column + 1)
+        inside = above - below
+        share = (above - target) / np.where(inside > 0.0, inside, 1.0)
+        length = _START[column] - 1 + np.ceil(_WIDTH[column] * np.clip(share, 0.0, 1.0))
+        return _line(length - (_START - 1))
 
 
 def _sum_from_end(values: FloatArray) -> FloatArray:

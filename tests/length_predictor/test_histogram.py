@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import numpy as np
@@ -237,3 +238,44 @@ def test_batch_equals_single_questions() -> None:
         mean_of(histogram, class_id, int(output))
         for class_id, output in zip(ids, outputs, strict=True)
     ]
+
+
+def test_each_of_many_classes_has_the_quantiles_that_it_has_by_itself() -> None:
+    rng = np.random.default_rng(3)
+    together = LengthHistogram()
+    ids = [together.class_of(2**i, 2**j) for i in range(0, 20, 3) for j in range(1, 21, 2)]
+    for _ in range(3000):
+        together.observe(int(rng.choice(ids)), int(rng.lognormal(4.0, 2.0)) + 1)
+    output = np.array([0, 3, 40, 700])
+
+    for q in (0.05, 0.5, 0.9):
+        rows = np.repeat(ids, len(output))
+        at_once = together.remaining_quantile(
+            q, rows, np.tile(output, len(ids)), np.full(len(rows), 10**6)
+        )
+        apart = copy.deepcopy(together)
+        apart._quantile_lines.clear()
+        one_by_one = [
+            apart.remaining_quantile(q, np.full(4, each), output, np.full(4, 10**6)) for each in ids
+        ]
+        np.testing.assert_array_equal(at_once, np.concatenate(one_by_one))
+
+
+def test_quantiles_are_made_for_the_classes_that_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    histogram = LengthHistogram()
+    ids = [histogram.class_of(2**i, 2**j) for i in range(12) for j in range(1, 13)]
+    made: list[int] = []
+    make = LengthHistogram._quantile_line
+
+    def watched(self: LengthHistogram, q: float, rows: np.ndarray) -> np.ndarray:
+        made.extend(rows.tolist())
+        return make(self, q, rows)
+
+    monkeypatch.setattr(LengthHistogram, "_quantile_line", watched)
+    for asked in ([5, 5, 7], [7, 9], [5, 9]):
+        classes = np.array([ids[each] for each in asked])
+        histogram.remaining_quantile(0.5, classes, np.zeros(len(asked), dtype=int), classes + 100)
+
+    assert made == [ids[5], ids[7], ids[9]]
