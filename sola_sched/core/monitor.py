@@ -152,8 +152,8 @@ class StateMonitor:
     def rebuild(self, requests: Iterable[LiveRequest], num_steps: int) -> None:
         """Start over with these requests: what was known of them and of the steps is not trusted.
 
-        Arrivals and first tokens are taken from the old table where they make sense. What was
-        learned, the figures and the clock go on.
+        Arrivals, first tokens and length predictions are taken from the old table where they make
+        sense. What was learned, the figures and the clock go on.
 
         Args:
             requests: All that are unfinished, in the engine's order.
@@ -171,11 +171,12 @@ class StateMonitor:
         self._last_update_s, self._elapsed_s = now, 0.0
         in_flight: list[list[int]] = [[] for _ in range(num_steps)]
         for request in requests:
-            arrival_s, first_token_s = request.arrival_s, math.nan
+            arrival_s, first_token_s, predicted = request.arrival_s, math.nan, None
             was = old.row_of.get(request.req_id)
             is_same = was is not None and old.num_output[was] <= request.num_output
             if is_same and old.arrival_s[was] <= now:  # not an earlier input of a session
                 arrival_s, first_token_s = float(old.arrival_s[was]), float(old.first_token_s[was])
+                predicted = old.predicted[was]
             row = self.add(
                 request.req_id,
                 num_prompt_tokens=request.num_prompt_tokens,
@@ -185,6 +186,9 @@ class StateMonitor:
                 arrival_s=arrival_s,
                 priority=request.priority,
             )
+            if predicted is not None and predicted[0] > 0.0:  # NaN: none; nobody asks again
+                table.predicted[row] = predicted
+                table.num_predicted += 1
             table.num_computed[row] = request.num_computed
             table.prefill_target[row] = request.num_tokens
             table.num_output[row] = request.num_output

@@ -7,6 +7,7 @@ import pytest
 from states import FixedLengths, make_cost
 
 from sola_sched.config.slo import SloTarget
+from sola_sched.core.live import LiveRequest
 from sola_sched.core.monitor import StateMonitor
 from sola_sched.core.state import DECODE, PARKED, PREFILL, WAITING, RequestTable, StepState
 from sola_sched.cost.model import CostModel
@@ -253,3 +254,28 @@ def test_a_prediction_counts_for_its_request_and_is_dropped_after_its_end() -> N
     assert not monitor.predicted("a", LengthPrediction.exactly(30))
     assert (monitor.stats.num_predicted, monitor.stats.num_late_predictions) == (2, 1)
     monitor.table.check_integrity()
+
+
+def test_a_prediction_outlives_a_rebuild_but_not_the_input_of_a_session_that_it_is_for() -> None:
+    monitor, clock = make_monitor()
+    for name in ("a", "b", "session"):
+        row = add(monitor, name)
+        monitor.table.num_output[row] = 5
+    monitor.predicted("a", LengthPrediction.exactly(20))
+    monitor.predicted("session", LengthPrediction.exactly(30))
+    live = [
+        LiveRequest(
+            req_id=name, num_prompt_tokens=100, max_tokens=100, slo=SLO, slo_class="default",
+            arrival_s=clock.now, priority=0, holds_slot=False, num_computed=0,
+            num_tokens=100 + num_output, num_output=num_output, num_in_flight=0,
+            num_preemptions=0,
+        )
+        for name, num_output in (("a", 5), ("b", 5), ("session", 0))
+    ]  # fmt: skip
+
+    monitor.rebuild(live, 0)
+
+    table = monitor.table
+    assert table.predicted[table.row_of["a"], 0] == 20.0
+    assert np.isnan(table.predicted[[table.row_of["b"], table.row_of["session"]], 0]).all()
+    table.check_integrity()
