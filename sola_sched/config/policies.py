@@ -22,12 +22,12 @@ from sola_sched.config import rules
 from sola_sched.errors import ConfigError
 
 GROUP = "sola_sched.policies"
-#: Where the policies of this package are.
+#: Where the policies of this package are, below `sola_sched`.
 BUILT_IN = {
-    "attain": "sola_sched.planner.attain:AttainPlanner",
-    "paper": "sola_sched.planner.paper:PaperPlanner",
-    "alise": "sola_sched.planner.alise:AlisePlanner",
-    "doubling": "sola_sched.planner.doubling:DoublingPlanner",
+    "attain": "planner.attain:AttainPlanner",
+    "paper": "planner.paper:PaperPlanner",
+    "alise": "planner.alise:AlisePlanner",
+    "doubling": "planner.doubling:DoublingPlanner",
 }
 
 
@@ -101,7 +101,7 @@ def forget_loaded() -> None:
 def _load(name: str) -> Any:
     if name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        return getattr(importlib.import_module(f"sola_sched.{module}"), attribute)
     point = installed().get(name)
     module, _, attribute = name.partition(":")
     if point is None and module and attribute:

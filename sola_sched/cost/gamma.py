@@ -126,7 +126,7 @@ class Correction:
 
         1.05 + 2^(8 (1 - n / patience)) after n steps of others since the last one of its own kind.
         """
-        return _CLOSE + 2.0 ** (8.0 * (1.0 - self._age[kind] / self._patience[kind]))
+        return _CLOSE + math.pow(2.0, 8.0 * (1.0 - self._age[kind] / self._patience[kind]))
 
     def _bound(self) -> None:
         """Hold the factors of kinds that have not run for long against the others."""

@@ -98,9 +98,10 @@ class SolaRequestRouter(RequestRouter):
         able = self.select_available_replicas(candidate_replicas)
         if pending_request is None or len(able) < 2:
             return [able] if able else []
+        ranked = [able]
         with self._never_failing("choosing a replica"):
-            return self._ranked(able, pending_request)
-        return [able]
+            ranked = self._ranked(able, pending_request)
+        return ranked
 
     def _ranked(
         self, able: list[RunningReplica], pending_request: PendingRequest
