@@ -52,8 +52,10 @@ class Asked:
     def num_choices(self) -> int:
         """Answers that the stream has: several for each of several prompts."""
         prompt = self.body.get("prompt")
-        several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-        return (len(prompt) if several else 1) * (whole(self.body.get("n")) or 1)
+        num_prompts = 1
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            num_prompts = len(prompt)
+        return num_prompts * (whole(self.body.get("n")) or 1)
 
     @property
     def is_greedy(self) -> bool:

@@ -34,7 +34,10 @@ _LONGEST_LINE = 2**24
 
 
 async def follow(
-    replica: Replica, replicas: Replicas, session: aiohttp.ClientSession, stall_s: float
+    replica: Replica,
+    replicas: Replicas,
+    session: aiohttp.ClientSession,
+    stall_s: float | None = None,
 ) -> None:
     """Take in a replica's reports, or see whether it computes, until cancelled.
 
@@ -42,7 +45,7 @@ async def follow(
         replica: The one.
         replicas: Are told.
         session: Connections to it.
-        stall_s: How long it may compute nothing.
+        stall_s: How long it may compute nothing; None where nobody looks for that.
     """
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENT_S, sock_read=SILENT_S)
     while True:
@@ -58,7 +61,10 @@ async def follow(
                 else:
                     pause_s = 0.0
             if not replica.has_feed:
-                await _watch(replica, replicas, session, stall_s)
+                if stall_s is None:
+                    pause_s = _WITHOUT_S
+                else:
+                    await _watch(replica, replicas, session, stall_s)
         except aiohttp.ClientConnectorError:
             if not replica.is_gone:
                 logger.warning("replica %s is not to be reached at %s", replica.name, replica.url)

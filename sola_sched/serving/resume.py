@@ -143,7 +143,7 @@ def continuation(
         elif not asked.is_greedy:
             return None
     if max_tokens <= num_told:
-        last = {"finish_reason": "length", "stop_reason": None, "token_ids": []}
+        last: dict[str, Any] = {"finish_reason": "length", "stop_reason": None, "token_ids": []}
         chunk = chunk_of(asked, sent, last)
         sent.add(chunk)
         return [events.write(chunk), *(ending(asked, sent) or [events.DONE])]
