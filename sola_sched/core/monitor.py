@@ -481,6 +481,7 @@ class StateMonitor:
         block_size: int,
         tokens_per_decode: int = 1,
         chunks_prefills: bool = True,
+        max_chunk: int | None = None,
     ) -> StepState:
         """The state for the next plan; call once per step, before it is scheduled.
 
@@ -519,6 +520,7 @@ class StateMonitor:
             block_size=block_size,
             tokens_per_decode=tokens_per_decode,
             chunks_prefills=chunks_prefills,
+            max_chunk=max_chunk,
             accepted_per_decode=self.accepted_per_decode,
             elapsed_s=elapsed,
             prefill_share=self.prefill_share,

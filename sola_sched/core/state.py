@@ -315,6 +315,8 @@ class StepState:
         num_free_blocks, num_blocks, block_size: KV cache; sizes in blocks and tokens.
         tokens_per_decode: Tokens a decode occupies in the budget (1 + draft tokens).
         chunks_prefills: Whether a prompt may be computed in parts, over several steps.
+        max_chunk: Tokens of one prefill in the step, at most, as the operator has it; None for no
+            limit.
         accepted_per_decode: Mean output tokens per decode step, >= 1.
         elapsed_s: Measured engine time since the previous plan, seconds.
         prefill_share: Recent share of engine time spent on prefill, in [0, 1).
@@ -344,6 +346,7 @@ class StepState:
     block_size: int
     tokens_per_decode: int = 1
     chunks_prefills: bool = True
+    max_chunk: int | None = None
     accepted_per_decode: float = 1.0
     elapsed_s: float = 0.0
     prefill_share: float = 0.0

@@ -88,14 +88,15 @@ class PaperPlanner:
         pending = np.concatenate([prefills, state.waiting])
         new = (table.prefill_target[pending] - table.num_computed[pending]).astype(np.float64)
         has = table.num_computed[pending].astype(np.float64)
+        chunk = new if state.max_chunk is None else np.minimum(new, state.max_chunk)
         prefill_s = np.asarray(state.cost.prefill_s(new, has))
         by_ttft = np.lexsort((-(ttft_s + prefill_s - ttft_limit), table.priority[pending]))
         num_decode_tokens = state.tokens_per_decode
 
         if optimize_ttft:
             seconds = self._eq1_seconds(state, decodes, tpot_s, ratio_tpot, level_tpot)
-            budget = self._tiles(state, seconds, new[by_ttft], has[by_ttft])
-            left = max(0, budget - int(new.sum())) if len(pending) else state.max_num_tokens
+            budget = self._tiles(state, seconds, chunk[by_ttft], has[by_ttft])
+            left = max(0, budget - int(chunk.sum())) if len(pending) else state.max_num_tokens
             run_decodes = ordered_decodes[: left // num_decode_tokens]
             if not budget:  # nothing may be added: Eq. 1 leaves only the decodes
                 run_decodes, budget = ordered_decodes, len(decodes) * num_decode_tokens

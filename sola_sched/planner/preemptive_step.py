@@ -68,6 +68,7 @@ class PreemptiveStep:
         holds, is_decode: Who has a slot, and who decodes.
         left: Predicted output tokens left, after those in flight.
         new, ctx: Prompt tokens to compute, 0 for a decode; tokens of prompt and output.
+        chunk: Of `new`, what one step may compute.
         time: Execution times of requests in this engine.
         order: Places in `rows` in the order of service; set by who decides it.
         promote_s: Seconds until aging puts each first, likewise.
@@ -94,6 +95,7 @@ class PreemptiveStep:
         self.left = state.remaining(rows, ahead)
         new = np.maximum(table.prefill_target[rows] - table.num_computed[rows], 1)
         self.new = np.where(self.is_decode, 0, new).astype(np.float64)
+        self.chunk = self.new if state.max_chunk is None else np.minimum(self.new, state.max_chunk)
         self.ctx = np.maximum(table.num_prompt[rows] + table.num_output[rows] + ahead, 1)
         self.time = ExecutionTime.of(state.cost, batch)
         self.num_settled = 0
@@ -135,7 +137,7 @@ class PreemptiveStep:
             self.again.spend(self._again_s(victims))
         if not len(run) and not len(admit):
             return StepPlan(problem="stalled")
-        num_tokens = float(self.new[started].sum() + self.new[admit].sum())
+        num_tokens = float(self.chunk[started].sum() + self.chunk[admit].sum())
         self.num_settled = self._num_settled(run, started, len(admit) + len(victims))
         return StepPlan(
             run=rows[run],
@@ -155,7 +157,8 @@ class PreemptiveStep:
         if len(started) > 1:
             return 0
         # The chunks that leave more than one chunk to do.
-        num_chunks = math.ceil(float(self.new[started[0]]) / max(1, self.room))
+        most = min(self.room, self.state.max_chunk or self.room)
+        num_chunks = math.ceil(float(self.new[started[0]]) / max(1, most))
         return min(_REVIEW_STEPS, max(0, num_chunks - 2))
 
     # Prefills -------------------------------------------------------------------------------
@@ -167,7 +170,7 @@ class PreemptiveStep:
         if not len(pending) or self.room <= 0:
             none: IntArray = pending[:0]
             return none
-        ends = np.cumsum(self.new[pending])
+        ends = np.cumsum(self.chunk[pending])
         chosen: IntArray = pending[: int(np.searchsorted(ends, self.room, side="left")) + 1]
         return chosen
 

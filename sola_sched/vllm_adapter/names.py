@@ -46,7 +46,7 @@ SCHEDULER = Part(
         _pause_state set_pause_state
         _preempt_request _free_request _enqueue_waiting_request _is_blocked_waiting_status
         _handle_stopped_request _update_request_as_session
-        finished_recving_kv_req_ids
+        finished_recving_kv_req_ids prefill_capacity_bound get_request_counts
         """
     ),
     _names(
@@ -105,7 +105,10 @@ PARTS = (
         ),
     ),
     Part("vllm.v1.core.sched.request_queue.SchedulingPolicy", _names("FCFS PRIORITY")),
-    Part("vllm.v1.core.sched.output.SchedulerOutput", _names("num_scheduled_tokens")),
+    Part(
+        "vllm.v1.core.sched.output.SchedulerOutput",
+        _names("num_scheduled_tokens total_num_scheduled_tokens"),
+    ),
     Part("vllm.v1.core.sched.interface.PauseState", _names("PAUSED_ALL")),
     Part(
         "vllm.v1.request.Request",
@@ -115,6 +118,7 @@ PARTS = (
             num_prompt_tokens num_output_tokens num_computed_tokens num_tokens num_preemptions
             num_output_placeholders block_hashes lora_request sampling_params stop_reason
             trace_headers resumable drop_stale_output is_finished take_events get_finished_reason
+            is_prefill_chunk
             """
         ),
         _names(

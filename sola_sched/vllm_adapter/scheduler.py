@@ -38,7 +38,7 @@ from sola_sched.vllm_adapter.engine_facts import differences, facts_of
 from sola_sched.vllm_adapter.guard import Guard
 from sola_sched.vllm_adapter.guarded_queue import GuardedQueue
 from sola_sched.vllm_adapter.sessions import SessionsMixin
-from sola_sched.vllm_adapter.steering import NEUTRAL, SteeringMixin, place_of
+from sola_sched.vllm_adapter.steering import BETWEEN_PREFILLS, NEUTRAL, SteeringMixin, place_of
 from sola_sched.vllm_adapter.support import support_of
 from sola_sched.vllm_adapter.swapping import SwapMixin
 from sola_sched.vllm_adapter.telemetry_sender import TelemetrySender
@@ -197,6 +197,7 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
         self._num_hidden = 0
         if not self._has_stepped_aside:
             self.waiting.begin_step()
+        self._is_throttled = bool(args[0] if args else kwargs.get("throttle_prefills", False))
         plan = self._guarded_plan()
         with self._applied(plan):
             output = super().schedule(*args, **kwargs)
@@ -209,6 +210,8 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
         self._counts["num_stalled"] += self._stalled
         if not (num_scheduled or self.running or self._stalled or self._is_paused()):
             self._book("making room among those that wait", self._make_one_give_back)
+        if plan.admit is not None and num_scheduled:
+            self._book("telling what the engine is short of", self._note_capacity, output)
         self._book("booking a step", self._record, output)
         self._num_in_flight += 1
         return output
@@ -306,6 +309,8 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
                 self.sola_monitor.predicted(req_id, prediction)
         if self.sola_support.own_order or self._stalled or self._is_paused():
             return NEUTRAL
+        if self._seams.defers_prefills(self._is_throttled):
+            return BETWEEN_PREFILLS
         row_of = self.sola_monitor.table.row_of
         self.sola_monitor.parked([row_of[r.request_id] for r in self._seams.parked()])
         pool = self.kv_cache_manager.block_pool
@@ -318,6 +323,7 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
             block_size=self.block_size,
             tokens_per_decode=self._tokens_per_decode,
             chunks_prefills=self.scheduler_config.enable_chunked_prefill,
+            max_chunk=self._seams.max_chunk(),
         )
         if self._seams.caches_prefixes:
             self._expect_cached(state.waiting)

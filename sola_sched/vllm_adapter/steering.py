@@ -35,6 +35,8 @@ else:
 place_of = operator.attrgetter("priority", "arrival_time", "request_id")
 #: The plan that changes nothing.
 NEUTRAL = StepPlan()
+#: The same where vLLM itself puts all prefills off: all decodes take part.
+BETWEEN_PREFILLS = StepPlan(problem="cadence")
 
 
 class SteeringMixin(_Host):
@@ -57,6 +59,8 @@ class SteeringMixin(_Host):
             self.block_size if getattr(self, "need_mamba_block_aligned_split", False) else 1
         )
         self._num_hidden = 0  # of those that hold a slot: they sit this step out
+        self._num_unseen = 0  # the same while vLLM schedules
+        self._has_kept_some = False  # of those who wait, some for whom the engine had room
         self._is_rejecting = False
         self._rejected: list[Request] = []
 
@@ -76,22 +80,51 @@ class SteeringMixin(_Host):
             self.running = [r for r in running if r.status == RequestStatus.RUNNING]
             self._limits(limits)
             self.waiting.unplan()
-        self._num_hidden = len(hidden)
+        self._num_hidden = self._num_unseen = len(hidden)
         setattr(self, slots, num_slots - len(hidden))
         try:
             yield
         finally:
             self.running.extend(hidden)
+            self._num_unseen = 0
             self._limits(limits)
             setattr(self, slots, num_slots)
             self.waiting.unplan()
 
-    def _limits(self, limits: tuple[Any, int, int] | None = None) -> tuple[Any, int, int]:
+    def _limits(self, limits: tuple[Any, int, Any] | None = None) -> tuple[Any, int, Any]:
         """What a plan changes for one step; put back first if `limits` are given."""
-        config = self.scheduler_config
+        chunks = None
         if limits is not None:
-            self.policy, self.max_num_scheduled_tokens, config.long_prefill_token_threshold = limits
-        return self.policy, self.max_num_scheduled_tokens, config.long_prefill_token_threshold
+            self.policy, self.max_num_scheduled_tokens, chunks = limits
+        return self.policy, self.max_num_scheduled_tokens, self._seams.limit_chunks(chunks)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """Requests with a slot and without, as vLLM counts them, those that are hidden included."""
+        num_running, num_waiting = super().get_request_counts()
+        return num_running + self._num_unseen, num_waiting
+
+    def _note_capacity(self, output: Any) -> None:
+        """Tell vLLM after a planned step whether the engine is short of room for prefills.
+
+        While it is, vLLM lets them start at any step, also between those at which data parallel
+        ranks have agreed to. It goes by whether anybody is left waiting; here by whether those who
+        are find no slot, memory or tokens. Tokens that are short because a plan kept requests
+        waiting do not count.
+        """
+        first: Request | None = next(iter(self.waiting), None)
+        if first is None or not self._seams.num_ready():
+            self.prefill_capacity_bound = self._has_kept_some = False
+            return
+        is_chunked = self.scheduler_config.enable_chunked_prefill
+        left = self.max_num_scheduled_tokens - output.total_num_scheduled_tokens
+        lacks_tokens = left < (self._min_budget if is_chunked else first.num_tokens)
+        self._has_kept_some |= not lacks_tokens
+        blocks = -(-first.num_tokens // self.block_size)
+        self.prefill_capacity_bound = (
+            (lacks_tokens and not self._has_kept_some)
+            or len(self.running) >= self._seams.num_slots
+            or blocks > self.kv_cache_manager.block_pool.get_num_free_blocks()
+        )
 
     def _show(self, plan: StepPlan) -> list[Request]:
         """Do what the plan says before vLLM's own step; returns the requests that sit it out."""
@@ -114,10 +147,8 @@ class SteeringMixin(_Host):
             most = self.max_num_scheduled_tokens
             self.max_num_scheduled_tokens = min(most, max(self._min_budget, plan.token_budget))
         if plan.prefill_cap is not None:
-            cap, config = max(self._min_budget, plan.prefill_cap), self.scheduler_config
-            config.long_prefill_token_threshold = min(
-                cap, config.long_prefill_token_threshold or cap
-            )
+            cap = max(self._min_budget, plan.prefill_cap)
+            self._seams.limit_chunks((min(cap, self._seams.max_chunk() or cap), False))
         return [] if run is None else self._hide(run)
 
     def _is_as_it_runs(self, run: IntArray) -> bool:

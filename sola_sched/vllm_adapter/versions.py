@@ -25,6 +25,9 @@ _NONE = (-1, -1)
 
 logger = logging.getLogger("vllm.sola_sched")
 
+#: Whether the longest chunk of a prefill grows where few requests are there; from 0.31 on.
+_ADAPTIVE = "adaptive_long_prefill_threshold"
+
 
 def check_version(version: str) -> tuple[int, int]:
     """Return (major, minor) of a vLLM version that is supported, or to be tried.
@@ -81,6 +84,57 @@ class Seams:
         )
         # Up to 0.30, skipped requests wait in a queue of their own that is drained first.
         self._has_skipped = hasattr(scheduler, "skipped_waiting")
+
+    def defers_prefills(self, is_throttled: bool) -> bool:
+        """Whether vLLM starts and continues no prefill in the next step, for the cadence's sake.
+
+        Asked before anybody is hidden: vLLM itself goes by the requests that it sees.
+
+        Args:
+            is_throttled: What the engine core says: this step is none of those at which data
+                parallel ranks have agreed to start prefills.
+        """
+        scheduler = self._scheduler
+        if scheduler.prefill_capacity_bound:
+            return False
+        # From 0.33 on an engine by itself counts the steps since its last one with prefills.
+        interval = getattr(scheduler, "local_prefill_interval", 1)
+        since = getattr(scheduler, "num_executed_steps", 0) + 1
+        since -= getattr(scheduler, "last_prefill_step", 0)
+        is_held = is_throttled or 1 <= since < interval
+        return is_held and any(not request.is_prefill_chunk for request in scheduler.running)
+
+    def num_ready(self) -> int:
+        """Waiting requests that vLLM does not put off by itself, as it counts them."""
+        scheduler = self._scheduler
+        if self._has_skipped:
+            return len(scheduler.waiting)
+        return int(scheduler.get_request_counts()[1]) - len(scheduler.deferred_waiting)
+
+    def max_chunk(self) -> int | None:
+        """Tokens of one prefill in the next step, at most, by `--long-prefill-token-threshold`."""
+        scheduler = self._scheduler
+        config = scheduler.scheduler_config
+        threshold = int(config.long_prefill_token_threshold)
+        if threshold <= 0:
+            return None
+        is_adaptive = getattr(scheduler, _ADAPTIVE, None)
+        if is_adaptive is None:  # up to 0.30
+            return threshold
+        num_requests = sum(scheduler.get_request_counts())
+        if num_requests <= 1:
+            return None
+        return max(threshold, config.max_num_batched_tokens // num_requests if is_adaptive else 0)
+
+    def limit_chunks(self, limit: tuple[int, bool] | None = None) -> tuple[int, bool]:
+        """That threshold and whether it adapts to the requests there; set first where given."""
+        scheduler = self._scheduler
+        if limit is not None:
+            scheduler.scheduler_config.long_prefill_token_threshold = limit[0]
+            if hasattr(scheduler, _ADAPTIVE):
+                setattr(scheduler, _ADAPTIVE, limit[1])
+        threshold = scheduler.scheduler_config.long_prefill_token_threshold
+        return threshold, getattr(scheduler, _ADAPTIVE, False)
 
     @property
     def num_slots(self) -> int:

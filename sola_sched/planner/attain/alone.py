@@ -44,6 +44,7 @@ def find_prompts_alone(judged: Judged, pace: Pace, *, is_blocked: bool) -> IntAr
     with_decodes_s = judged.mixed_s + service_s
     is_tight = with_decodes_s > tuning.tight * state.table.ttft_s[prefills.rows[near]]
     can_end = fixed_s + service_s <= np.minimum(due_s, room_s)
+    can_end &= prefills.chunk[near] == prefills.new[near]
     is_urgent = can_end & (is_tight | (with_decodes_s > due_s))
     if not np.count_nonzero(is_urgent):
         return None

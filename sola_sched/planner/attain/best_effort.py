@@ -216,6 +216,8 @@ class _LostStep:
         prefills = self.judged.prefills
         if prefills.service_s[place] > self._spare_s or prefills.new[place] > self._room:
             return False
+        if prefills.chunk[place] < prefills.new[place]:
+            return False
         has_room = self._slots > 0 and self._blocks[place] <= self._free
         return place < prefills.num_started or has_room
 
@@ -237,7 +239,7 @@ class _LostStep:
     def _tokens_in(self, place: int, limit_s: float, room: int) -> int:
         """Tokens of one that a step of `limit_s` has time for; all or none of a whole prompt."""
         prefills, is_whole = self.judged.prefills, not self.judged.state.chunks_prefills
-        need = int(prefills.new[place])
+        need = int(prefills.chunk[place])
         ends = [float(need)] if is_whole else []
         tokens = min(need, tokens_in(self.judged, limit_s, room, float(prefills.has[place]), ends))
         return 0 if is_whole and tokens < need else tokens
@@ -248,7 +250,7 @@ class _LostStep:
         state, row = judged.state, prefills.rows[place]
         if account.credit_s <= 0 or self._is_upper_there(row):
             return 0
-        need, has = int(prefills.new[place]), float(prefills.has[place])
+        need, has = int(prefills.chunk[place]), float(prefills.has[place])
         tokens = self._tokens_in(place, self.limit_s, self._room + self._entry_tokens)
         if not tokens and account.is_full:
             tokens = min(need, judged.tile) if state.chunks_prefills else need

@@ -94,16 +94,18 @@ def _most_tokens(judged: Judged, limit_s: float, has: float) -> float:
 
 def _first_that_fit(judged: Judged, order: IntArray, limit_s: float) -> tuple[IntArray, int, bool]:
     """The first of `order` that a step of `limit_s` has time for, their tokens in it, and whether
-    the last of them needs more."""
+    one of them needs more."""
     if not len(order):
         return order, 0, False
     prefills, room = judged.prefills, judged.token_room
-    ends = list(itertools.accumulate(prefills.new[order].tolist()))
+    ends = list(itertools.accumulate(prefills.chunk[order].tolist()))
     tokens = tokens_in(judged, limit_s, room, float(prefills.has[order[0]]), ends)
     if not tokens:
         return order[:0], 0, False
     last = min(len(order) - 1, bisect.bisect_left(ends, tokens))
-    return order[: last + 1], int(min(tokens, ends[last])), tokens < ends[last]
+    served = order[: last + 1]
+    is_cut = tokens < ends[last] or bool((prefills.chunk[served] < prefills.new[served]).any())
+    return served, int(min(tokens, ends[last])), is_cut
 
 
 def _whole(judged: Judged, order: IntArray, limit_s: float) -> tuple[IntArray, int]:
@@ -120,14 +122,14 @@ def _whole(judged: Judged, order: IntArray, limit_s: float) -> tuple[IntArray, i
         room = min(room, _most_tokens(judged, limit_s, float(prefills.has[first])) * _ROUNDING)
     taken = []
     for place in order.tolist():
-        if prefills.new[place] <= room:
+        if prefills.chunk[place] <= room:
             taken.append(place)
-            room -= prefills.new[place]
+            room -= prefills.chunk[place]
     if taken[:1] != [first]:
         need_s = judged.mixed_s + float(prefills.service_s[first])
         if need_s <= decodes.most_lent_s():
             taken = [first]
-    return np.array(taken, dtype=np.int64), int(prefills.new[taken].sum())
+    return np.array(taken, dtype=np.int64), int(prefills.chunk[taken].sum())
 
 
 # Slots and memory ---------------------------------------------------------------------------

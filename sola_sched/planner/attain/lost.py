@@ -89,6 +89,7 @@ class Prefills:
         num_started: How many hold a slot.
         deadline_s: Time until each must end, seconds; inf without a target.
         new, has: Tokens to compute, >= 1, and computed or expected in a cache.
+        chunk: Of `new`, what one step may compute.
         service_s: What computing the rest adds to steps that run anyway, seconds.
         feasible: Whether it can still end in time; false without a target.
         hopeless: Whether it waits for its first token and cannot get it in time any more.
@@ -102,6 +103,7 @@ class Prefills:
     deadline_s: FloatArray
     new: FloatArray
     has: FloatArray
+    chunk: FloatArray
     service_s: FloatArray
     feasible: BoolArray
     hopeless: BoolArray
@@ -298,7 +300,7 @@ def judge_prefills(
     count = len(rows)
     prefills = Prefills(
         rows, len(started), np.empty(count), np.empty(count), np.empty(count), np.empty(count),
-        np.empty(count, dtype=np.bool_), np.empty(count, dtype=np.bool_),
+        np.empty(count), np.empty(count, dtype=np.bool_), np.empty(count, dtype=np.bool_),
         state.rank_of(rows) if state.has_ranks else np.zeros(count, dtype=np.int64),
     )  # fmt: skip
     linear, gamma = cost.coefficients, cost.gamma.mixed
@@ -310,12 +312,29 @@ def judge_prefills(
         prefills.deadline_s, prefills.new, prefills.has, prefills.service_s, prefills.feasible,
         prefills.hopeless,
     )  # fmt: skip
+    prefills.chunk = prefills.new
+    if state.max_chunk is not None:
+        prefills.chunk = np.minimum(prefills.new, state.max_chunk)
+        _lose_long(prefills, decodes, tuning)
     if state.has_ranks:  # what an upper one has lost still goes before a lower one
         upper = ~prefills.feasible & (prefills.rank < lowest)
         prefills.deadline_s[upper] = np.inf
         prefills.feasible |= upper
         prefills.num_feasible = int(np.count_nonzero(prefills.feasible))
     return prefills
+
+
+def _lose_long(prefills: Prefills, decodes: Decodes, tuning: AttainTuning) -> None:
+    """Where chunks are limited: the steps that a long prompt takes before its last one count."""
+    table, rows = decodes.state.table, prefills.rows
+    more_s = (np.ceil(prefills.new / prefills.chunk) - 1.0) * _mixed_s(decodes)
+    due_s = prefills.deadline_s
+    need_s = decodes.decode_s + prefills.service_s + more_s
+    is_late = prefills.feasible & (more_s > 0.0) & (tuning.prefill_margin * need_s > due_s)
+    prefills.feasible &= ~is_late
+    prefills.hopeless |= is_late & (table.num_output[rows] == 0)
+    prefills.deadline_s = due_s - more_s
+    prefills.num_feasible = int(np.count_nonzero(prefills.feasible))
 
 
 def _mixed_s(decodes: Decodes) -> float:

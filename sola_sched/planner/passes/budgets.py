@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sola_sched.core.state import DECODE, StepPlan, StepState
+from sola_sched.core.state import DECODE, IntArray, StepPlan, StepState
 
 
 def with_whole_prompts(state: StepState, plan: StepPlan) -> StepPlan:
@@ -27,10 +27,10 @@ def with_whole_prompts(state: StepState, plan: StepPlan) -> StepPlan:
     run = state.running if plan.run is None else plan.run
     if plan.run is None and len(plan.preempt):
         run = run[~np.isin(run, plan.preempt)]
-    new = np.maximum(table.prefill_target[plan.admit] - table.num_computed[plan.admit], 1).tolist()
+    new = _chunks(state, plan.admit).tolist()
     is_decode = table.phase[run] == DECODE
     started = run[~is_decode]
-    tokens = int(np.maximum(table.prefill_target[started] - table.num_computed[started], 1).sum())
+    tokens = int(_chunks(state, started).sum())
     (decodes,) = is_decode.nonzero()
     tokens += len(decodes) * state.tokens_per_decode
     num_over = -(-(tokens + new[0] - most) // state.tokens_per_decode)
@@ -53,6 +53,12 @@ def with_whole_prompts(state: StepState, plan: StepPlan) -> StepPlan:
         admit=np.array(admit, dtype=np.int64),
         token_budget=None if plan.token_budget is None else min(most, max(budget, tokens)),
     )
+
+
+def _chunks(state: StepState, rows: IntArray) -> IntArray:
+    """Tokens that each of these prefills takes in a step that has room for all of them."""
+    left = np.maximum(state.table.prefill_target[rows] - state.table.num_computed[rows], 1)
+    return left if state.max_chunk is None else np.minimum(left, state.max_chunk)
 
 
 def with_padding(state: StepState, plan: StepPlan) -> StepPlan:
@@ -103,7 +109,7 @@ def with_room_to_resume(state: StepState, plan: StepPlan, needs: Sequence[int]) 
     is_prefill = table.phase[rows] != DECODE
     begun = rows[is_prefill]
     room = budget - (len(rows) - len(begun)) * state.tokens_per_decode
-    left = np.maximum(table.prefill_target[begun] - table.num_computed[begun], 1).tolist()
+    left = _chunks(state, begun).tolist()
     if sum(left) + sum(needs) > room:
         if room < len(left) + len(needs):  # they would find nothing
             run, left = rows[~is_prefill], []
