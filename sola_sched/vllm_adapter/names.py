@@ -137,7 +137,7 @@ PARTS = (
         _names("PREEMPTED WAITING_FOR_REMOTE_KVS"),
     ),
     Part("vllm.lora.request.LoRARequest", _names("lora_int_id lora_name")),
-    Part("vllm.sampling_params.SamplingParams", _names("extra_args")),
+    Part("vllm.sampling_params.SamplingParams", _names("extra_args thinking_token_budget")),
     Part("vllm.v1.engine.EngineCoreOutput", _names("request_id new_token_ids")),
     Part("vllm.v1.engine.EngineCoreOutputs", _names("outputs")),
     Part("vllm.v1.kv_cache_interface.KVCacheConfig", swapping=_names("kv_cache_groups num_blocks")),
@@ -155,7 +155,7 @@ PARTS = (
         _names(
             """
             additional_config cache_config kv_transfer_config model_config parallel_config
-            scheduler_config
+            scheduler_config reasoning_config use_v2_model_runner
             """
         ),
         at="vllm_config",
@@ -164,7 +164,7 @@ PARTS = (
         "vllm.config.ModelConfig",
         _names("""
             runner_type is_multimodal_model is_encoder_decoder is_hybrid max_model_len
-            served_model_name
+            served_model_name is_diffusion model
             """),
         at="vllm_config.model_config",
     ),

@@ -39,7 +39,7 @@ from sola_sched.vllm_adapter.guard import Guard
 from sola_sched.vllm_adapter.guarded_queue import GuardedQueue
 from sola_sched.vllm_adapter.sessions import SessionsMixin
 from sola_sched.vllm_adapter.steering import BETWEEN_PREFILLS, NEUTRAL, SteeringMixin, place_of
-from sola_sched.vllm_adapter.support import support_of
+from sola_sched.vllm_adapter.support import refuse_others, support_of
 from sola_sched.vllm_adapter.swapping import SwapMixin
 from sola_sched.vllm_adapter.telemetry_sender import TelemetrySender
 from sola_sched.vllm_adapter.turns import TurnsMixin
@@ -81,6 +81,8 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_version(vllm.__version__)
+        config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+        refuse_others(config.model_config)
         super().__init__(*args, **kwargs)
         self._seams = Seams(self)
         self._start_swapping()

@@ -52,6 +52,7 @@ class SteeringMixin(_Host):
     _rows: RunningRows[Request]
     _counts: dict[str, int]
     _has_stepped_aside: bool
+    _tokens_per_decode: int
 
     def _start_steering(self) -> None:
         # Chunks of models with aligned state must span a block, or they would never start.
@@ -61,6 +62,12 @@ class SteeringMixin(_Host):
         self._num_hidden = 0  # of those that hold a slot: they sit this step out
         self._num_unseen = 0  # the same while vLLM schedules
         self._has_kept_some = False  # of those who wait, some for whom the engine had room
+        # vLLM's first model runner keeps the state of thinking budgets by place in the batch: the
+        # place that a request with one leaves passes its state on to whoever gets it.
+        self._keeps_places = (
+            self.vllm_config.reasoning_config is not None
+            and not self.vllm_config.use_v2_model_runner
+        )
         self._is_rejecting = False
         self._rejected: list[Request] = []
 
@@ -143,20 +150,25 @@ class SteeringMixin(_Host):
         run = None if plan.run is None or self._is_as_it_runs(plan.run) else plan.run
         if plan.run is not None:  # the plan orders by class itself: vLLM's victim is the last
             self.policy = SchedulingPolicy.FCFS
+        most = self.max_num_scheduled_tokens
         if plan.token_budget is not None:
-            most = self.max_num_scheduled_tokens
             self.max_num_scheduled_tokens = min(most, max(self._min_budget, plan.token_budget))
         if plan.prefill_cap is not None:
             cap = max(self._min_budget, plan.prefill_cap)
             self._seams.limit_chunks((min(cap, self._seams.max_chunk() or cap), False))
-        return [] if run is None else self._hide(run)
+        if run is None:
+            return []
+        hidden, num_more = self._hide(run)
+        self.max_num_scheduled_tokens += num_more * self._tokens_per_decode
+        self.max_num_scheduled_tokens = min(most, self.max_num_scheduled_tokens)
+        return hidden
 
     def _is_as_it_runs(self, run: IntArray) -> bool:
         rows = self._rows.of(self.running)
         return len(run) == len(rows) == np.count_nonzero(run == rows)
 
-    def _hide(self, run: IntArray) -> list[Request]:
-        """Reorder `running` as planned; returns the requests that sit out.
+    def _hide(self, run: IntArray) -> tuple[list[Request], int]:
+        """Reorder `running` as planned; returns who sits out, and how many must take part beyond.
 
         `run` names each row once; rows that have no slot (any more) are skipped.
         """
@@ -168,13 +180,26 @@ class SteeringMixin(_Host):
         sits_out = np.ones(len(rows), dtype=bool)
         sits_out[places] = False
         (held,) = sits_out.nonzero()
+        stays = [place for place in held.tolist() if self._must_take_part(running[place])]
+        if stays:
+            places, held = np.concatenate([stays, places]), held[~np.isin(held, stays)]
         hidden = [running[place] for place in held.tolist()]
         shown = list(map(running.__getitem__, places.tolist()))
         self._counts["num_reordered"] += bool(np.count_nonzero(places[1:] < places[:-1]))
         self._counts["num_held"] += len(hidden)
         self.running = shown
         self._rows.put(shown, rows[places])
-        return hidden
+        return hidden, len(stays)
+
+    def _must_take_part(self, request: Request) -> bool:
+        """Whether others get wrong tokens when this decode sits a step out."""
+        params = request.sampling_params
+        return (
+            self._keeps_places
+            and params is not None
+            and params.thinking_token_budget is not None
+            and not request.is_prefill_chunk
+        )
 
     def _requests(self, rows: IntArray) -> Iterable[Request]:
         req_id, requests = self.sola_monitor.table.req_id, self.requests

@@ -10,6 +10,7 @@ from typing import Any
 
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.config.swap import CONNECTOR
+from sola_sched.errors import ConfigError
 
 POOLING = "a pooling model generates no tokens"
 PIPELINE = "with pipeline parallelism a step holds a part of the requests only"
@@ -41,6 +42,19 @@ class Support:
         if self.own_order:
             return f"not steered, vLLM's own order: {self.own_order}"
         return f"steered, with limits: {'; '.join(self.limits)}" if self.limits else "steered"
+
+
+def refuse_others(model_config: Any) -> None:
+    """Refuse models for which vLLM takes a scheduler of another kind.
+
+    Raises:
+        ConfigError: It denoises canvases: steps, chunks and tokens mean something else there.
+    """
+    if model_config.is_diffusion:
+        raise ConfigError(
+            "'--scheduler-cls' must be left out for diffusion models, which vLLM serves with a "
+            f"scheduler of its own (got {model_config.model!r} with sola_sched); remove it."
+        )
 
 
 def support_of(vllm_config: Any, config: SolaConfig) -> Support:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -298,3 +299,48 @@ def test_who_sits_out_counts_where_vllm_divides_a_step_by_its_requests() -> None
 
     assert [(count, live) for count, live, _ in counted if count != live] == []
     assert sum(num_unseen > 0 for _, _, num_unseen in counted) > 20
+
+
+# Who may sit out ------------------------------------------------------------------------------
+
+
+@MODES
+@POLICIES
+def test_a_decode_with_a_thinking_budget_sits_no_step_out(policy: str, is_async: bool) -> None:
+    """What leaves vLLM's batch hands its budget to the request that takes its place there."""
+
+    def change(arguments: dict[str, Any]) -> None:
+        arguments["vllm_config"].reasoning_config = SimpleNamespace()
+
+    engine = make_engine(
+        changed(sola_sched.Scheduler, change), sola=sola(policy), async_scheduling=is_async
+    )
+    requests = make_workload(60, 40.0)
+    budgeted = {r.req_id for r in requests[::3]}
+    for request in requests:
+        engine.add(request)
+    for name in budgeted:
+        params = engine._requests[name].sampling_params
+        engine._requests[name].sampling_params = params = copy.copy(params)
+        params.thinking_token_budget = 10
+    held: Counter[bool] = Counter()
+    scheduler, schedule = engine.scheduler, engine.scheduler.schedule
+
+    def watched() -> Any:
+        decodes = [r for r in scheduler.running if not r.is_prefill_chunk]
+        output = schedule()
+        for request in decodes:
+            is_done = request.num_output_tokens + request.num_output_placeholders
+            if request.is_finished() or is_done >= request.max_tokens:
+                continue
+            if request in scheduler.running:
+                is_held = request.request_id not in output.num_scheduled_tokens
+                held[request.request_id in budgeted] += is_held
+        return output
+
+    scheduler.schedule = watched
+    engine.run()
+
+    assert held[True] == 0
+    if policy == "attain":
+        assert held[False] > 10

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from sola_sched.config.sola_config import SolaConfig
+from sola_sched.errors import ConfigError
 from sola_sched.vllm_adapter import support
 from sola_sched.vllm_adapter.support import Support, support_of
 
@@ -27,6 +28,7 @@ ROWS = (
     "speculative decoding",
     "encoders, multimodal inputs",
     "pooling",
+    "diffusion models",
     "hybrid models (Mamba)",
     "sliding window",
     "latent attention (MLA)",
@@ -120,6 +122,12 @@ def test_what_becomes_of_an_engine(overrides, options, expected) -> None:
     assert support_of(vllm_config(**overrides), SolaConfig.from_mapping(options)) == expected
 
 
+def test_models_with_a_scheduler_of_another_kind_are_refused() -> None:
+    support.refuse_others(SimpleNamespace(is_diffusion=False, model="m"))
+    with pytest.raises(ConfigError, match="'--scheduler-cls' must be left out for diffusion"):
+        support.refuse_others(SimpleNamespace(is_diffusion=True, model="m"))
+
+
 def test_the_sentence_says_steered_limited_or_vllms_own_order() -> None:
     assert str(Support()) == "steered"
     assert str(Support(limits=("a", "b"))) == "steered, with limits: a; b"
@@ -131,7 +139,9 @@ def test_the_sentence_says_steered_limited_or_vllms_own_order() -> None:
 
 def rows() -> list[list[str]]:
     """Cells of the table's rows."""
-    lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
+    tables = TABLE.read_text(encoding="utf-8").split("\n\n")
+    first = next(part for part in tables if part.startswith("| feature"))
+    lines = [line for line in first.splitlines() if line[:1] == "|"]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
