@@ -191,7 +191,12 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
 
     def _was_idle(self) -> None:
         """What passes until the next step is scheduled is not its time."""
-        self._book("booking idle time", self.sola_monitor.set_busy, False)
+        self._book("booking idle time", self._note_idle)
+
+    def _note_idle(self) -> None:
+        self.sola_monitor.set_busy(False)
+        if not self.running:  # those that ended are kept no longer
+            self._rows.of(self.running)
 
     # One step -------------------------------------------------------------------------------
 

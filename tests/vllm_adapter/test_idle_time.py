@@ -235,3 +235,11 @@ def idle(request: pytest.FixtureRequest, is_async: bool) -> Idle:
         idle.scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
     idle.end()
     return idle
+
+
+def test_an_idle_engine_keeps_no_request_that_has_ended() -> None:
+    engine = make_small_engine(sola_sched.Scheduler, {}, async_scheduling=True)
+    warm_up(engine, 10)
+    step_until(engine, lambda: False)
+    assert not engine.scheduler.has_requests()
+    assert engine.scheduler._rows._requests == []
