@@ -151,9 +151,11 @@ def _kill(
     bench = Bench(
         url, model_dir, traffic, num_prompts=num_requests, request_rate=rate, seed=setup.seeds[0]
     )
-    wait_for(lambda: _counts(url)["requests"] > num_requests / 5)
-    wait_for(lambda: max(r["num_in_flight"] for r in get_json(f"{url}/replicas")) > 1)
-    victim = max(get_json(f"{url}/replicas"), key=lambda replica: replica["num_in_flight"])
+    wait_for(lambda: _counts(there.admin_url)["requests"] > num_requests / 5)
+    wait_for(lambda: max(r["num_in_flight"] for r in get_json(f"{there.admin_url}/replicas")) > 1)
+    victim = max(
+        get_json(f"{there.admin_url}/replicas"), key=lambda replica: replica["num_in_flight"]
+    )
     there.kill(victim["name"])
     return {
         "way": "Ray's gateway, one replica killed",
@@ -161,7 +163,7 @@ def _kill(
         "request_rate": rate,
         "in_flight_at_kill": victim["num_in_flight"],
         **bench.finish(),
-        "counts": _counts(url),
+        "counts": _counts(there.admin_url),
     }
 
 

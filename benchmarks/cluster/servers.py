@@ -30,19 +30,25 @@ class Cluster:
 
     Attributes:
         proxy_url: Of Serve's own proxy.
-        gateway_url: Of the gateway, a deployment too.
+        gateway_url, admin_url: Of the gateway, a deployment too.
         proxies, fronts: Processes of the proxy, and of the replicas with vLLM's server.
     """
 
     proxy_url: str
     gateway_url: str
+    admin_url: str
     proxies: tuple[int, ...]
     fronts: tuple[int, ...]
 
     @property
     def urls(self) -> list[str]:
         """The replicas' own."""
-        return [replica["url"] for replica in get_json(f"{self.gateway_url}/replicas")]
+        return [replica["url"] for replica in self.replicas()]
+
+    def replicas(self) -> list[dict[str, Any]]:
+        """What the gateway knows."""
+        shown: list[dict[str, Any]] = get_json(f"{self.admin_url}/replicas")
+        return shown
 
     def kill(self, name: str) -> None:
         """Kill the process of the replica of this name."""
@@ -84,7 +90,7 @@ def cluster(model_dir: Path, traffic: Traffic) -> Iterator[Cluster]:
 
     from sola_sched.serving.ray_app import GatewayServer, IngressEngine
 
-    proxy_port, gateway_port = free_port(), free_port()
+    proxy_port, gateway_port, admin_port = free_port(), free_port(), free_port()
     ray.init(
         num_cpus=2, include_dashboard=False, object_store_memory=80 * 2**20,
         logging_level="warning", log_to_driver=False, _node_ip_address="127.0.0.1",
@@ -110,14 +116,14 @@ def cluster(model_dir: Path, traffic: Traffic) -> Iterator[Cluster]:
         handle = serve.run(engines.bind(options, "127.0.0.1"), name="engines")
         args = {
             "model": "tiny", "host": "127.0.0.1", "port": gateway_port, "router": ROUTER,
-            "gateway": {"stall_s": _STALL_S},
+            "admin_port": admin_port, "gateway": {"stall_s": _STALL_S},
         }  # fmt: skip
         gateway = serve.deployment(GatewayServer).options(ray_actor_options={"num_cpus": 0})
         serve.run(gateway.bind([handle], args), name="gateway", route_prefix=None)
-        url = f"http://127.0.0.1:{gateway_port}"
-        wait_for(lambda: sum(r["is_usable"] for r in get_json(f"{url}/replicas")) == len(STEPS_S))
+        url, admin = (f"http://127.0.0.1:{port}" for port in (gateway_port, admin_port))
+        wait_for(lambda: sum(r["is_usable"] for r in get_json(f"{admin}/replicas")) == len(STEPS_S))
         proxies, fronts = _processes("ray::ProxyActor"), _processes("ray::ServeReplica:engines")
-        yield Cluster(f"http://127.0.0.1:{proxy_port}", url, proxies, fronts)
+        yield Cluster(f"http://127.0.0.1:{proxy_port}", url, admin, proxies, fronts)
     finally:
         serve.shutdown()
         ray.shutdown()
@@ -136,15 +142,16 @@ def _processes(title: str) -> tuple[int, ...]:
 @contextmanager
 def gateway(router: str, urls: Sequence[str]) -> Iterator[tuple[str, int]]:
     """A gateway of its own before the engines; yields its URL and process."""
-    port = free_port()
+    port, admin_port = free_port(), free_port()
     command = [
         *(sys.executable, "-P", "-m", "sola_sched.serving", "gateway"),
-        *("--router", router, "--port", str(port), "--stall-s", str(_STALL_S)),
+        *("--router", router, "--port", str(port), "--admin-port", str(admin_port)),
+        *("--stall-s", str(_STALL_S)),
         *(part for url in urls for part in ("--replica", url)),
     ]
-    url = f"http://127.0.0.1:{port}"
+    url, admin = (f"http://127.0.0.1:{each}" for each in (port, admin_port))
     with _process(command) as pid:
-        wait_for(lambda: all(r["has_feed"] is not None for r in get_json(f"{url}/replicas")))
+        wait_for(lambda: all(r["has_feed"] is not None for r in get_json(f"{admin}/replicas")))
         yield url, pid
 
 

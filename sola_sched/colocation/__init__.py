@@ -7,6 +7,6 @@ much an engine wants it. `sleeping` and `door` put services to sleep that nobody
 Source: SeaLLM (Zhao et al.), sections 4.2, 4.4 and 5. There one process holds the models that
 share a GPU; here each is an engine of its own, as vLLM has it, and turns are passed by the kernel.
 
-May import: errors, config, cost, prediction, core.
+May import: errors, config, proxy, cost, prediction, core.
 Third party: numpy, aiohttp (door, __main__).
 """

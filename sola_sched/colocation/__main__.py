@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import math
+import signal
 import sys
 from collections.abc import Sequence
 
+import aiohttp
+
+from sola_sched.colocation.door import Door
 from sola_sched.colocation.sleeping import SleepOptions
-from sola_sched.config.flags import (
-    LineParser,
-    not_free,
-    port,
-    positive_int,
-    server_url,
-    without_user,
-)
+from sola_sched.config.flags import LineParser, port, positive_int, server_url, without_user
+from sola_sched.errors import ConfigError
+from sola_sched.proxy.keys import add_keys, keys_of
+from sola_sched.proxy.limits import add_limits, limits_of
+from sola_sched.proxy.listener import Listener, add_admin, listening, warn_of
 
 
 def named_server(text: str) -> tuple[str, str]:
@@ -51,8 +53,22 @@ def make_parser() -> LineParser:
     door.add_argument("--least-s", type=float, default=SleepOptions.least_s,
         help="a service that has woken keeps its place for so many seconds although others wait "
         "for it (default: %(default)s)")  # fmt: skip
+    add_limits(door)
+    add_keys(door)
+    add_admin(door, "/services")
     commands.add_parser("memory", help="whether engines here can share KV memory (kvcached)")
     return parser
+
+
+async def _run_door(args: argparse.Namespace, door: Door) -> None:
+    listeners = (Listener(door.app(), door.front), Listener(door.admin_app()))
+    addresses = ((args.host, args.port), (args.admin_host, args.admin_port))
+    async with listening(*zip(listeners, addresses, strict=True)) as (url, admin_url):
+        print(f"Running on {url}", flush=True)
+        print(f"/services: {admin_url}", flush=True)
+        ended = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+        await ended.wait()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -70,23 +86,20 @@ def main(argv: Sequence[str]) -> int:
     if len(urls) < len(args.service):
         names = ", ".join(name for name, _ in args.service)
         parser.error(f"--service must have each NAME once (got {names})")
-    import aiohttp
-    from aiohttp import web
-
-    from sola_sched.colocation.door import Door
-
     for flag, value in (("--idle-s", args.idle_s), ("--least-s", args.least_s)):
         if not 0.0 <= value < math.inf:
             parser.error(f"{flag} must be finite and >= 0 (got {value})")
     options = SleepOptions(args.idle_s, args.max_awake, args.least_s)
-    door = Door(urls, options)
     try:
-        web.run_app(door.app(), host=args.host, port=args.port, handler_cancellation=True,
-                    access_log=None)  # fmt: skip
+        keys, limits = keys_of(args.api_key, args.api_key_file), limits_of(args)
+        warn_of("door", args.host, keys)
+        asyncio.run(_run_door(args, Door(urls, options, limits=limits, keys=keys)))
     except (aiohttp.ClientError, RuntimeError) as error:
         parser.error(f"every server must run and be able to sleep (got: {error}); start it first")
-    except (OSError, OverflowError, UnicodeError) as error:
-        parser.error(not_free(args.host, args.port, error))
+    except ConfigError as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        pass
     return 0
 
 

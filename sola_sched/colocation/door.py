@@ -8,23 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import posixpath
+import logging
 from collections.abc import AsyncIterator, Mapping
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
 from sola_sched.colocation.sleeping import Dormitory, SleepOptions, WakeError
-from sola_sched.config.http_headers import OF_CONNECTION
+from sola_sched.proxy.answers import Answer, ClientGoneError
+from sola_sched.proxy.errors import RefusedError
+from sola_sched.proxy.form import is_form, value_of
+from sola_sched.proxy.front import HEALTH, Front, LateError, is_up
+from sola_sched.proxy.headers import FORWARDED_FOR, forwarded_for, passed_back, passed_on
+from sola_sched.proxy.json_object import JsonObject
+from sola_sched.proxy.keys import Keys
+from sola_sched.proxy.limits import Limits
+from sola_sched.proxy.owners import Owners, of_response, response_id
+from sola_sched.proxy.paths import RESPONSES, Passage, target
+from sola_sched.proxy.upstream import Upstream
 
-#: Paths of vLLM's besides /v1/ that are for clients; others put it to sleep or run code in it.
-_PASSED_ON = frozenset(
-    ("/classify", "/detokenize", "/pooling", "/rerank", "/score", "/tokenize", "/v2/rerank")
+logger = logging.getLogger(__name__)
+
+#: Headers that are the door's, on the way to a server.
+_NOT_PASSED_ON = frozenset(
+    ("content-encoding", "content-length", "expect", "host", "x-forwarded-for")
 )
-#: Headers that both servers write themselves.
-_NOT_PASSED_ON = OF_CONNECTION | {"content-length", "expect", "host"}
+_CONNECT_S = 10.0
 _CONTROL_S = 600.0
 
 
@@ -83,25 +94,44 @@ class Door:
     Args:
         urls: Of the services, by the name that requests give as `model`.
         options: When they sleep.
+        limits: Of what clients may take.
+        keys: That they must have.
+
+    Attributes:
+        front: Before its own work.
+        dormitory: The services, while the application runs.
     """
 
-    def __init__(self, urls: Mapping[str, str], options: SleepOptions) -> None:
-        self._urls, self._options = dict(urls), options
+    def __init__(
+        self,
+        urls: Mapping[str, str],
+        options: SleepOptions,
+        *,
+        limits: Limits | None = None,
+        keys: Keys | None = None,
+    ) -> None:
+        self._urls = {name: url.rstrip("/") for name, url in urls.items()}
+        self._options = options
+        self._owners: Owners[str] = Owners()
+        self.front = Front(self._serve, limits or Limits(), keys or Keys())
         self.dormitory: Dormitory
 
     def app(self) -> web.Application:
-        """As aiohttp serves it."""
-        app = web.Application(client_max_size=1 << 30)
+        """What clients reach; see `Front.app`."""
+        app = self.front.app(is_up)
         app.cleanup_ctx.append(self._running)
+        return app
+
+    def admin_app(self) -> web.Application:
+        """What the operator reaches, on an address that clients do not."""
+        app = web.Application()
+        app.router.add_get(HEALTH, is_up)
         app.router.add_get("/services", self._services)
-        app.router.add_route("*", "/{path:.*}", self._pass_on)
         return app
 
     async def _running(self, app: web.Application) -> AsyncIterator[None]:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            self._session = session
+        async with Upstream(_CONNECT_S) as self._upstream:
+            session = self._upstream.session
             servers = {name: VllmServer(url, session) for name, url in self._urls.items()}
             self.dormitory = Dormitory(servers, self._options)
             try:
@@ -126,54 +156,98 @@ class Door:
             }
         )
 
-    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        if request.path == "/v1/models":
+    async def _serve(
+        self, request: web.Request, passage: Passage, data: bytes
+    ) -> web.StreamResponse:
+        if passage.path == "/v1/models" and request.method in ("GET", "HEAD"):
             names = [{"id": name, "object": "model"} for name in self._urls]
             return web.json_response({"object": "list", "data": names})
-        path = posixpath.normpath(request.path)  # as the connection to the server will have it
-        if not path.startswith("/v1/") and path not in _PASSED_ON:
-            return _error(404, f"the path must be /v1/... or one of {sorted(_PASSED_ON)}.")
-        data = await request.read()
-        name = _model(data)
-        if not isinstance(name, str) or name not in self._urls:
-            known = ", ".join(map(repr, self._urls))
-            return _error(404, f"'model' must be one of {known} (got {name!r}).")
+        answer = self.front.answer(request)
         try:
-            async with self.dormitory.awake(name):
-                return await self._answer(request, data, name)
+            async with self.front.in_time(answer):
+                if request.method != "POST" and passage.response_id is None:
+                    # Any of them answers it, also in its sleep.
+                    await self._ask(answer, passage, data, next(iter(self._urls)))
+                else:
+                    name = self._service_of(request, passage, data)
+                    async with self.dormitory.awake(name):
+                        await self._ask(answer, passage, data, name)
         except WakeError as error:
-            return _error(503, str(error), {"Retry-After": "10"})
+            raise RefusedError(
+                HTTPStatus.SERVICE_UNAVAILABLE, str(error), {"Retry-After": "10"}
+            ) from error
+        except LateError as error:
+            if answer.has_begun:
+                answer.abort()
+            else:
+                raise RefusedError(HTTPStatus.GATEWAY_TIMEOUT, str(error)) from error
+        except ClientGoneError:
+            pass
+        return await answer.end()
 
-    async def _answer(self, request: web.Request, data: bytes, name: str) -> web.StreamResponse:
-        headers = {k: v for k, v in request.headers.items() if k.lower() not in _NOT_PASSED_ON}
-        target = self._urls[name].rstrip("/") + request.path_qs
+    def _service_of(self, request: web.Request, passage: Passage, data: bytes) -> str:
+        """The service that a request is for.
+
+        Raises:
+            RefusedError: It names none that there is.
+        """
+        if passage.response_id is not None:
+            name = self._owners.of(of_response(passage.response_id))
+            if name is None and len(self._urls) > 1:
+                raise RefusedError(
+                    HTTPStatus.NOT_FOUND,
+                    f"the response must have been stored through this door since its start (got "
+                    f"{passage.response_id[:100]!r}).",
+                )
+            return name or next(iter(self._urls))
         try:
-            answer = await self._session.request(
-                request.method, target, data=data, headers=headers, allow_redirects=False
+            if is_form(request.headers):
+                model: Any = value_of(data, request.headers["Content-Type"], "model")
+            else:
+                model = JsonObject(data).get("model")
+        except (ValueError, RecursionError) as error:
+            raise RefusedError(
+                HTTPStatus.BAD_REQUEST,
+                f"the body must be a JSON object in UTF-8, or a form (got: {error}).",
+            ) from error
+        if not isinstance(model, str) or model not in self._urls:
+            known = ", ".join(map(repr, self._urls))
+            raise RefusedError(
+                HTTPStatus.NOT_FOUND, f"'model' must be one of {known} (got {str(model)[:100]!r})."
             )
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            status = 504 if isinstance(error, TimeoutError) else 502
-            reason = str(error) or type(error).__name__
-            return _error(status, f"the server of {name!r} cannot be reached: {reason}")
-        async with answer:  # an error from here on cuts the client's connection
-            passed = {k: v for k, v in answer.headers.items() if k.lower() not in _NOT_PASSED_ON}
-            passed.pop("Content-Encoding", None)  # the client has decoded it
-            response = web.StreamResponse(status=answer.status, headers=passed)
-            await response.prepare(request)
-            async for piece in answer.content.iter_any():
-                await response.write(piece)
-            await response.write_eof()
-            return response
+        return model
 
-
-def _model(data: bytes) -> Any:
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-    return body.get("model") if isinstance(body, dict) else None
-
-
-def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
-    error = {"message": message, "type": "sola_sched", "code": status}
-    return web.json_response({"error": error}, status=status, headers=headers)
+    async def _ask(self, answer: Answer, passage: Passage, data: bytes, name: str) -> None:
+        """Pass a request on to a service, and its answer back."""
+        request, url = answer.request, self._urls[name]
+        headers = passed_on(request.headers, _NOT_PASSED_ON)
+        headers[FORWARDED_FOR] = forwarded_for(request.headers, request.remote)
+        may_store = request.method == "POST" and passage.path == RESPONSES
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                reply = await stack.enter_async_context(
+                    self._upstream.request(
+                        request.method,
+                        url + target(request, passage),
+                        headers=headers,
+                        data=data,
+                        is_repeatable=passage.is_repeatable,
+                    )
+                )
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                is_late = isinstance(error, TimeoutError)
+                raise RefusedError(
+                    HTTPStatus.GATEWAY_TIMEOUT if is_late else HTTPStatus.BAD_GATEWAY,
+                    f"the server of {name!r} cannot be reached: "
+                    f"{str(error) or type(error).__name__}",
+                ) from error
+            await answer.start(reply.status, passed_back(reply.headers, url, keeps_length=True))
+            try:
+                async for piece in reply.content.iter_any():
+                    if may_store and (stored := response_id(piece)) is not None:
+                        self._owners.learn(of_response(stored), name)
+                        may_store = False
+                    await answer.write(piece)
+            except (aiohttp.ClientError, OSError) as error:  # so does the client's
+                logger.warning("the answer of %s has broken off: %r", name, error)
+                answer.abort()

@@ -31,6 +31,8 @@ _NODE_NAME = "sola_node_"
 _NODE = re.compile(rf"{_NODE_NAME}(\d+)")
 #: Of a node's resource, so little that it is never used up.
 _SOME = 0.001
+#: From a service's public port to that for operators, and the last that there is.
+_ADMIN_STEP, _LAST_PORT = 1000, 65535
 
 
 def serve_config(applications: Iterable[Application]) -> dict[str, Any]:
@@ -94,12 +96,19 @@ def gateway_application(service: str, port: int, host: str = LOOPBACK) -> Applic
             "model": service,
             "port": port,
             "host": host,
+            "admin_host": host,
+            "admin_port": admin_port_of(port),
             "gateway_resources": {f"{_NODE_NAME}0": _SOME},
             "engines": [],
             "follows": name,
             "gateway": {"patience_s": _PATIENCE_S},
         },
     }
+
+
+def admin_port_of(port: int) -> int:
+    """The port for the operators of a service with this public port."""
+    return port + (_ADMIN_STEP if port + _ADMIN_STEP <= _LAST_PORT else -_ADMIN_STEP)
 
 
 def place_of(seat: Seat) -> str:

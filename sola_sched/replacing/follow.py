@@ -21,7 +21,9 @@ from sola_sched.cluster.sharing.unserved import Score
 from sola_sched.config.flags import url_of
 from sola_sched.errors import ConfigError, DeploymentError, InfeasibleError
 from sola_sched.plan.deploy import (
+    LOOPBACK,
     Application,
+    admin_port_of,
     description,
     engine_applications,
     engine_options,
@@ -204,7 +206,7 @@ class Follower:
         return deployed
 
     def _gateways(self) -> dict[str, str]:
-        """URLs of the services' gateways."""
+        """URLs of the services' gateways, those for operators."""
         gateways = {}
         details = self._api.details()
         for service, application in gateways_of(self._deployed()).items():
@@ -214,8 +216,11 @@ class Follower:
                 for replica in each.get("replicas", [])
             ]
             if replicas:
-                host = replicas[0].get("node_ip") or "127.0.0.1"
-                gateways[service] = url_of(host, application["args"]["port"])
+                host = application["args"].get("host")
+                if host in (None, "0.0.0.0", "::"):
+                    host = replicas[0].get("node_ip") or LOOPBACK
+                port = int(application["args"]["port"])
+                gateways[service] = url_of(host, admin_port_of(port))
         return gateways
 
     def _place(self, real: float | None, may_stay: bool) -> None:

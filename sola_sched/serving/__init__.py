@@ -1,9 +1,9 @@
 """The running system: a gateway before several vLLM servers, and both of them on Ray Serve.
 
-`gateway`, and what it is made of, is aiohttp alone. `ray_app` and `ray_router` are the doors to Ray
+`gateway` is made of `proxy`'s parts. `ray_app` and `ray_router` are the doors to Ray
 Serve, `engine` is vLLM's own server inside a replica.
 
-May import: errors, config, cost, prediction, core, reports, length_predictor, cluster.
-Third party: aiohttp, numpy, prometheus_client, pydantic (ray_app), ray (__main__, ray_*),
-uvicorn (engine), vllm (engine).
+May import: errors, config, cost, prediction, core, proxy, reports, length_predictor, cluster.
+Third party: aiohttp, multidict, numpy, prometheus_client, pydantic (ray_app),
+ray (__main__, ray_*), uvicorn (engine), vllm (engine).
 """

@@ -15,22 +15,22 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from aiohttp import web
-
 from sola_sched.config.flags import (
     LineParser,
     natural_float,
-    not_free,
     port,
     positive_float,
     positive_int,
     server_url,
-    url_of,
 )
 from sola_sched.errors import ConfigError
-from sola_sched.serving.delivery import GatewayOptions
+from sola_sched.proxy.keys import add_key_file, add_keys, keys_of
+from sola_sched.proxy.limits import add_limits, as_arguments, limits_of
+from sola_sched.proxy.listener import Listener, add_admin, listening, warn_of
 from sola_sched.serving.gateway import Gateway
+from sola_sched.serving.options import GatewayOptions
 from sola_sched.serving.policies import DEFAULT, NAMES, make_router
+from sola_sched.serving.slo_headers import ClientRules
 
 _APPLICATION = "sola"
 #: Seconds that requests have to end when the whole on Ray Serve is ended.
@@ -56,6 +56,7 @@ def make_parser() -> LineParser:
         "--replica", action="append", required=True, type=server_url, metavar="URL",
         help="a vLLM server, as http://HOST:PORT; once for each",
     )  # fmt: skip
+    add_keys(gateway)
     whole = commands.add_parser(
         "ray", help="engines and gateway on Ray Serve; further arguments are those of `vllm serve`"
     )
@@ -68,6 +69,7 @@ def make_parser() -> LineParser:
         help="the address that each engine listens on; 'node' is its node's own, which a cluster "
         "of several nodes needs (default: that of --host, 'node' for 0.0.0.0)")  # fmt: skip
     whole.add_argument("--address", help="of a Ray cluster; a local one is started without")
+    add_key_file(whole)
     for each in (gateway, whole):
         each.add_argument("--host", default="127.0.0.1",
             help="the address that the gateway listens on (default: %(default)s)")  # fmt: skip
@@ -80,6 +82,16 @@ def make_parser() -> LineParser:
             kind = positive_int if field.name == "max_failures" else positive_float
             each.add_argument(name, type=kind, default=field.default,
                 help=f"{_HELP[field.name]} (default: %(default)s)")  # fmt: skip
+        add_limits(each)
+        add_admin(each, "/metrics and /replicas")
+        each.add_argument(
+            "--drop-client-targets",
+            action="store_true",
+            help="targets and classes that clients ask for are dropped: the servers' own hold",
+        )
+        each.add_argument("--behind-gateway", action="store_true",
+            help="clients are gateways of ours: what they say of a request's time elsewhere is "
+            "believed, and else dropped")  # fmt: skip
     return parser
 
 
@@ -88,23 +100,30 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     return {f.name: getattr(args, f.name) for f in dataclasses.fields(GatewayOptions)}
 
 
+def rules_of(args: argparse.Namespace) -> ClientRules:
+    """What clients may say, as it was given."""
+    return ClientRules(args.behind_gateway, args.drop_client_targets)
+
+
 async def _run_gateway(args: argparse.Namespace) -> None:
-    gateway = Gateway(make_router(args.router), GatewayOptions(**options_of(args)))
+    keys = keys_of(args.api_key, args.api_key_file)
+    gateway = Gateway(
+        make_router(args.router),
+        GatewayOptions(**options_of(args)),
+        limits=limits_of(args),
+        keys=keys,
+        rules=rules_of(args),
+    )
     gateway.sync({url: url for url in args.replica})
-    runner = web.AppRunner(gateway.app(), handler_cancellation=True, access_log=None)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, args.host, args.port).start()
-    except (OSError, UnicodeError) as error:
-        await runner.cleanup()
-        raise ConfigError(not_free(args.host, args.port, error)) from error
-    print(f"gateway: {url_of(args.host, runner.addresses[0][1])}", flush=True)
-    ended = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    try:
+    warn_of("gateway", args.host, keys)
+    listeners = (Listener(gateway.app(), gateway.front), Listener(gateway.admin_app()))
+    addresses = ((args.host, args.port), (args.admin_host, args.admin_port))
+    async with listening(*zip(listeners, addresses, strict=True)) as (url, admin_url):
+        print(f"gateway: {url}", flush=True)
+        print(f"/metrics, /replicas: {admin_url}", flush=True)
+        ended = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
         await ended.wait()
-    finally:  # what has begun may go on for two minutes
-        await runner.cleanup()
 
 
 def _run_on_ray(args: argparse.Namespace, options: dict[str, Any]) -> None:
@@ -131,11 +150,17 @@ def _run_on_ray(args: argparse.Namespace, options: dict[str, Any]) -> None:
             "host": args.host,
             "port": args.port,
             "gateway": options_of(args),
+            "limits": as_arguments(limits_of(args)),
+            "rules": dataclasses.asdict(rules_of(args)),
+            "api_key_file": None if args.api_key_file is None else str(args.api_key_file),
+            "admin_host": args.admin_host,
+            "admin_port": args.admin_port,
         }
         if args.engine_host is not None:
             cluster["engine_host"] = None if args.engine_host == "node" else args.engine_host
         gateway = serve.run(build(cluster), name=_APPLICATION, route_prefix=None)
         print(f"gateway: {gateway.url.remote().result()}", flush=True)
+        print(f"/metrics, /replicas: {gateway.admin_url.remote().result()}", flush=True)
         while True:
             time.sleep(3600)
     except RuntimeError as error:
@@ -190,6 +215,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     try:
         GatewayOptions(**options_of(args))
+        limits_of(args)
+        keys_of(None, args.api_key_file)
         if args.command == "ray":
             _run_on_ray(args, _by_name(more))
         else:

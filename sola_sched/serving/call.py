@@ -5,20 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 import numpy as np
+from multidict import CIMultiDict, MultiMapping
 
 from sola_sched.cluster.view import RoutedRequest
-from sola_sched.config.http_headers import OF_CONNECTION
 from sola_sched.config.slo import REQUEST_KEYS, SloTarget, request_target
 from sola_sched.errors import SloError
 from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.prediction.length import LengthPrediction
+from sola_sched.proxy.errors import RefusedError
+from sola_sched.proxy.form import changed, is_form
+from sola_sched.proxy.headers import FORWARDED_FOR, forwarded_for, passed_on
+from sola_sched.proxy.json_object import JsonObject
+from sola_sched.proxy.owners import of_response
+from sola_sched.proxy.paths import RESPONSES, Passage
 from sola_sched.serving.arrivals import ATTEMPT_HEADER
 from sola_sched.serving.asked import STREAM_PATHS, without_query
 from sola_sched.serving.resume import asks_for_ids
-from sola_sched.serving.slo_headers import SLO_HEADERS, XARGS, with_slo_headers
+from sola_sched.serving.slo_headers import SLO_HEADERS, XARGS, ClientRules, of_client
 from sola_sched.serving.values import flag, whole
 
 #: Characters of a token, until something better is known.
@@ -28,20 +35,14 @@ _WEIGHT = 0.05
 #: Output of a request that does not limit it, or by more, tokens.
 _MOST_TOKENS = 2**17
 #: Beside those of the connection, what the gateway writes itself.
-_NOT_PASSED_ON = OF_CONNECTION | SLO_HEADERS | {
-    ATTEMPT_HEADER, "accept-encoding", "content-length", "expect", "host", "x-request-id",
+_NOT_PASSED_ON = SLO_HEADERS | {
+    ATTEMPT_HEADER, "accept-encoding", "content-encoding", "content-length", "expect", "host",
+    "x-forwarded-for", "x-request-id",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Unread:
-    """A prompt that nobody has read, of so many characters."""
-
-    num_chars: int
-
-    def __len__(self) -> int:
-        """Its characters."""
-        return self.num_chars
+_SESSION_HEADER = "X-Session-ID"
+#: Where a body has its prompt, the first that there is.
+_PROMPTS = ("messages", "prompt", "input")
+_ALL_BUT_CLOCK = ClientRules()
 
 
 @dataclass(slots=True)
@@ -56,16 +57,23 @@ class Call:
         request_id: Unique; replicas are told, so that answers keep their id.
         arrival_s: When it came, on the gateway's clock.
         wants_ids: Whether the client itself has asked for token ids.
+        is_repeatable: Whether it may be sent again after it has reached a replica.
+        stored_id: The stored response that it is about, or goes on from.
+        num_ids, num_chars: Token ids and characters of its prompt.
     """
 
     method: str
     path: str
-    headers: dict[str, str]
+    headers: CIMultiDict[str]
     data: bytes
-    body: dict[str, Any] | None
+    body: Mapping[str, Any] | None
     request_id: str
     arrival_s: float
     wants_ids: bool = False
+    is_repeatable: bool = True
+    stored_id: str | None = None
+    num_ids: int = 0
+    num_chars: int = 0
 
     @property
     def is_stream(self) -> bool:
@@ -73,42 +81,100 @@ class Call:
         is_path = without_query(self.path) in STREAM_PATHS
         return is_path and self.body is not None and flag(self.body.get("stream"))
 
+    @property
+    def may_store(self) -> bool:
+        """Whether the replica that answers keeps the answer for later."""
+        return self.method == "POST" and without_query(self.path) == RESPONSES
+
+    @property
+    def owner_key(self) -> str | None:
+        """What the replica has that this request has to go to; None where any will do."""
+        if self.stored_id is not None:
+            return of_response(self.stored_id)
+        body = self.body or {}
+        of_xargs = (body.get(XARGS) or {}).get("session_id")
+        session = body.get("session_id") or self.headers.get(_SESSION_HEADER) or of_xargs
+        return f"session {session}" if session else None
+
     @classmethod
     def of(
         cls,
         method: str,
         path: str,
-        headers: Mapping[str, str],
+        headers: MultiMapping[str],
         data: bytes,
         *,
         request_id: str,
         arrival_s: float,
+        peer: str | None = None,
+        passage: Passage | None = None,
+        rules: ClientRules = _ALL_BUT_CLOCK,
     ) -> Call:
         """Read a request.
 
+        Args:
+            peer: Address that it has come from.
+            passage: Its path, as it passes.
+            rules: What its client may say.
+
         Raises:
             SloError: A header with a target is wrong.
+            RefusedError: The body is not what its path takes.
         """
-        body = _object(data) if method == "POST" else None
-        if body is not None:
-            body = with_slo_headers(body, headers)
-        passed = {k: v for k, v in headers.items() if k.lower() not in _NOT_PASSED_ON}
+        passed = passed_on(headers, _NOT_PASSED_ON)
+        if forwarded := forwarded_for(headers, peer):
+            passed[FORWARDED_FOR] = forwarded
         passed["X-Request-Id"] = request_id
         passed["Accept-Encoding"] = "identity"  # the gateway reads the events of a stream
-        call = cls(method, path, passed, data, body, request_id, arrival_s)
-        if body is not None and call.is_stream:
-            call.wants_ids = flag(body.get("return_token_ids"))
-            if asks_for_ids(body):
-                body["return_token_ids"] = True
+        call = cls(method, path, passed, data, None, request_id, arrival_s)
+        if passage is not None:
+            call.is_repeatable, call.stored_id = passage.is_repeatable, passage.response_id
+        if method == "POST" and data:
+            try:
+                if is_form(headers):
+                    call.data = _form_without(data, headers["Content-Type"], rules.dropped)
+                else:
+                    call._read(JsonObject(data), headers, rules)
+            except (ValueError, RecursionError) as error:
+                if isinstance(error, SloError):
+                    raise
+                raise RefusedError(
+                    HTTPStatus.BAD_REQUEST,
+                    f"the body must be a JSON object in UTF-8, or a form (got: {error}).",
+                ) from error
         return call
 
+    def _read(self, body: JsonObject, headers: Mapping[str, str], rules: ClientRules) -> None:
+        """Take in the body.
 
-def _object(data: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):  # the replica says what is wrong with it
-        return None
-    return value if isinstance(value, dict) else None
+        Raises:
+            ValueError, RecursionError: It is not right JSON throughout.
+        """
+        self.headers.setdefault("Content-Type", "application/json")
+        if (xargs := of_client(body, headers, rules)) is not None:
+            body = body.replaced(**{XARGS: xargs})
+        self.body = body
+        self.num_ids, self.num_chars = ids_and_chars(body)
+        if self.may_store:
+            previous = body.get("previous_response_id")
+            self.stored_id = previous if isinstance(previous, str) else self.stored_id
+            self.is_repeatable = not flag(body.get("background"))
+        if self.is_stream:
+            self.wants_ids = flag(body.get("return_token_ids"))
+            if asks_for_ids(body):
+                self.body = body.replaced(return_token_ids=True)
+
+
+def _form_without(data: bytes, content_type: str, names: frozenset[str]) -> bytes:
+    """A form whose free arguments have none of these names."""
+
+    def without(value: bytes) -> bytes:
+        xargs = json.loads(value)
+        if isinstance(xargs, dict):
+            xargs = {key: each for key, each in xargs.items() if key not in names}
+        return json.dumps(xargs).encode()
+
+    return changed(data, content_type, XARGS, without)
 
 
 @dataclass
@@ -136,7 +202,7 @@ class Lengths:
             avoid: Positions of replicas on which it has failed.
         """
         body = call.body or {}
-        num_prompt = self.prompt_tokens(body)
+        num_prompt = self.prompt_tokens(call)
         most = _most_tokens(body)
         if body.get("ignore_eos"):
             expected = float(most)
@@ -163,24 +229,22 @@ class Lengths:
         except SloError:  # the replica refuses it, or knows the class
             return self.default_slo
 
-    def prompt_tokens(self, body: Mapping[str, Any]) -> int:
+    def prompt_tokens(self, call: Call) -> int:
         """Tokens of a request's prompt, roughly; exact where it is token ids."""
-        ids, chars = _ids_and_chars(body)
-        return max(1, ids + round(chars / self._chars_per_token))
+        return max(1, call.num_ids + round(call.num_chars / self._chars_per_token))
 
-    def learn_prompt(self, body: Mapping[str, Any], num_tokens: int) -> None:
+    def learn_prompt(self, call: Call, num_tokens: int) -> None:
         """A replica has said how many tokens a prompt has."""
-        ids, chars = _ids_and_chars(body)
-        if chars and num_tokens > ids:
-            new = chars / (num_tokens - ids)
+        if call.num_chars and num_tokens > call.num_ids:
+            new = call.num_chars / (num_tokens - call.num_ids)
             self._chars_per_token += _WEIGHT * (new - self._chars_per_token)
 
-    def learn_output(self, body: Mapping[str, Any], num_tokens: int) -> None:
+    def learn_output(self, call: Call, num_tokens: int) -> None:
         """A request has ended with so many output tokens."""
-        most = _most_tokens(body)
+        most = _most_tokens(call.body or {})
         if num_tokens >= 1:
             self._histogram.observe(
-                self._histogram.class_of(self.prompt_tokens(body), most), num_tokens
+                self._histogram.class_of(self.prompt_tokens(call), most), num_tokens
             )
 
 
@@ -189,21 +253,30 @@ def _most_tokens(body: Mapping[str, Any]) -> int:
     return min(most, _MOST_TOKENS) if most and most > 0 else _MOST_TOKENS
 
 
-def _ids_and_chars(body: Mapping[str, Any]) -> tuple[int, int]:
+def ids_and_chars(body: Mapping[str, Any]) -> tuple[int, int]:
     """Token ids and characters in the prompt or the messages of a request."""
-    if "messages" in body:
-        return 0, _chars(body["messages"])
-    prompt = body.get("prompt", body.get("input", ""))
-    if not isinstance(prompt, list):
+    name = next((each for each in _PROMPTS if each in body), None)
+    if name is None:
+        return 0, 0
+    text = body.text(name) if isinstance(body, JsonObject) else None
+    if text is not None:  # ids alone have no quotation marks
+        return (0, len(text)) if b'"' in text else (text.count(b",") + 1, 0)
+    prompt = body[name]
+    if name == "messages" or not isinstance(prompt, list):
         return 0, _chars(prompt)
     flat = [each for part in prompt for each in (part if isinstance(part, list) else [part])]
     return sum(isinstance(each, int) for each in flat), sum(map(_chars, flat))
 
 
 def _chars(value: Any) -> int:
-    """Characters of a text, of a message, or of all parts of one."""
-    if isinstance(value, str | Unread):
-        return len(value)
-    if isinstance(value, dict):
-        return _chars(value.get("content", value.get("text")))
-    return sum(map(_chars, value)) if isinstance(value, list) else 0
+    """Characters of a text, of a message, or of all parts of one, however deep."""
+    num_chars, left = 0, [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            num_chars += len(one)
+        elif isinstance(one, dict):
+            left.append(one.get("content", one.get("text")))
+        elif isinstance(one, list):
+            left += one
+    return num_chars

@@ -9,26 +9,27 @@ soonest. The SLO clock is the first arrival's: later attempts tell the engine ho
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import logging
-import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Protocol
 
 import aiohttp
+from multidict import CIMultiDict, MultiMapping
 
-from sola_sched.cluster.view import RoutedRequest
-from sola_sched.config.http_headers import OF_CONNECTION
+from sola_sched.cluster.view import Refusal, RoutedRequest
 from sola_sched.config.slo import BEGAN_KEY, RESUMED_KEY, WAITED_KEY
-from sola_sched.errors import ConfigError
+from sola_sched.proxy.headers import passed_back
+from sola_sched.proxy.json_object import encoded, replaced
+from sola_sched.proxy.owners import Owners, of_response, response_id
+from sola_sched.proxy.upstream import Upstream
 from sola_sched.serving import events
 from sola_sched.serving.arrivals import ATTEMPT_HEADER
 from sola_sched.serving.asked import Asked
 from sola_sched.serving.call import Call, Lengths
+from sola_sched.serving.options import GatewayOptions
 from sola_sched.serving.protocols import as_json, protocol_of
 from sola_sched.serving.questions import Questions
 from sola_sched.serving.replicas import Attempt, Replica, Replicas
@@ -50,37 +51,10 @@ _CANNOT_GO_ON = (
 )
 
 
-@dataclass(frozen=True)
-class GatewayOptions:
-    """How long a gateway waits, and how often it tries.
-
-    Attributes:
-        stall_s: A replica that has requests and has computed nothing for so long has stalled.
-        patience_s: How long a request waits for a replica, when none can be reached.
-        avoid_s: A replica gets nothing for so long after a connection to it has failed.
-        connect_s: Most that a connection may take.
-        max_failures: Failed attempts after which a request is given up; one may be what kills them.
-    """
-
-    stall_s: float = 15.0
-    patience_s: float = 60.0
-    avoid_s: float = 1.0
-    connect_s: float = 5.0
-    max_failures: int = 4
-
-    def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            if not 0.0 < value < math.inf or (name == "max_failures" and value < 1):
-                raise ConfigError(
-                    f"'{name}' must be {'>= 1' if name == 'max_failures' else 'finite and > 0'} "
-                    f"(got {value!r}); correct it."
-                )
-
-
 class Client(Protocol):
     """Who has sent the request."""
 
-    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+    async def start(self, status: int, headers: MultiMapping[str]) -> None:
         """Begin the answer."""
 
     async def write(self, data: bytes) -> None:
@@ -96,7 +70,7 @@ class _Answer:
     """A whole answer of a replica."""
 
     status: int
-    headers: dict[str, str]
+    headers: CIMultiDict[str]
     body: bytes
 
     @property
@@ -115,7 +89,8 @@ class Delivery:
         call: The request.
         client: Gets the answer.
         replicas: Where it may go.
-        session: Connections to them.
+        upstream: Connections to them.
+        owners: Which of them has what.
         lengths: Estimates for the router.
         options: Waits and limits.
         counts: Of what happened, by name.
@@ -127,14 +102,15 @@ class Delivery:
         client: Client,
         *,
         replicas: Replicas,
-        session: aiohttp.ClientSession,
+        upstream: Upstream,
+        owners: Owners[Replica],
         lengths: Lengths,
         options: GatewayOptions,
         counts: Counter[str],
     ) -> None:
         self._call, self._client = call, client
         self._number = next(_numbers)
-        self._replicas, self._session = replicas, session
+        self._replicas, self._upstream, self._owners = replicas, upstream, owners
         self._lengths, self._options, self._counts = lengths, options, counts
         self._path, self._body = call.path, call.body
         self._asked = Asked(call.path, call.body or {}, call.wants_ids)
@@ -146,6 +122,7 @@ class Delivery:
         self._last = b""
         self._first_token_s: float | None = None
         self._num_resumed: int | None = None
+        self._owner_key, self._may_store = call.owner_key, call.may_store
         self._has_started = self._has_waited = False
         self._refused_by: set[Replica] = set()
         self._avoid: set[int] = set()
@@ -163,7 +140,7 @@ class Delivery:
             try:
                 is_done = await self._try(replica, request)
             except DivergedError as error:
-                await self._give_up(f"the answer could not be repeated elsewhere: {error}")
+                await self.give_up(f"the answer could not be repeated elsewhere: {error}")
                 return
             except (CutError, TimeoutError, aiohttp.ClientError, OSError) as error:
                 self._has_arrived |= not isinstance(error, aiohttp.ClientConnectorError)
@@ -184,7 +161,7 @@ class Delivery:
             request = self._lengths.routed(
                 self._call, name, self._num_resumed, frozenset(self._avoid)
             )
-            choice = self._replicas.choose(request, self._refused_by)
+            choice = self._choose(request)
             if isinstance(choice, Replica):
                 return choice, request
             if self._refusal is not None:  # all that can be reached have refused
@@ -192,13 +169,24 @@ class Delivery:
                 return None
             left_s = limit_s - self._replicas.clock()
             if left_s <= 0.0:
-                await self._give_up(choice.reason, HTTPStatus.SERVICE_UNAVAILABLE)
+                await self.give_up(choice.reason, HTTPStatus.SERVICE_UNAVAILABLE)
                 return None
             self._has_waited = True
             try:  # a replica that was avoided comes back without an event
                 await asyncio.wait_for(changed.wait(), min(left_s, self._options.avoid_s))
             except TimeoutError:
                 continue
+
+    def _choose(self, request: RoutedRequest) -> Replica | Refusal:
+        """The replica that has what the request is about, or the one that the router says."""
+        owner = self._owners.of(self._owner_key) if self._owner_key is not None else None
+        has_failed = owner is None or owner in self._refused_by or owner.position in self._avoid
+        if not has_failed:
+            others = {each for each in self._replicas if each is not owner}
+            choice = self._replicas.choose(request, others)
+            if isinstance(choice, Replica):
+                return choice
+        return self._replicas.choose(request, self._refused_by)
 
     async def _try(self, replica: Replica, request: RoutedRequest) -> bool:
         """One attempt; whether it has answered."""
@@ -207,31 +195,38 @@ class Delivery:
                 self._num_attempts += 1
                 if self._has_to_continue and await self._continue_at(replica):
                     return True
-                async with self._session.request(
+                async with self._upstream.request(
                     self._call.method,
                     replica.url + self._path,
                     headers=self._headers(),
-                    json=self._timed_body(),
-                    data=self._call.data if self._body is None else None,
-                    allow_redirects=False,
+                    data=self._data(),
+                    is_repeatable=self._call.is_repeatable,
                 ) as reply:
                     self._has_arrived = True
-                    is_stream = reply.content_type == _EVENT_STREAM
-                    if is_stream and reply.status == HTTPStatus.OK:
-                        return await self._relay(reply, replica, attempt)
-                    answer = _Answer(reply.status, _passed_back(reply.headers), await reply.read())
+                    if self._owner_key is not None and reply.status == HTTPStatus.OK:
+                        self._owners.learn(self._owner_key, replica)
+                    is_stream = (
+                        reply.content_type == _EVENT_STREAM and reply.status == HTTPStatus.OK
+                    )
+                    headers = passed_back(reply.headers, replica.url, keeps_length=not is_stream)
+                    if is_stream:
+                        return await self._relay(reply, headers, replica, attempt)
+                    answer = _Answer(reply.status, headers, await reply.read())
         return await self._answered(replica, answer)
 
-    def _headers(self) -> dict[str, str]:
+    def _headers(self) -> CIMultiDict[str]:
         """Those of the request, and where a replica has counted it, the number of attempts."""
-        if not self._has_arrived:
-            return self._call.headers
-        return {**self._call.headers, ATTEMPT_HEADER: str(self._num_attempts)}
+        headers = self._call.headers.copy()
+        if self._has_arrived:
+            headers[ATTEMPT_HEADER] = str(self._num_attempts)
+        return headers
 
-    def _timed_body(self) -> dict[str, Any] | None:
+    def _data(self) -> bytes:
         """The body; after a wait with how long the request has run already."""
-        if self._body is None or (self._num_attempts == 1 and not self._has_waited):
-            return self._body
+        if self._body is None:
+            return self._call.data
+        if self._num_attempts == 1 and not self._has_waited:
+            return encoded(self._body)
         now_s = self._replicas.clock()
         xargs = dict(self._body.get(XARGS) or {})
         since_s = self._call.arrival_s
@@ -242,10 +237,14 @@ class Delivery:
             xargs[RESUMED_KEY] = self._num_resumed + (xargs.get(RESUMED_KEY) or 0)
         waited_ms = 1e3 * (now_s - since_s)
         xargs[WAITED_KEY] = round(waited_ms + (xargs.get(WAITED_KEY) or 0.0), 3)
-        return {**self._body, XARGS: xargs}
+        return encoded(replaced(self._body, **{XARGS: xargs}))
 
     async def _relay(
-        self, reply: aiohttp.ClientResponse, replica: Replica, attempt: Attempt
+        self,
+        reply: aiohttp.ClientResponse,
+        headers: CIMultiDict[str],
+        replica: Replica,
+        attempt: Attempt,
     ) -> bool:
         """Pass a stream on, event by event; of one that breaks within an event the whole ones.
 
@@ -257,6 +256,7 @@ class Delivery:
         async for data in reply.content.iter_any():
             if attempt.is_over:  # what has come is not taken for sent
                 raise CutError("the replica is lost or has stalled")
+            self._learn_stored(data, replica)
             out: list[bytes] = []
             failure: CutError | None = None
             has_more = False
@@ -278,7 +278,7 @@ class Delivery:
                 if is_over:
                     attempt.limit = None
             with attempt.writing():
-                await self._write(reply, b"".join(out))
+                await self._write(reply.status, headers, b"".join(out))
             if has_more:
                 self._replicas.progressed(replica)
             if failure is not None:
@@ -289,7 +289,7 @@ class Delivery:
         if not is_over and (self._call.is_stream or self._protocol.endings):
             raise CutError("the stream ended without its end")
         with attempt.writing():
-            await self._write(reply, splitter.rest)
+            await self._write(reply.status, headers, splitter.rest)
         return True
 
     def _is_end(self, event: bytes) -> bool:
@@ -308,14 +308,14 @@ class Delivery:
         self._sent.append(changed)
         return changed if self._call.wants_ids else events.without_token_ids(changed)
 
-    async def _write(self, reply: aiohttp.ClientResponse, data: bytes) -> None:
+    async def _write(self, status: int, headers: CIMultiDict[str], data: bytes) -> None:
         if not data:
             return
         if not self._has_started:
-            await self._start(reply.status, _passed_back(reply.headers))
+            await self._start(status, headers)
         await self._client.write(data)
 
-    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+    async def _start(self, status: int, headers: MultiMapping[str]) -> None:
         self._has_started = True
         await self._client.start(status, headers)
 
@@ -329,16 +329,28 @@ class Delivery:
             if best is None or answer.retry_after_s < best.retry_after_s:
                 self._refusal = answer
             return False
-        if answer.status in _FAILURES and self._num_failures + 1 < self._options.max_failures:
+        if answer.status == HTTPStatus.NOT_FOUND and self._call.stored_id is not None:
+            self._refused_by.add(replica)  # another one may have it
+            self._refusal = self._refusal or answer
+            return False
+        self._learn_stored(answer.body, replica)
+        may_retry = self._call.is_repeatable and self._num_failures + 1 < self._options.max_failures
+        if answer.status in _FAILURES and may_retry:
             raise CutError(f"HTTP {answer.status}: {answer.body[:200].decode(errors='replace')}")
         if self._has_started and answer.status != HTTPStatus.OK:
             raise CutError(f"HTTP {answer.status}: {answer.body[:200].decode(errors='replace')}")
         await self._answer(answer)
         return True
 
+    def _learn_stored(self, data: bytes, replica: Replica) -> None:
+        """The replica keeps this answer, whose beginning says its name."""
+        if self._may_store and (stored_id := response_id(data)) is not None:
+            self._may_store = False
+            self._owners.learn(of_response(stored_id), replica)
+
     async def _answer(self, answer: _Answer) -> None:
         if self._has_started:
-            await self._give_up("no other replica takes the rest of the answer")
+            await self.give_up("no other replica takes the rest of the answer")
             return
         await self._start(answer.status, answer.headers)
         await self._client.write(answer.body)
@@ -352,13 +364,16 @@ class Delivery:
             self._replicas.failed(replica, self._options.avoid_s)
         what = str(error) or type(error).__name__
         logger.warning("request %s on %s: %s", self._call.request_id, replica.name, what)
+        if self._has_arrived and not self._call.is_repeatable:
+            await self.give_up(f"it may have been done, and must not be done twice: {what}")
+            return True
         if self._num_failures >= self._options.max_failures:
-            await self._give_up(f"{self._num_failures} attempts have failed, the last one: {what}")
+            await self.give_up(f"{self._num_failures} attempts have failed, the last one: {what}")
             return True
         if self._sent or self._transcript.head:
             return await self._resume()
         if self._has_started and not self._call.is_stream:  # it cannot be resumed
-            await self._give_up(what)
+            await self.give_up(what)
             return True
         self._counts["retried"] += 1
         return False
@@ -378,13 +393,13 @@ class Delivery:
         if found.can_replay:
             self._go_on(replay(self._asked, self._transcript))
             return False
-        await self._give_up(_CANNOT_GO_ON)
+        await self.give_up(_CANNOT_GO_ON)
         return True
 
     async def _continue_at(self, replica: Replica) -> bool:
         """Prepare a continuation as this replica wants it; whether the answer has ended."""
         asked, sent = self._asked, self._transcript
-        questions = Questions(self._session, replica.url, self._headers())
+        questions = Questions(self._upstream.session, replica.url, self._headers())
         max_tokens = await questions.max_tokens(asked) or asked.max_tokens
         num_told = await questions.num_told(asked, sent.choices[0])
         plan: Plan | list[bytes] | None = None
@@ -396,7 +411,7 @@ class Delivery:
         if plan is None and ways(asked, sent).can_replay:
             plan = replay(asked, sent)
         if plan is None:
-            await self._give_up(_CANNOT_GO_ON)
+            await self.give_up(_CANNOT_GO_ON)
             return True
         self._has_to_continue = False
         self._go_on(plan)
@@ -411,13 +426,13 @@ class Delivery:
         await self._client.write(b"".join(end))
         self._learn()
 
-    async def _give_up(self, reason: str, status: HTTPStatus = HTTPStatus.BAD_GATEWAY) -> None:
-        """Tell the client."""
+    async def give_up(self, reason: str, status: HTTPStatus = HTTPStatus.BAD_GATEWAY) -> None:
+        """Tell the client that there is no more of its answer, or none."""
         self._counts["given_up"] += 1
         if self._has_started:
             await self._client.write(self._protocol.last_events(reason, status, self._last))
             return
-        headers = {"Content-Type": "application/json"}
+        headers = CIMultiDict({"Content-Type": "application/json"})
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
             headers["Retry-After"] = "1"
         await self._start(status, headers)
@@ -430,19 +445,11 @@ class Delivery:
         num_before = self._transcript.num_tokens
         self._transcript.read(self._sent[:1])
         if prompt_ids := self._transcript.prompt_ids:
-            self._lengths.learn_prompt(self._call.body, len(prompt_ids))
+            self._lengths.learn_prompt(self._call, len(prompt_ids))
         # As good as always one token an event; the rest of the events is not worth reading.
-        self._lengths.learn_output(self._call.body, num_before + len(self._sent) - 1)
+        self._lengths.learn_output(self._call, num_before + len(self._sent) - 1)
 
 
 def _is_failure(event: bytes) -> bool:
     """Whether an event is an error that another replica may not have."""
     return events.is_error(event) and not events.is_of_client(event)
-
-
-#: The gateway's own server writes the others.
-_NOT_PASSED_BACK = OF_CONNECTION | {"content-length", "date", "server"}
-
-
-def _passed_back(headers: Mapping[str, str]) -> dict[str, str]:
-    return {k: v for k, v in headers.items() if k.lower() not in _NOT_PASSED_BACK}

@@ -8,21 +8,29 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
 
-import aiohttp
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from sola_sched.cluster.view import Router
 from sola_sched.errors import SloError
+from sola_sched.proxy.answers import ClientGoneError
+from sola_sched.proxy.errors import RefusedError
+from sola_sched.proxy.front import HEALTH, Front, LateError
+from sola_sched.proxy.keys import Keys
+from sola_sched.proxy.limits import Limits
+from sola_sched.proxy.owners import Owners
+from sola_sched.proxy.paths import Passage, target
+from sola_sched.proxy.upstream import Upstream
 from sola_sched.serving.call import Call, Lengths
-from sola_sched.serving.delivery import Delivery, GatewayOptions
-from sola_sched.serving.feed import LOAD_PATH, follow
-from sola_sched.serving.protocols import openai_error
+from sola_sched.serving.delivery import Delivery
+from sola_sched.serving.feed import follow
+from sola_sched.serving.options import GatewayOptions
 from sola_sched.serving.replicas import Replica, Replicas
+from sola_sched.serving.slo_headers import ClientRules
 
 #: What is counted, and shown as `sola_gateway_NAME_total`.
 COUNTS = {
@@ -35,7 +43,6 @@ COUNTS = {
     "given_up": "Requests that were answered with an error of the gateway.",
     "stalls": "Times that a replica has stalled.",
 }
-_MOST_BYTES = 256 * 2**20
 _STALL_LOOKS = 8
 
 
@@ -46,10 +53,14 @@ class Gateway:
         router: Decides where requests go.
         options: Waits and limits.
         lengths: Estimates of lengths, and default targets.
+        limits: Of what clients may take.
+        keys: That they must have.
+        rules: What they may say of their requests.
 
     Attributes:
         replicas: Those that it knows.
         counts: Of `COUNTS`.
+        front: Before its own work.
     """
 
     def __init__(
@@ -57,31 +68,36 @@ class Gateway:
         router: Router,
         options: GatewayOptions | None = None,
         lengths: Lengths | None = None,
+        *,
+        limits: Limits | None = None,
+        keys: Keys | None = None,
+        rules: ClientRules | None = None,
     ) -> None:
         self.options = options or GatewayOptions()
         self.replicas = Replicas(router, time.monotonic)
         self.counts: Counter[str] = Counter()
-        self._lengths = lengths or Lengths()
+        self.front = Front(self._serve, limits or Limits(), keys or Keys())
+        self._lengths, self._rules = lengths or Lengths(), rules or ClientRules()
+        self._owners: Owners[Replica] = Owners()
         self._followers: dict[Replica, asyncio.Task[None]] = {}
-        self._session: aiohttp.ClientSession | None = None
+        self._upstream: Upstream | None = None
 
     def app(self) -> web.Application:
-        """The server; run it with `handler_cancellation=True`, so that aborts reach the engine."""
-        app = web.Application(client_max_size=_MOST_BYTES)
+        """What clients reach; see `Front.app`."""
+        app = self.front.app(self._health)
         app.cleanup_ctx.append(self._running)
-        app.router.add_get("/health", self._health)
+        return app
+
+    def admin_app(self) -> web.Application:
+        """What the operator reaches, on an address that clients do not."""
+        app = web.Application()
+        app.router.add_get(HEALTH, self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/replicas", self._show_replicas)
-        app.router.add_get(LOAD_PATH, self._no_load)
-        app.router.add_route("*", "/{path:.*}", self._serve)
         return app
 
     async def _running(self, _: web.Application) -> AsyncIterator[None]:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.options.connect_s)
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(
-            connector=connector, timeout=timeout, auto_decompress=False
-        ) as self._session:
+        async with Upstream(self.options.connect_s) as self._upstream:
             watch = asyncio.create_task(self._watch())
             for replica in self.replicas:
                 self._follow(replica)
@@ -96,14 +112,14 @@ class Gateway:
         for replica in left:
             if (task := self._followers.pop(replica, None)) is not None:
                 task.cancel()
-        if self._session is not None:
+        if self._upstream is not None:
             for replica in new:
                 self._follow(replica)
 
     def _follow(self, replica: Replica) -> None:
-        assert self._session is not None
+        assert self._upstream is not None
         self._followers[replica] = asyncio.create_task(
-            follow(replica, self.replicas, self._session, self.options.stall_s)
+            follow(replica, self.replicas, self._upstream.session, self.options.stall_s)
         )
 
     async def _watch(self) -> None:
@@ -112,37 +128,44 @@ class Gateway:
             await asyncio.sleep(self.options.stall_s / _STALL_LOOKS)
             self.counts["stalls"] += len(self.replicas.end_stalled(self.options.stall_s))
 
-    async def _serve(self, request: web.Request) -> web.StreamResponse:
+    async def _serve(
+        self, request: web.Request, passage: Passage, data: bytes
+    ) -> web.StreamResponse:
         arrival_s = self.replicas.clock()
         self.counts["requests"] += 1
-        request_id = request.headers.get("X-Request-Id") or uuid.uuid4().hex
-        data = await request.read()
         try:
             call = Call.of(
                 request.method,
-                request.path_qs,
+                target(request, passage),
                 request.headers,
                 data,
-                request_id=request_id,
+                request_id=request.headers.get("X-Request-Id") or uuid.uuid4().hex,
                 arrival_s=arrival_s,
+                peer=request.remote,
+                passage=passage,
+                rules=self._rules,
             )
         except SloError as error:
-            status = HTTPStatus.BAD_REQUEST
-            return web.json_response(openai_error(str(error), status), status=status)
-        client = _Client(request)
-        assert self._session is not None
+            raise RefusedError(HTTPStatus.BAD_REQUEST, str(error)) from error
+        answer = self.front.answer(request)
+        assert self._upstream is not None
         delivery = Delivery(
             call,
-            client,
+            answer,
             replicas=self.replicas,
-            session=self._session,
+            upstream=self._upstream,
+            owners=self._owners,
             lengths=self._lengths,
             options=self.options,
             counts=self.counts,
         )
         with contextlib.suppress(ClientGoneError):
-            await delivery.run()
-        return await client.end()
+            try:
+                async with self.front.in_time(answer):
+                    await delivery.run()
+            except LateError as error:
+                await delivery.give_up(str(error), HTTPStatus.GATEWAY_TIMEOUT)
+        return await answer.end()
 
     async def _health(self, _: web.Request) -> web.Response:
         is_up = any(map(self.replicas.is_usable, self.replicas))
@@ -151,15 +174,6 @@ class Gateway:
     async def _show_replicas(self, _: web.Request) -> web.Response:
         shown = self.replicas.shown()
         return web.json_response(shown, dumps=lambda value: json.dumps(value, allow_nan=False))
-
-    async def _no_load(self, _: web.Request) -> web.Response:
-        """A feed is one engine's and does not end; 404 is what a server without one answers."""
-        status = HTTPStatus.NOT_FOUND
-        message = (
-            f"{LOAD_PATH} must be asked for at an engine's own URL (this is a gateway); "
-            "GET /replicas lists the URLs, and the load of each engine."
-        )
-        return web.json_response(openai_error(message, status), status=status)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         registry = CollectorRegistry()
@@ -182,39 +196,3 @@ class Gateway:
             GaugeMetricFamily("sola_gateway_usable_replicas", "Replicas in use.", value=usable),
             GaugeMetricFamily("sola_gateway_in_flight", "Requests on replicas.", value=running),
         ]
-
-
-class ClientGoneError(Exception):
-    """Who has sent the request does not read any more."""
-
-
-class _Client:
-    """The answer to one HTTP request."""
-
-    def __init__(self, request: web.Request) -> None:
-        self._request = request
-        self._response: web.StreamResponse | None = None
-
-    async def start(self, status: int, headers: Mapping[str, str]) -> None:
-        """See `Client.start`."""
-        self._response = web.StreamResponse(status=status, headers=headers)
-        await self._do(self._response.prepare(self._request))
-
-    async def write(self, data: bytes) -> None:
-        """See `Client.write`."""
-        assert self._response is not None
-        await self._do(self._response.write(data))
-
-    async def _do(self, writing: Awaitable[object]) -> None:
-        try:
-            await writing
-        except (ConnectionError, aiohttp.ClientConnectionResetError) as error:
-            raise ClientGoneError from error
-
-    async def end(self) -> web.StreamResponse:
-        """The whole response."""
-        if self._response is None:
-            return web.Response(status=HTTPStatus.BAD_GATEWAY)
-        with contextlib.suppress(ConnectionError):
-            await self._response.write_eof()
-        return self._response

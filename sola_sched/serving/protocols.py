@@ -9,17 +9,9 @@ import json
 from http import HTTPStatus
 from typing import Any
 
+from sola_sched.proxy.errors import openai_error
 from sola_sched.serving import events
 from sola_sched.serving.asked import without_query
-
-#: What vLLM calls errors by their status; the gateway's others are all of one kind.
-_KINDS = {HTTPStatus.BAD_REQUEST: "BadRequestError", HTTPStatus.NOT_FOUND: "NotFoundError"}
-
-
-def openai_error(message: str, status: HTTPStatus) -> dict[str, Any]:
-    """An error as vLLM writes them."""
-    kind = _KINDS.get(status, "ServiceUnavailableError")
-    return {"error": {"message": message, "type": kind, "param": None, "code": status.value}}
 
 
 class Protocol:

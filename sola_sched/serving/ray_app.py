@@ -13,23 +13,27 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 import ray
-from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from sola_sched.config.flags import is_loopback, url_of
+from sola_sched.config.flags import is_loopback
+from sola_sched.proxy.keys import keys_of
+from sola_sched.proxy.limits import Limits
+from sola_sched.proxy.listener import ADMIN_HOST, Listener, listening, warn_of
 from sola_sched.serving import membership
 from sola_sched.serving.arrivals import ARRIVALS
-from sola_sched.serving.delivery import GatewayOptions
 from sola_sched.serving.gateway import Gateway
+from sola_sched.serving.options import GatewayOptions
 from sola_sched.serving.policies import DEFAULT, NAMES, make_router
 from sola_sched.serving.ray_router import URL
 from sola_sched.serving.ray_scaling import autoscaling_of
+from sola_sched.serving.slo_headers import ClientRules
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +104,12 @@ class ClusterArgs(BaseModel):
             else `host`.
         gateway_resources: Ray resources that the gateway needs, e.g. to tie it to one node.
         gateway: Fields of `GatewayOptions`.
+        limits: Fields of `Limits`: what clients may take.
+        rules: Fields of `ClientRules`: what they may say of their requests.
+        api_key_file: File with the keys that clients must have, on the gateway's node; beside it,
+            the variable SOLA_API_KEY of its process.
+        admin_host: Address for `/metrics` and `/replicas`; None for all of the node's.
+        admin_port: Of that.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -115,6 +125,11 @@ class ClusterArgs(BaseModel):
     engine_host: str | None = None
     gateway_resources: dict[str, float] = Field(default_factory=dict)
     gateway: dict[str, float] = Field(default_factory=dict)
+    limits: dict[str, Any] = Field(default_factory=dict)
+    rules: dict[str, bool] = Field(default_factory=dict)
+    api_key_file: str | None = None
+    admin_host: str | None = ADMIN_HOST
+    admin_port: int = Field(default=0, ge=0, le=65535)
 
     @model_validator(mode="after")
     def _has_addresses(self) -> Self:
@@ -207,30 +222,39 @@ class GatewayServer:
 
     def __init__(self, engines: list[DeploymentHandle], args: Mapping[str, Any]) -> None:
         self._args = ClusterArgs(**args)
-        options = GatewayOptions(**self._args.gateway)  # type: ignore[arg-type]
-        self._gateway = Gateway(make_router(self._args.router), options)
+        file = self._args.api_key_file
+        self._keys = keys_of(None, None if file is None else Path(file))
+        self._gateway = Gateway(
+            make_router(self._args.router),
+            GatewayOptions(**self._args.gateway),  # type: ignore[arg-type]
+            limits=Limits.of(self._args.limits),
+            keys=self._keys,
+            rules=ClientRules(**self._args.rules),
+        )
         self._engines = engines
         self._urls: dict[str, Mapping[str, str]] = {}
-        self._runner: web.AppRunner | None = None
+        self._listening = contextlib.AsyncExitStack()
         self._listener: Callable[[str, Mapping[str, str]], None] | None = None
-        self._url = ""
+        self._url = self._admin_url = ""
         self._asking: list[asyncio.Task[None]] = []
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Asked once, before the replica counts as ready: starts the server."""
         self._listener = functools.partial(_tell, asyncio.get_running_loop(), self._sync)
         membership.listeners.append(self._listener)
-        self._runner = web.AppRunner(
-            self._gateway.app(), handler_cancellation=True, access_log=None
+        host = self._args.host or "0.0.0.0"
+        warn_of("gateway", host, self._keys)
+        admin = (self._args.admin_host or "0.0.0.0", self._args.admin_port)
+        self._url, self._admin_url = await self._listening.enter_async_context(
+            listening(
+                (Listener(self._gateway.app(), self._gateway.front), (host, self._args.port)),
+                (Listener(self._gateway.admin_app()), admin),
+            )
         )
-        await self._runner.setup()
-        host = _gateway_address(self._args.host)
-        await web.TCPSite(self._runner, host, self._args.port).start()
         self._asking = [asyncio.create_task(_wake_router(engine)) for engine in self._engines]
         if self._args.follows is not None:
             self._asking.append(asyncio.create_task(self._follow(self._args.follows)))
-        self._url = url_of(host, self._runner.addresses[0][1])
-        logger.info("the gateway listens on %s", self._url)
+        logger.info("the gateway listens on %s, for operators %s", self._url, self._admin_url)
         return {URL: self._url}
 
     async def _follow(self, service: str) -> None:
@@ -264,6 +288,10 @@ class GatewayServer:
         """Where it listens."""
         return self._url
 
+    async def admin_url(self) -> str:
+        """Where its `/metrics` and `/replicas` are."""
+        return self._admin_url
+
     async def counts(self) -> dict[str, int]:
         """What the gateway has counted."""
         return dict(self._gateway.counts)
@@ -274,8 +302,7 @@ class GatewayServer:
             membership.listeners.remove(self._listener)
         for task in self._asking:
             task.cancel()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._listening.aclose()
 
 
 def _engine_address(host: str | None, options: Mapping[str, Any]) -> str:
@@ -287,17 +314,6 @@ def _engine_address(host: str | None, options: Mapping[str, Any]) -> str:
         logger.warning(
             "the engine listens on %s, and nothing protects it: whoever reaches that address can "
             "use it. Give 'options' an 'api_key', or let a firewall keep others away.", host,
-        )  # fmt: skip
-    return host
-
-
-def _gateway_address(host: str | None) -> str:
-    """The address that the gateway listens on."""
-    host = host or "0.0.0.0"
-    if not is_loopback(host):
-        logger.warning(
-            "the gateway listens on %s, and nothing protects it: put what checks keys and speaks "
-            "TLS before it, or set 'host' to %s.", host, LOOPBACK,
         )  # fmt: skip
     return host
 

@@ -19,13 +19,14 @@ from typing import Any
 
 import aiohttp
 import ray
+from multidict import CIMultiDict
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from sola_sched.cluster.view import Refusal, RoutedRequest
 from sola_sched.config.flags import is_loopback
 from sola_sched.errors import SloError
 from sola_sched.serving import membership
-from sola_sched.serving.call import Call, Lengths, Unread
+from sola_sched.serving.call import Call, Lengths, ids_and_chars
 from sola_sched.serving.feed import follow
 from sola_sched.serving.policies import DEFAULT, make_router
 from sola_sched.serving.replicas import Attempt, Replica, Replicas
@@ -194,15 +195,18 @@ def _call_of(pending_request: PendingRequest) -> Call:
     body: dict[str, Any] = dict(first) if isinstance(first, dict) else {}
     if isinstance(first, bytes):
         first = pickle.loads(first)  # made by Serve's own proxy, in this process
+    num_ids, num_chars = ids_and_chars(body)
     scope = getattr(first, "asgi_scope", None)
     if scope is not None:
         headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
         size = _size_of(headers.get("content-length", ""))
-        body = {"prompt": Unread(max(1, size - _OTHER_BYTES))}
+        num_chars = max(1, size - _OTHER_BYTES)
         with contextlib.suppress(SloError):  # the replica refuses it
             body = with_slo_headers(body, headers)
     name = pending_request.metadata.request_id
-    return Call("POST", "/", {}, b"", body, name, time.monotonic())
+    call = Call("POST", "/", CIMultiDict(), b"", body, name, time.monotonic())
+    call.num_ids, call.num_chars = num_ids, num_chars
+    return call
 
 
 def _size_of(text: str) -> int:

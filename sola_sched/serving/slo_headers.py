@@ -15,9 +15,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from sola_sched.config.slo import CLASS_KEY, E2E_KEY, TPOT_KEY, TTFT_KEY
+from sola_sched.config.slo import (
+    CLASS_KEY,
+    E2E_KEY,
+    GATEWAY_KEYS,
+    REQUEST_KEYS,
+    TPOT_KEY,
+    TTFT_KEY,
+)
 from sola_sched.errors import SloError
 
 XARGS = "vllm_xargs"
@@ -31,6 +39,26 @@ _MILLISECONDS = {
 _OBJECTIVE = "x-gateway-inference-objective"
 #: All of them, in lower case.
 SLO_HEADERS = frozenset((*_MILLISECONDS, _OBJECTIVE))
+
+
+@dataclass(frozen=True)
+class ClientRules:
+    """What clients of a gateway may say of their requests.
+
+    Attributes:
+        is_behind_gateway: They are gateways of ours: what they say of a request's time elsewhere is
+            believed. Of others it is dropped.
+        drops_targets: Targets and classes are dropped too; the servers' own hold.
+    """
+
+    is_behind_gateway: bool = False
+    drops_targets: bool = False
+
+    @property
+    def dropped(self) -> frozenset[str]:
+        """Free arguments that do not go on."""
+        clock = () if self.is_behind_gateway else GATEWAY_KEYS
+        return frozenset((*clock, *(REQUEST_KEYS if self.drops_targets else ())))
 
 
 def keys_from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
@@ -64,16 +92,56 @@ def with_slo_headers(body: Mapping[str, Any], headers: Mapping[str, str]) -> dic
     Raises:
         SloError: A header is wrong, or `vllm_xargs` is no object.
     """
-    asked = keys_from_headers(headers)
+    merged = with_headers(_own(body), headers)
+    return {**body, XARGS: merged} if merged else dict(body)
+
+
+def with_headers(xargs: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
+    """Free arguments, and what the headers add to them.
+
+    Raises:
+        SloError: A header is wrong.
+    """
+    asked = {} if xargs.get(CLASS_KEY) is not None else keys_from_headers(headers)
+    return asked | {key: value for key, value in xargs.items() if value is not None}
+
+
+def of_client(
+    body: Mapping[str, Any], headers: Mapping[str, str], rules: ClientRules
+) -> dict[str, Any] | None:
+    """The free arguments with which a client's request goes on; None to leave them as they are.
+
+    Raises:
+        SloError: A header is wrong, or `vllm_xargs` is no object.
+    """
+    own = _own(body)
+    kept = {key: value for key, value in own.items() if key not in rules.dropped}
+    if rules.is_behind_gateway:
+        waited(kept)
+    merged = kept if rules.drops_targets else with_headers(kept, headers)
+    return merged if merged != own else None
+
+
+def waited(xargs: Mapping[str, Any]) -> None:
+    """Check what another gateway says of a request's time elsewhere.
+
+    Raises:
+        SloError: It is no number of milliseconds or tokens.
+    """
+    for key in GATEWAY_KEYS:
+        value = xargs.get(key)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value < math.inf):
+            raise SloError(f"'{key}' must be a finite number >= 0 (got {value!r}).")
+
+
+def _own(body: Mapping[str, Any]) -> dict[str, Any]:
     own = body.get(XARGS)
     if own is None:
-        own = {}
+        return {}
     if not isinstance(own, dict):
         raise SloError(f"'{XARGS}' must be an object (got {own!r}).")
-    if own.get(CLASS_KEY) is not None:
-        asked = {}
-    merged = asked | {key: value for key, value in own.items() if value is not None}
-    return {**body, XARGS: merged} if merged else dict(body)
+    return own
 
 
 def _milliseconds(name: str, text: str) -> float:

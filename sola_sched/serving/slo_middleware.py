@@ -40,12 +40,13 @@ class SloHeaders:
         if not SLO_HEADERS & headers.keys():
             await self.app(scope, receive, send)
             return
-        data = b""
+        pieces: list[bytes] = []
         while True:
             message = await receive()
-            data += message.get("body", b"")
+            pieces.append(message.get("body", b""))
             if not message.get("more_body"):
                 break
+        data = b"".join(pieces)
         try:
             body = json.loads(data)
         except ValueError:

@@ -185,12 +185,3 @@ def test_an_engine_that_nothing_protects_says_so(
     told = [record.getMessage() for record in caplog.records]
     assert bool(told) == is_told
     assert all("nothing protects it" in line for line in told)
-
-
-@pytest.mark.parametrize(("host", "is_told"), [("127.0.0.1", False), ("::1", False), (None, True)])
-def test_a_gateway_that_nothing_protects_says_so(
-    host: str | None, is_told: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert ray_app._gateway_address(host) == (host or "0.0.0.0")
-    assert bool(caplog.records) == is_told
-    assert all("nothing protects it" in record.getMessage() for record in caplog.records)

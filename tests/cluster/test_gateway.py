@@ -364,7 +364,7 @@ def test_other_paths_pass_through() -> None:
             assert (await reply.json())["data"][0]["id"] == "fake"
         async with client.session.get(client.url + "/health") as reply:
             assert reply.status == 200
-        async with client.session.get(client.url + "/metrics") as reply:
+        async with client.session.get(client.admin_url + "/metrics") as reply:
             assert "sola_gateway_requests_total" in await reply.text()
 
     run(test, FakeReplica())

@@ -82,7 +82,7 @@ def test_nonsense_is_ignored_and_counted_and_the_replica_keeps_serving(nonsense:
             assert client.gateway.replicas.reports.views[0].num_waiting == 2
 
             assert (await client.complete(3)).is_ended
-            async with client.session.get(client.url + "/metrics") as reply:
+            async with client.session.get(client.admin_url + "/metrics") as reply:
                 assert "sola_gateway_ignored_reports_total 1.0" in await reply.text()
 
     asyncio.run(whole())
@@ -111,11 +111,11 @@ def test_the_gateway_has_no_feed_and_says_where_there_is_one() -> None:
         async with gateway_before(fake) as client, asyncio.timeout(5):
             async with client.session.get(client.url + LOAD_PATH) as reply:
                 status, error = reply.status, (await reply.json())["error"]
-            async with client.session.get(client.url + "/replicas") as reply:
+            async with client.session.get(client.admin_url + "/replicas") as reply:
                 shown = await reply.json()
 
         assert (status, error["code"], error["type"]) == (404, 404, "NotFoundError")
-        assert "at an engine's own URL" in error["message"]
+        assert "at a server's own address" in error["message"]
         assert shown[0]["url"] == fake.url
 
     asyncio.run(whole())
@@ -130,7 +130,7 @@ def test_a_gateway_before_a_gateway_sends_it_requests() -> None:
                 replica = next(iter(outer.replicas))
                 await until(lambda: replica.has_feed is not None, SILENT_S / 2)
                 url = str(server.make_url("")).rstrip("/")
-                got = await Client(outer, url, inner.session).complete()
+                got = await Client(outer, url, "", inner.session).complete()
 
         assert (replica.has_feed, got.is_ended) == (False, True)
 

@@ -262,7 +262,7 @@ def test_load_that_grows_is_answered_at_the_end_of_the_interval(world, caplog) -
     world.follower.tick()
 
     assert world.observer.asked == [
-        {"chat": "http://127.0.0.1:8000", "code": "http://127.0.0.1:8001"}
+        {"chat": "http://127.0.0.1:9000", "code": "http://127.0.0.1:9001"}
     ]
     chats = [name for name in world.serve.engines if name.startswith("chat--")]
     degrees = [len(p.gpus) for s, p in engines_of(world.serve.configs) if s == "chat"]

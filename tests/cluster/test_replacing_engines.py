@@ -23,6 +23,7 @@ pytest.importorskip("ray.serve")
 
 import aiohttp
 from local_ray import free_port, local_ray_with_dashboard
+from operators import admin_of
 from tiny_llama import write_byte_tokenizer, write_tiny_llama
 
 pytestmark = [
@@ -131,7 +132,7 @@ def test_services_change_under_load_and_every_stream_is_what_it_would_have_been(
     assert texts == alone
     _wait_for(lambda: _is_closed(code_url), controller.log)
 
-    with urllib.request.urlopen(f"{controller.url}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"{admin_of(controller.url)}/metrics", timeout=10) as answer:
         counted = answer.read().decode()
     assert "sola_gateway_given_up_total 0.0" in counted
 
@@ -179,7 +180,7 @@ async def _stream(url: str, model: str, prompt: str) -> str:
 
 def _usable(url: str) -> int:
     try:
-        with urllib.request.urlopen(f"{url}/replicas", timeout=10) as answer:
+        with urllib.request.urlopen(f"{admin_of(url)}/replicas", timeout=10) as answer:
             return sum(bool(replica["is_usable"]) for replica in json.load(answer))
     except OSError:
         return 0
@@ -187,7 +188,7 @@ def _usable(url: str) -> int:
 
 def _is_closed(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/replicas", timeout=10):
+        with urllib.request.urlopen(f"{admin_of(url)}/replicas", timeout=10):
             return False
     except OSError:
         return True

@@ -17,6 +17,7 @@ pytest.importorskip("ray.serve")
 import aiohttp
 from fake_replica import output_of
 from local_ray import free_port, local_ray_with_dashboard
+from operators import admin_of
 
 from sola_sched.cluster.sharing.placement import Cluster
 from sola_sched.errors import DeploymentError
@@ -108,14 +109,14 @@ def test_services_come_move_and_go_and_no_stream_is_lost(
         _replicas(code_url)
 
     assert {name.partition("--")[0] for name in api.details()} == {"chat"}
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"{admin_of(url)}/metrics", timeout=10) as answer:
         counted = answer.read().decode()
     assert "sola_gateway_given_up_total 0.0" in counted
     assert "sola_gateway_requests_total 32.0" in counted  # one gateway from first to last
 
 
 def _replicas(url: str) -> list[dict[str, Any]]:
-    with urllib.request.urlopen(f"{url}/replicas", timeout=10) as answer:
+    with urllib.request.urlopen(f"{admin_of(url)}/replicas", timeout=10) as answer:
         shown: list[dict[str, Any]] = json.load(answer)
     return shown
 

@@ -20,8 +20,8 @@ from resume_bodies import BODIES, Body
 from resume_matrix import run
 
 from sola_sched.cluster.routers import RoundRobin
-from sola_sched.serving.delivery import GatewayOptions
 from sola_sched.serving.gateway import Gateway
+from sola_sched.serving.options import GatewayOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 

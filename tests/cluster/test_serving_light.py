@@ -36,6 +36,7 @@ class Urls:
     """Where the two applications are: fake engines behind the gateway, others behind Serve."""
 
     gateway: str
+    admin: str
     proxy: str
 
 
@@ -62,7 +63,8 @@ def urls() -> Iterator[Urls]:
         gateway = serve.deployment(GatewayServer).options(name="gateway", ray_actor_options=light)
         args = {"model": "m", "host": "127.0.0.1", "port": 0, "router": "shortest-queue"}
         app = gateway.bind([engines.bind(0.02)], args)
-        url = serve.run(app, name="sola", route_prefix=None).url.remote().result()
+        handle = serve.run(app, name="sola", route_prefix=None)
+        admin_url = handle.admin_url.remote().result()
         behind = build(
             {
                 "model": "m",
@@ -73,14 +75,15 @@ def urls() -> Iterator[Urls]:
         )._bound_deployment
         light_app = behind.options(func_or_class=LightIngressEngine).bind(*behind.init_args)
         serve.run(light_app, name="behind", route_prefix="/behind")
-        _wait_for(lambda: sum(bool(r["has_feed"]) for r in _replicas(url)) == 2)
-        yield Urls(url, f"http://127.0.0.1:{port}/behind")
+        _wait_for(lambda: sum(bool(r["has_feed"]) for r in _replicas(admin_url)) == 2)
+        url = handle.url.remote().result()
+        yield Urls(url, admin_url, f"http://127.0.0.1:{port}/behind")
 
 
 @pytest.fixture
-def cluster(urls: Urls) -> str:
-    """The gateway."""
-    return urls.gateway
+def cluster(urls: Urls) -> tuple[str, str]:
+    """The gateway's URLs, that for clients and that for operators."""
+    return urls.gateway, urls.admin
 
 
 def _wait_for(condition: Any, limit_s: float = 120.0) -> None:
@@ -90,7 +93,7 @@ def _wait_for(condition: Any, limit_s: float = 120.0) -> None:
         time.sleep(0.05)
 
 
-def test_serves_own_calls_go_where_the_policy_sends_them(cluster: str) -> None:
+def test_serves_own_calls_go_where_the_policy_sends_them(cluster: tuple[str, str]) -> None:
     from ray import serve
 
     engines = serve.get_deployment_handle("engine-0", "sola")
@@ -156,14 +159,16 @@ def _proxy_bytes() -> int:
     return 1024 * int(line.split()[1])
 
 
-def test_a_replica_is_killed_and_its_streams_go_on_and_a_new_one_joins(cluster: str) -> None:
+def test_a_replica_is_killed_and_its_streams_go_on_and_a_new_one_joins(
+    cluster: tuple[str, str],
+) -> None:
     import ray
 
     prompts = [f"prompt {i}" for i in range(16)]
 
     async def stream(session: aiohttp.ClientSession, prompt: str) -> str:
         body = {"prompt": prompt, "max_tokens": 100, "stream": True, "temperature": 0}
-        async with session.post(f"{cluster}/v1/completions", json=body) as answer:
+        async with session.post(f"{cluster[0]}/v1/completions", json=body) as answer:
             lines = [line async for line in answer.content]
         events = [line[6:].strip() for line in lines if line.strip()]
         assert events[-1] == b"[DONE]"
@@ -173,7 +178,7 @@ def test_a_replica_is_killed_and_its_streams_go_on_and_a_new_one_joins(cluster: 
         async with aiohttp.ClientSession() as session:
             asking = [asyncio.create_task(stream(session, prompt)) for prompt in prompts]
             await asyncio.sleep(0.7)
-            shown = await asyncio.to_thread(_replicas, cluster)
+            shown = await asyncio.to_thread(_replicas, cluster[1])
             busiest = max(shown, key=lambda each: each["num_in_flight"])
             assert busiest["num_in_flight"] > 0
             gone.append(busiest["name"])
@@ -189,11 +194,11 @@ def test_a_replica_is_killed_and_its_streams_go_on_and_a_new_one_joins(cluster: 
     texts = asyncio.run(all_of_them())
 
     assert texts == [output_of(prompt, 100) for prompt in prompts]
-    with urllib.request.urlopen(f"{cluster}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"{cluster[1]}/metrics", timeout=10) as answer:
         assert "sola_gateway_given_up_total 0.0" in answer.read().decode()
 
     def is_replaced() -> bool:
-        shown = _replicas(cluster)
+        shown = _replicas(cluster[1])
         return len(shown) == 2 and gone[0] not in {r["name"] for r in shown}
 
     _wait_for(is_replaced)

@@ -51,10 +51,11 @@ class Cluster:
     """A running application."""
 
     url: str
+    admin_url: str
 
     def replicas(self) -> list[dict[str, Any]]:
         """What the gateway knows."""
-        with urllib.request.urlopen(f"{self.url}/replicas", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.admin_url}/replicas", timeout=10) as answer:
             shown: list[dict[str, Any]] = json.load(answer)
         return shown
 
@@ -67,7 +68,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
     model = write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny")
     write_byte_tokenizer(model)
-    port = free_port()
+    port, admin_port = free_port(), free_port()
     with local_ray():
         serve.start(proxy_location="Disabled")
         env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -77,9 +78,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             "engines": [{"num_replicas": 2, "env": env}],
             "host": "127.0.0.1",
             "port": port,
+            "admin_port": admin_port,
         }
         serve.run(build(args), name="sola", route_prefix=None)
-        running = Cluster(f"http://127.0.0.1:{port}")
+        running = Cluster(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}")
         _wait_for(lambda: sum(bool(r["has_feed"]) for r in running.replicas()) == 2)
         yield running
 
@@ -128,7 +130,7 @@ def test_an_engine_is_killed_in_mid_run_and_every_stream_is_what_it_would_have_b
         status, whole = _ask(left["url"], body)
         assert status == 200
         assert text == json.loads(whole)["choices"][0]["text"]
-    with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"{cluster.admin_url}/metrics", timeout=10) as answer:
         counts = answer.read().decode()
     assert "sola_gateway_given_up_total 0.0" in counts
     assert "sola_gateway_continued_total 0.0" not in counts

@@ -20,6 +20,7 @@ from yarl import URL
 
 from sola_sched.colocation.door import Door
 from sola_sched.colocation.sleeping import SleepOptions
+from sola_sched.proxy.listener import Listener, listening
 
 
 class FakeVllm:
@@ -104,17 +105,19 @@ class FakeVllm:
 @asynccontextmanager
 async def door_before(
     servers: dict[str, FakeVllm], **options: Any
-) -> AsyncIterator[tuple[ClientSession, str]]:
+) -> AsyncIterator[tuple[ClientSession, str, str]]:
     async with AsyncExitStack() as stack:
         urls = {}
         for name, server in servers.items():
             running = await stack.enter_async_context(TestServer(server.app()))
             urls[name] = f"http://127.0.0.1:{running.port}"
-        door = await stack.enter_async_context(
-            TestServer(Door(urls, SleepOptions(**options)).app())
+        door = Door(urls, SleepOptions(**options))
+        here = ("127.0.0.1", 0)
+        url, admin_url = await stack.enter_async_context(
+            listening((Listener(door.app(), door.front), here), (Listener(door.admin_app()), here))
         )
         client = await stack.enter_async_context(ClientSession())
-        yield client, f"http://127.0.0.1:{door.port}"
+        yield client, url, admin_url
 
 
 async def complete(client: ClientSession, url: str, model: str, n: int = 3) -> tuple[int, str]:
@@ -130,7 +133,11 @@ def test_requests_for_two_services_of_which_one_fits_are_all_answered() -> None:
     servers = {"a": FakeVllm(), "b": FakeVllm()}
 
     async def scene() -> None:
-        async with door_before(servers, max_awake=1, least_s=0.02, idle_s=100.0) as (client, url):
+        async with door_before(servers, max_awake=1, least_s=0.02, idle_s=100.0) as (
+            client,
+            url,
+            _,
+        ):
             asked = [complete(client, url, "ab"[n % 2], n) for n in range(30)]
             answers = await asyncio.gather(*asked)
 
@@ -148,7 +155,7 @@ def sleep_and_wake(server: FakeVllm) -> None:
     """Leave it idle until it sleeps, then ask again."""
 
     async def scene() -> None:
-        async with door_before({"a": server}, idle_s=0.05) as (client, url):
+        async with door_before({"a": server}, idle_s=0.05) as (client, url, _):
             await complete(client, url, "a")
             while not server.is_asleep:
                 await asyncio.sleep(0.01)
@@ -172,9 +179,9 @@ def test_a_service_whose_reply_to_sleep_is_lost_is_woken_for_the_next_request() 
 def test_a_server_that_breaks_the_connection_before_its_answer_gives_502(is_reset: bool) -> None:
     async def scene() -> None:
         servers = {"a": FakeVllm(cuts_at=-1, is_reset=is_reset)}
-        async with door_before(servers) as (client, url):
+        async with door_before(servers) as (client, url, admin):
             status, text = await complete(client, url, "a")
-            async with client.get(f"{url}/services") as answer:
+            async with client.get(f"{admin}/services") as answer:
                 services = await answer.json()
 
         assert status == 502
@@ -193,7 +200,7 @@ def test_a_connection_that_cannot_be_made_gives_502_or_504(
     monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
 ) -> None:
     async def scene() -> None:
-        async with door_before({"a": FakeVllm()}) as (client, url):
+        async with door_before({"a": FakeVllm()}) as (client, url, _):
             connect = TCPConnector.connect
 
             async def fail(connector: TCPConnector, request: Any, *args: Any, **named: Any) -> Any:
@@ -214,7 +221,7 @@ def test_a_connection_that_cannot_be_made_gives_502_or_504(
 
 def test_an_answer_that_breaks_off_is_cut_for_the_client_too() -> None:
     async def scene() -> None:
-        async with door_before({"a": FakeVllm(cuts_at=1)}) as (client, url):
+        async with door_before({"a": FakeVllm(cuts_at=1)}) as (client, url, _):
             with pytest.raises(ClientPayloadError):
                 await complete(client, url, "a")
 
@@ -223,7 +230,7 @@ def test_an_answer_that_breaks_off_is_cut_for_the_client_too() -> None:
 
 def test_a_server_without_sleep_mode_is_named_with_what_to_do() -> None:
     async def scene() -> None:
-        async with door_before({"a": FakeVllm(has_sleep_mode=False)}) as (client, url):
+        async with door_before({"a": FakeVllm(has_sleep_mode=False)}) as (client, url, _):
             status, text = await complete(client, url, "a")
 
         assert status == 503
@@ -235,11 +242,11 @@ def test_a_server_without_sleep_mode_is_named_with_what_to_do() -> None:
 
 def test_an_unknown_model_is_refused_and_the_known_are_listed() -> None:
     async def scene() -> None:
-        async with door_before({"a": FakeVllm(), "b": FakeVllm()}) as (client, url):
+        async with door_before({"a": FakeVllm(), "b": FakeVllm()}) as (client, url, admin):
             status, text = await complete(client, url, "c")
             async with client.get(f"{url}/v1/models") as answer:
                 models = [each["id"] for each in (await answer.json())["data"]]
-            async with client.get(f"{url}/services") as answer:
+            async with client.get(f"{admin}/services") as answer:
                 services = await answer.json()
 
         assert status == 404
@@ -255,7 +262,7 @@ def test_an_unknown_model_is_refused_and_the_known_are_listed() -> None:
 )
 def test_paths_that_are_not_for_clients_do_not_reach_a_server(path: str) -> None:
     async def scene() -> None:
-        async with door_before({"a": FakeVllm()}) as (client, url):
+        async with door_before({"a": FakeVllm()}) as (client, url, _):
             target = URL(url + path, encoded=True)
             async with client.post(target, json={"model": "a"}) as answer:
                 status, text = answer.status, await answer.text()
@@ -263,7 +270,7 @@ def test_paths_that_are_not_for_clients_do_not_reach_a_server(path: str) -> None
                 of_a_list = answer.status
 
         assert status == 404
-        assert "the path must be /v1/..." in text
+        assert "the path must be one of inference" in text
         assert of_a_list == 404
 
     play(scene)

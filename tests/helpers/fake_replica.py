@@ -114,7 +114,9 @@ class FakeReplica:
 
     async def _feed(self, request: web.Request) -> web.StreamResponse:
         if self.load is None or self._is_dead:
-            return web.Response(status=404)
+            response: web.StreamResponse = web.Response(status=404)
+            response.force_close()  # a connection that breaks later is a new one
+            return response
         response = web.StreamResponse()
         await response.prepare(request)
         num_sent = num_looks = 0

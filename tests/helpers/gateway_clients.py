@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from aiohttp.test_utils import TestServer
 from fake_replica import FakeReplica
 
 from sola_sched.cluster.routers import RoundRobin
 from sola_sched.cluster.view import Router
-from sola_sched.serving.delivery import GatewayOptions
+from sola_sched.proxy.listener import Listener, listening
 from sola_sched.serving.gateway import Gateway
+from sola_sched.serving.options import GatewayOptions
 
 #: Waits of tests: long against what an event loop needs, short against a test's patience.
 QUICK = GatewayOptions(stall_s=0.4, patience_s=0.6, avoid_s=0.05, connect_s=1.0)
@@ -63,6 +63,7 @@ class Client:
 
     gateway: Gateway
     url: str
+    admin_url: str
     session: aiohttp.ClientSession
 
     async def post(
@@ -92,19 +93,31 @@ class Client:
 
 @asynccontextmanager
 async def gateway_before(
-    *fakes: FakeReplica, options: GatewayOptions = QUICK, router: Router | None = None
+    *fakes: FakeReplica,
+    options: GatewayOptions = QUICK,
+    router: Router | None = None,
+    **more: Any,
 ) -> AsyncIterator[Client]:
-    """A gateway that knows these replicas, in that order; round robin unless told otherwise."""
+    """A gateway that knows these replicas, in that order; round robin unless told otherwise.
+
+    Args:
+        more: Of the gateway.
+    """
     async with AsyncExitStack() as stack:
         for fake in fakes:
             await stack.enter_async_context(fake.running())
-        gateway = Gateway(router or RoundRobin(), options)
+        gateway = Gateway(router or RoundRobin(), options, **more)
         gateway.sync({f"r{i}": fake.url for i, fake in enumerate(fakes)})
-        server = TestServer(gateway.app(), host="127.0.0.1")
-        await stack.enter_async_context(server)
+        here = ("127.0.0.1", 0)
+        url, admin_url = await stack.enter_async_context(
+            listening(
+                (Listener(gateway.app(), gateway.front), here),
+                (Listener(gateway.admin_app()), here),
+            )
+        )
         await until(lambda: all(r.has_feed is not None for r in gateway.replicas))
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        yield Client(gateway, str(server.make_url("")).rstrip("/"), session)
+        yield Client(gateway, url, admin_url, session)
 
 
 async def until(condition: Any, limit_s: float = 5.0) -> None:

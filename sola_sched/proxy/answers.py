@@ -1,0 +1,84 @@
+"""An answer to one client, written piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+
+from aiohttp import web
+from multidict import MultiMapping
+
+
+class ClientGoneError(Exception):
+    """Who has sent the request does not read any more."""
+
+
+class Answer:
+    """The answer to a request.
+
+    Args:
+        request: Of the client.
+
+    Attributes:
+        writing_since_s: Since when the client has taken nothing of what is being written, on the
+            event loop's clock; None while nothing is.
+        on_begin: Called when it begins.
+    """
+
+    def __init__(self, request: web.Request) -> None:
+        self.request = request
+        self.writing_since_s: float | None = None
+        self.on_begin: Callable[[], None] | None = None
+        self._response: web.StreamResponse | None = None
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its status has been sent."""
+        return self._response is not None
+
+    async def start(self, status: int, headers: MultiMapping[str]) -> None:
+        """Begin it.
+
+        Raises:
+            ClientGoneError: The client has gone; so do the others.
+        """
+        self._response = web.StreamResponse(status=status, headers=headers)
+        if self.on_begin is not None:
+            self.on_begin()
+        await self._do(self._response.prepare(self.request))
+
+    async def write(self, data: bytes) -> None:
+        """More of it."""
+        assert self._response is not None
+        await self._do(self._response.write(data))
+
+    async def end(self) -> web.StreamResponse:
+        """The whole response, also where its client has gone."""
+        if self._response is None:
+            return web.Response(status=HTTPStatus.BAD_GATEWAY)
+        with contextlib.suppress(ClientGoneError):
+            await self._do(self._response.write_eof())
+        return self._response
+
+    async def whole(self, response: web.StreamResponse) -> None:
+        """A response that was made elsewhere."""
+        self._response = response
+        await self._do(response.prepare(self.request))
+        await self._do(response.write_eof())
+
+    def abort(self) -> None:
+        """Cut the connection."""
+        if self.request.transport is not None:
+            self.request.transport.abort()
+
+    async def _do(self, writing: Awaitable[object]) -> None:
+        self.writing_since_s = self._loop.time()
+        try:
+            await writing
+        except ConnectionError as error:  # aiohttp's own are such, too
+            raise ClientGoneError from error
+        finally:
+            self.writing_since_s = None
