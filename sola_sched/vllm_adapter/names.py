@@ -118,7 +118,7 @@ PARTS = (
             num_prompt_tokens num_output_tokens num_computed_tokens num_tokens num_preemptions
             num_output_placeholders block_hashes lora_request sampling_params stop_reason
             trace_headers resumable drop_stale_output is_finished take_events get_finished_reason
-            is_prefill_chunk
+            is_prefill_chunk mm_features
             """
         ),
         _names(
@@ -137,7 +137,7 @@ PARTS = (
         _names("PREEMPTED WAITING_FOR_REMOTE_KVS"),
     ),
     Part("vllm.lora.request.LoRARequest", _names("lora_int_id lora_name")),
-    Part("vllm.sampling_params.SamplingParams", _names("extra_args thinking_token_budget")),
+    Part("vllm.sampling_params.SamplingParams", _names("extra_args seed thinking_token_budget")),
     Part("vllm.v1.engine.EngineCoreOutput", _names("request_id new_token_ids")),
     Part("vllm.v1.engine.EngineCoreOutputs", _names("outputs")),
     Part("vllm.v1.kv_cache_interface.KVCacheConfig", swapping=_names("kv_cache_groups num_blocks")),
@@ -174,7 +174,7 @@ PARTS = (
         _names(
             """
             async_scheduling enable_chunked_prefill long_prefill_token_threshold
-            max_num_batched_tokens prefill_schedule_interval
+            max_num_batched_tokens prefill_schedule_interval disable_chunked_mm_input
             """
         ),
         _names("scheduler_cls"),

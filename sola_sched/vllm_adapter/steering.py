@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from sola_sched.core.monitor import StateMonitor
 from sola_sched.core.running_rows import RunningRows
-from sola_sched.core.state import IntArray, StepPlan
+from sola_sched.core.state import PREFILL, IntArray, StepPlan
 from sola_sched.reports.refusals import Refusal
 from sola_sched.vllm_adapter.guard import Guard
 from sola_sched.vllm_adapter.guarded_queue import GuardedQueue
@@ -68,6 +69,10 @@ class SteeringMixin(_Host):
             self.vllm_config.reasoning_config is not None
             and not self.vllm_config.use_v2_model_runner
         )
+        # Parts of an image attend to each other; on the CPU a seeded generator has no offset to be
+        # set back to, which vLLM's first model runner does after each part of a prompt.
+        self._keeps_items = bool(self.scheduler_config.disable_chunked_mm_input)
+        self._keeps_seeds = current_platform.is_cpu() and not self.vllm_config.use_v2_model_runner
         self._is_rejecting = False
         self._rejected: list[Request] = []
 
@@ -151,7 +156,7 @@ class SteeringMixin(_Host):
         if plan.run is not None:  # the plan orders by class itself: vLLM's victim is the last
             self.policy = SchedulingPolicy.FCFS
         most = self.max_num_scheduled_tokens
-        if plan.token_budget is not None:
+        if plan.token_budget is not None and not self._starts_whole(plan):
             self.max_num_scheduled_tokens = min(most, max(self._min_budget, plan.token_budget))
         if plan.prefill_cap is not None:
             cap = max(self._min_budget, plan.prefill_cap)
@@ -190,6 +195,23 @@ class SteeringMixin(_Host):
         self.running = shown
         self._rows.put(shown, rows[places])
         return hidden, len(stays)
+
+    def _starts_whole(self, plan: StepPlan) -> bool:
+        """Whether a prefill of the step may be split by vLLM alone, not for a plan's sake."""
+        if not (self._keeps_items or self._keeps_seeds):
+            return False
+        phase = self.sola_monitor.table.phase
+        rows = self._rows.of(self.running) if plan.run is None else plan.run
+        rows = rows[phase[rows] == PREFILL]
+        if plan.admit is not None:
+            rows = np.concatenate([rows, plan.admit])
+        return any(map(self._is_whole, self._requests(rows)))
+
+    def _is_whole(self, request: Request) -> bool:
+        params = request.sampling_params
+        if self._keeps_seeds and params is not None and params.seed is not None:
+            return True
+        return self._keeps_items and bool(request.mm_features)
 
     def _must_take_part(self, request: Request) -> bool:
         """Whether others get wrong tokens when this decode sits a step out."""

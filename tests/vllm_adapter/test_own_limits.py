@@ -12,7 +12,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from test_features_virtual import MODES, SOLA, changed, make_engine, make_workload
+from test_features_virtual import IMAGE, MODES, SOLA, changed, images, make_engine, make_workload
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -299,6 +300,75 @@ def test_who_sits_out_counts_where_vllm_divides_a_step_by_its_requests() -> None
 
     assert [(count, live) for count, live, _ in counted if count != live] == []
     assert sum(num_unseen > 0 for _, _, num_unseen in counted) > 20
+
+
+# What must not be split -----------------------------------------------------------------------
+
+
+@MODES
+@POLICIES
+def test_no_image_is_split_where_stock_vllm_splits_none(policy: str, is_async: bool) -> None:
+    """With `--disable-chunked-mm-input`: parts of an image attend to each other."""
+
+    def num_split(scheduler_cls: type[Any]) -> int:
+        def change(arguments: dict[str, Any]) -> None:
+            arguments["vllm_config"].scheduler_config.disable_chunked_mm_input = True
+
+        def with_encoder(built: Any) -> None:
+            built.max_num_encoder_input_tokens = built.scheduler_config.max_num_batched_tokens
+            built.encoder_cache_manager = EncoderCacheManager(cache_size=8192)
+
+        engine = make_engine(
+            changed(scheduler_cls, change, with_encoder),
+            sola=sola(policy),
+            async_scheduling=is_async,
+            max_num_batched_tokens=8192,
+        )
+        spans, done = {}, Counter()
+        for request in make_workload(60):
+            engine.add(request)
+            features = list(images(request))
+            engine._requests[request.req_id].mm_features = features
+            spans[request.req_id] = [f.mm_position.offset for f in features]
+        inside: list[tuple[str, int]] = []
+
+        def note(trace: StepTrace) -> None:
+            for name, tokens in trace.output.num_scheduled_tokens.items():
+                done[name] += tokens
+                inside.extend((name, at) for at in spans[name] if at < done[name] < at + IMAGE)
+
+        engine.run(on_step=note)
+        assert sum(map(len, spans.values())) > 60
+        return len(inside)
+
+    assert num_split(AsyncScheduler if is_async else Scheduler) == 0
+    assert num_split(sola_sched.Scheduler) == 0
+
+
+@POLICIES
+def test_a_seeded_prompt_is_split_for_no_plans_sake(policy: str) -> None:
+    """On vLLM's CPU build a part of such a prompt ends the engine."""
+    engine = make_engine(sola_sched.Scheduler, sola=sola(policy), max_num_batched_tokens=8192)
+    requests = make_workload(60)
+    left = {r.req_id: r.num_prompt_tokens for r in requests[::3]}
+    for request in requests:
+        engine.add(request)
+    for name in left:
+        params = engine._requests[name].sampling_params = copy.copy(
+            engine._requests[name].sampling_params
+        )
+        params.seed = 1
+    parts: list[str] = []
+
+    def note(trace: StepTrace) -> None:
+        for name, tokens in trace.output.num_scheduled_tokens.items():
+            if left.get(name, 0) > 0:
+                left[name] -= tokens
+                parts.extend([name] * (left[name] > 0))
+
+    engine.run(on_step=note)
+
+    assert parts == []
 
 
 # Who may sit out ------------------------------------------------------------------------------
