@@ -57,7 +57,8 @@ def with_whole_prompts(state: StepState, plan: StepPlan) -> StepPlan:
 
 def _chunks(state: StepState, rows: IntArray) -> IntArray:
     """Tokens that each of these prefills takes in a step that has room for all of them."""
-    left = np.maximum(state.table.prefill_target[rows] - state.table.num_computed[rows], 1)
+    table = state.table
+    left: IntArray = np.maximum(table.prefill_target[rows] - table.num_computed[rows], 1)
     return left if state.max_chunk is None else np.minimum(left, state.max_chunk)
 
 
