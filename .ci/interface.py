@@ -89,7 +89,7 @@ def check(folder: Path) -> list[str]:
             f"{folder} must be a virtualenv with a vLLM of its own; .ci/release makes one"
         )
     info = found[0]
-    version = check_version(info.name.split("-")[1])
+    version = check_version(info.name.removesuffix(".dist-info").split("-")[1])
     return problems(vllm_use.make_world(vllm_use.installed(info.parent)), version, touched())
 
 

@@ -7,6 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("vllm")
+pytest.importorskip(
+    "sola_sched.kv_swap.connector",
+    reason="KV swapping takes vLLM 0.32 or later",
+    exc_type=ImportError,
+)
 
 from virtual_model import TINY_MODEL
 from virtual_runs import make_small_engine, step_until

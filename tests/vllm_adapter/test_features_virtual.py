@@ -3,88 +3,36 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
 
 import torch
+from image_prompts import IMAGE, images
+from loaded_engine import (
+    MODES,
+    NO_TARGETS,
+    NUM_BLOCKS,
+    SOLA,
+    changed,
+    make_engine,
+    make_workload,
+)
 from remote_kv import RemoteEngine
-from virtual_model import TINY_MODEL
 from vllm.config import KVTransferConfig
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
 import sola_sched
-from sola_sched.simulator import StepTimeModel, StepTrace, VirtualEngine, VirtualRequest
+from sola_sched.simulator import StepTrace, VirtualEngine, VirtualRequest
 from sola_sched.vllm_adapter import scheduler
 from sola_sched.vllm_adapter.support import PIPELINE
 
 pytestmark = pytest.mark.vllm
-
-STEP_TIME = StepTimeModel(base_s=0.01, per_decode_s=2e-4, per_prefill_token_s=1e-4)
-BLOCK_SIZE, NUM_BLOCKS = 16, 2001
-#: Past what the engine sustains, so that requests are held, put off and lost.
-SOLA = {"sola_sched": {"ttft_s": 0.3, "tpot_s": 0.02}}
-NO_TARGETS = {"sola_sched": {"ttft_s": None, "tpot_s": None}}
-MODES = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-
-
-def make_engine(
-    scheduler_cls: type[Any],
-    engine_cls: type[VirtualEngine] = VirtualEngine,
-    sola: dict[str, Any] = SOLA,
-    **options: Any,
-) -> VirtualEngine:
-    defaults: dict[str, Any] = {
-        "model": TINY_MODEL,
-        "num_blocks": NUM_BLOCKS,
-        "block_size": BLOCK_SIZE,
-        "max_model_len": 2048,
-        "max_num_seqs": 64,
-        "max_num_batched_tokens": 512,
-        "step_time": STEP_TIME,
-        "additional_config": sola if issubclass(scheduler_cls, sola_sched.Scheduler) else {},
-    }
-    return engine_cls(scheduler_cls, **(defaults | options))
-
-
-def make_workload(count: int = 120, rate_per_s: float = 25.0) -> list[VirtualRequest]:
-    rng = np.random.default_rng(0)
-    arrivals = np.cumsum(rng.exponential(1 / rate_per_s, count))
-    return [
-        VirtualRequest(
-            f"r{i}",
-            arrival_s=float(arrivals[i]),
-            prompt_len=int(rng.integers(100, 800)),
-            output_len=int(rng.integers(2, 80)),
-        )
-        for i in range(count)
-    ]
-
-
-def changed(
-    scheduler_cls: type[Any], change: Callable[[dict[str, Any]], None], built: Any = None
-) -> type[Any]:
-    """The class with other arguments for its constructor, and something done after it."""
-
-    class Changed(scheduler_cls):
-        def __init__(self, **arguments: Any) -> None:
-            config = arguments["vllm_config"] = copy.copy(arguments["vllm_config"])
-            for part in ("parallel_config", "cache_config", "scheduler_config"):
-                setattr(config, part, copy.copy(getattr(config, part)))
-            change(arguments)
-            super().__init__(**arguments)
-            if built is not None:
-                built(self)
-
-    return Changed
 
 
 def assert_all_served(engine: VirtualEngine, requests: list[VirtualRequest]) -> None:
@@ -193,7 +141,7 @@ def test_expert_parallelism_changes_no_step() -> None:
 # Encoders -------------------------------------------------------------------------------------
 
 #: Embeddings that one step may compute, that the cache holds, and of an image.
-ENCODER_BUDGET, ENCODER_CACHE, IMAGE = 200, 300, 64
+ENCODER_BUDGET, ENCODER_CACHE = 200, 300
 
 
 @MODES
@@ -222,14 +170,6 @@ def test_encoder_budgets_are_kept_and_nothing_is_left_in_the_cache(is_async: boo
     assert sum(spent) >= IMAGE * 60
     assert engine.scheduler.encoder_cache_manager.num_freeable_slots == ENCODER_CACHE
     assert_all_served(engine, requests)
-
-
-def images(request: VirtualRequest) -> Iterator[MultiModalFeatureSpec]:
-    """One for every 200 tokens of the prompt."""
-    for offset in range(0, request.num_prompt_tokens - IMAGE, 200):
-        name = f"{request.req_id}-{offset}"
-        place = PlaceholderRange(offset=offset, length=IMAGE)
-        yield MultiModalFeatureSpec(None, "image", name, place)
 
 
 # Hybrid models --------------------------------------------------------------------------------

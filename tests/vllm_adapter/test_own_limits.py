@@ -12,7 +12,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from test_features_virtual import IMAGE, MODES, SOLA, changed, images, make_engine, make_workload
+from image_prompts import IMAGE, images
+from loaded_engine import MODES, SOLA, changed, make_engine, make_workload
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler

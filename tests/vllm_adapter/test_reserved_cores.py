@@ -43,7 +43,10 @@ def num_reserved(monkeypatch: pytest.MonkeyPatch, *, swaps: bool, num_workers: i
     monkeypatch.setattr(OMPProcessManager, "_parse_omp_threads_bind_env", lambda self: None)
     monkeypatch.setattr(OMPProcessManager, "auto_setup", True, raising=False)
     parallel = SimpleNamespace(
-        local_world_size=num_workers, data_parallel_rank_local=None, _api_process_count=1
+        local_world_size=num_workers,
+        data_parallel_rank_local=None,
+        _api_process_count=1,
+        assigned_physical_gpu_ids=None,  # read since 0.33
     )
     transfer = SimpleNamespace() if swaps else None
     config: Any = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
