@@ -104,6 +104,7 @@ def steps_to_plan(guard: Guard, num_steps: int, is_slow: bool = True) -> list[in
 def test_a_slow_plan_leaves_the_state_as_it_is_and_is_counted(
     guard: Guard, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING, logger="test_guard")
     assert len(steps_to_plan(guard, PATIENCE)) == PATIENCE
     assert not guard.is_lost
     assert guard.num_failures["planning"] == PATIENCE
