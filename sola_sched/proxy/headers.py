@@ -28,13 +28,14 @@ def passed_on(headers: MultiMapping[str], without: Set[str] = frozenset()) -> CI
         for value in headers.getall("Connection", ())
         for name in value.split(",")
     }
-    return CIMultiDict(
-        (name, value if value.isascii() else _in_utf8(value))
-        for name, value in headers.items()
-        if (lower := name.lower()) not in OF_CONNECTION
-        and lower not in without
-        and lower not in named
-    )
+    passed: CIMultiDict[str] = CIMultiDict()
+    spelled: dict[str, str] = {}  # of two spellings, aiohttp's client sends the last value alone
+    for name, value in headers.items():
+        lower = name.lower()
+        if lower not in OF_CONNECTION and lower not in without and lower not in named:
+            value = value if value.isascii() else _in_utf8(value)
+            passed.add(spelled.setdefault(lower, name), value)
+    return passed
 
 
 def _in_utf8(value: str) -> str:

@@ -73,6 +73,10 @@ class JsonObject(Mapping[str, Any]):
         known = self._values if name in _LOOKED_AT else self._all()
         return name in self._changes or name in known
 
+    def __bool__(self) -> bool:
+        """True, also of an empty one: to count its names, objects would be made of the whole."""
+        return True
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._all() | self._changes)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from aiohttp import ClientPayloadError, ClientSession, TCPConnector, web
+from aiohttp import ClientPayloadError, ClientSession, FormData, TCPConnector, web
 from aiohttp.test_utils import TestServer
 from yarl import URL
 
@@ -104,7 +105,7 @@ class FakeVllm:
 
 @asynccontextmanager
 async def door_before(
-    servers: dict[str, FakeVllm], **options: Any
+    servers: Mapping[str, FakeVllm | Answers], **options: Any
 ) -> AsyncIterator[tuple[ClientSession, str, str]]:
     async with AsyncExitStack() as stack:
         urls = {}
@@ -272,5 +273,142 @@ def test_paths_that_are_not_for_clients_do_not_reach_a_server(path: str) -> None
         assert status == 404
         assert "the path must be one of inference" in text
         assert of_a_list == 404
+
+    play(scene)
+
+
+class Answers:
+    """A server that is awake, and answers every other request so."""
+
+    def __init__(self, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> None:
+        self._handler = handler
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        return app
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/is_sleeping":
+            return web.json_response({"is_sleeping": False})
+        return await self._handler(request)
+
+
+def named(name: str) -> Answers:
+    """A server that says its name, and what it was asked."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        if request.path == "/v1/responses":
+            return web.json_response({"id": f"resp_{name}"})
+        return web.json_response(
+            {"at": name, "path": request.path_qs, "length": len(body)},
+            headers={"X-Coding": request.headers.get("Content-Encoding", "none")},
+        )
+
+    return Answers(answer)
+
+
+def test_forms_and_requests_without_a_body_find_their_service() -> None:
+    async def scene() -> None:
+        async with door_before({"a": named("a"), "b": named("b")}) as (client, url, _):
+
+            async def at(method: str, path: str, **more: Any) -> Any:
+                async with client.request(method, url + path, **more) as answer:
+                    return await answer.json() if answer.status == 200 else answer.status
+
+            form = FormData({"model": "b"})
+            form.add_field("file", b"RIFF" * 1000, filename="x.wav")
+            spoken = await at("POST", "/v1/audio/transcriptions", data=form)
+            assert (spoken["at"], spoken["length"] > 4000) == ("b", True)
+            assert (await at("POST", "/v1/embeddings/", json={"model": "b"}))["at"] == "b"
+            assert (await at("POST", "/tokenize?x=%20", json={"model": "b"}))["path"] == (
+                "/tokenize?x=%20"
+            )
+            assert (await at("OPTIONS", "/v1/completions"))["at"] == "a"
+            assert (await at("GET", "/version"))["at"] == "a"
+            assert (await at("GET", "/v1/models"))["data"][1]["id"] == "b"
+            other = FormData({"x": "b"}, default_to_multipart=True)
+            assert await at("POST", "/v1/audio/transcriptions", data=other) == 404
+            assert await at("POST", "/v1/completions", data=b"{") == 400
+            assert await at("POST", "/v1/completions") == 400
+
+            assert (await at("POST", "/v1/responses", json={"model": "b"}))["id"] == "resp_b"
+            assert (await at("GET", "/v1/responses/resp_b"))["at"] == "b"
+            assert (await at("POST", "/v1/responses/resp_b/cancel"))["at"] == "b"
+            assert await at("GET", "/v1/responses/resp_c") == 404
+
+    play(scene)
+
+
+def test_one_service_has_every_stored_response() -> None:
+    async def scene() -> None:
+        async with (
+            door_before({"a": named("a")}) as (client, url, _),
+            client.get(f"{url}/v1/responses/resp_x") as answer,
+        ):
+            assert (await answer.json())["at"] == "a"
+
+    play(scene)
+
+
+def test_compressed_bodies_go_on_plain_and_corrupt_ones_are_refused() -> None:
+    async def scene() -> None:
+        body = b'{"model": "a"}'
+        async with door_before({"a": named("a")}) as (client, url, _):
+            for data, status in ((gzip.compress(body), 200), (gzip.compress(body)[:-4], 400)):
+                coded = {"Content-Encoding": "gzip"}
+                path = f"{url}/v1/completions"
+                async with client.post(path, data=data, headers=coded) as answer:
+                    assert answer.status == status
+                    if status == 200:
+                        assert (await answer.json())["length"] == len(body)
+                        assert answer.headers["X-Coding"] == "none"
+
+    play(scene)
+
+
+def test_answers_come_back_in_the_coding_and_with_the_headers_that_they_have() -> None:
+    headers = [("Content-Encoding", "zstd"), ("Set-Cookie", "a=1"), ("Set-Cookie", "b=2"),
+               ("Connection", "keep-alive, X-Hop"), ("X-Hop", "x")]  # fmt: skip
+    asked: list[Any] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked.append(request.headers)
+        return web.Response(body=b"(\xb5/\xfd", headers=headers)
+
+    async def scene() -> None:
+        async with (
+            door_before({"a": Answers(answer)}) as (_, url, _),
+            ClientSession(auto_decompress=False) as client,
+        ):
+            sent = {"Accept-Encoding": "zstd", "X-Forwarded-For": "9.9.9.9"}
+            path = f"{url}/v1/completions"
+            async with client.post(path, json={"model": "a"}, headers=sent) as reply:
+                assert await reply.read() == b"(\xb5/\xfd"
+                assert reply.headers["Content-Encoding"] == "zstd"
+                assert reply.headers.getall("Set-Cookie") == ["a=1", "b=2"]
+                assert "X-Hop" not in reply.headers
+        assert asked[0]["Accept-Encoding"] == "zstd"
+        assert asked[0]["X-Forwarded-For"] == "9.9.9.9, 127.0.0.1"
+
+    play(scene)
+
+
+def test_a_connection_that_closes_as_it_is_used_is_opened_anew_at_once() -> None:
+    served: set[Any] = set()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.transport in served:  # as it would be after it has been idle for too long
+            assert request.transport is not None
+            request.transport.abort()
+        served.add(request.transport)
+        return web.json_response({})
+
+    async def scene() -> None:
+        async with door_before({"a": Answers(answer)}) as (client, url, _):
+            for _ in range(10):
+                assert (await complete(client, url, "a"))[0] == 200
+        assert len(served) > 5
 
     play(scene)

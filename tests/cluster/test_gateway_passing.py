@@ -1,0 +1,419 @@
+"""What a gateway passes on of a request and back of an answer, and what it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+import aiohttp
+from aiohttp import web
+from gateway_clients import QUICK, until
+from listeners import Handler, ask, post, run, serving, status_of, upstream
+
+from sola_sched.cluster.routers import RoundRobin
+from sola_sched.proxy.json_object import JsonObject
+from sola_sched.proxy.limits import Limits
+from sola_sched.serving.gateway import Gateway
+from sola_sched.serving.slo_headers import ClientRules
+
+PATH = "/v1/completions"
+
+
+@asynccontextmanager
+async def gateway_to(*handlers: Handler, **more: Any) -> AsyncIterator[tuple[str, Gateway]]:
+    """A gateway before servers that answer so."""
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(upstream(handler)) for handler in handlers]
+        gateway = Gateway(RoundRobin(), QUICK, **more)
+        gateway.sync({f"r{i}": url for i, url in enumerate(urls)})
+        url = await stack.enter_async_context(serving(gateway.app(), gateway.front))
+        await until(lambda: all(r.has_feed is not None for r in gateway.replicas))
+        yield url, gateway
+
+
+class Echo:
+    """Answers with nothing in particular, and keeps what has come."""
+
+    def __init__(self, **answer: Any) -> None:
+        self.requests: list[web.Request] = []
+        self.bodies: list[bytes] = []
+        self._answer = answer
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse:
+        self.requests.append(request)
+        self.bodies.append(await request.read())
+        return web.Response(**({"text": "{}"} | self._answer))
+
+    @property
+    def xargs(self) -> Any:
+        """Free arguments of the last body."""
+        return json.loads(self.bodies[-1]).get("vllm_xargs")
+
+
+def asked(*requests: bytes, echo: Echo, **more: Any) -> list[bytes]:
+    """The answers to requests, one after another."""
+    answers: list[bytes] = []
+
+    async def test() -> None:
+        async with gateway_to(echo, **more) as (url, _):
+            answers.extend([await ask(url, each) for each in requests])
+
+    run(test)
+    return answers
+
+
+def test_headers_go_on_as_often_as_they_came_and_those_of_the_connection_stay() -> None:
+    echo = Echo()
+    lines = (
+        "X-Twice: 1", "x-twice: 2", "Cookie: a=1", "Authorization: Bearer k", "api-key: q",
+        "Connection: close, X-Hop", "X-Hop: secret", "Proxy-Authorization: Basic x", "TE: gzip",
+        "Keep-Alive: 5", "X-Forwarded-For: 1.1.1.1", "X-Forwarded-For: 2.2.2.2, 3.3.3.3",
+        "X-Name: J\xfcrgen", "Expect: 100-continue", "X-Sola-Attempt: 3",
+    )  # fmt: skip
+
+    asked(post(PATH, b"{}", *lines), echo=echo)
+
+    (request,) = echo.requests
+    assert request.headers.getall("X-Twice") == ["1", "2"]
+    assert request.headers["X-Forwarded-For"] == "1.1.1.1, 2.2.2.2, 3.3.3.3, 127.0.0.1"
+    assert len(request.headers.getall("X-Forwarded-For")) == 1
+    assert request.headers["X-Name"] == "J\xfcrgen"
+    assert (request.headers["Authorization"], request.headers["api-key"]) == ("Bearer k", "q")
+    assert request.headers["Content-Type"] == "application/json"
+    dropped = {"X-Hop", "Proxy-Authorization", "TE", "Keep-Alive", "Expect", "X-Sola-Attempt"}
+    assert not dropped & set(request.headers)
+
+
+def test_headers_of_an_answer_come_back_as_often_as_they_were_sent() -> None:
+    headers = [("Set-Cookie", "a=1"), ("Set-Cookie", "b=2"), ("X-Hop", "x"), ("X-Name", "J\xfcr"),
+               ("Content-Encoding", "br"), ("Connection", "keep-alive, X-Hop")]  # fmt: skip
+    echo = Echo(body=b"\x0b\x02\x80hello\x03", text=None, headers=headers)
+
+    (answer,) = asked(post(PATH, b"{}"), echo=echo)
+
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert (head.count(b"Set-Cookie: "), body) == (2, b"\x0b\x02\x80hello\x03")
+    assert b"Content-Encoding: br" in head
+    assert b"Content-Length: 9" in head
+    assert "X-Name: J\xfcr".encode() in head
+    assert b"X-Hop" not in head
+
+
+def test_a_body_goes_on_without_the_coding_in_which_it_came() -> None:
+    echo = Echo()
+    text = b'{"prompt":   "as it was", "x": 1.50}'
+
+    answers = asked(
+        post(PATH, gzip.compress(text), "Content-Encoding: gzip"), post(PATH, text), echo=echo
+    )
+
+    assert [status_of(answer) for answer in answers] == [200, 200]
+    assert echo.bodies == [text, text]
+    assert all("Content-Encoding" not in request.headers for request in echo.requests)
+
+
+@pytest.mark.parametrize("path", ["/sleep", "/v1/load_lora_adapter", "/v1/../sleep", "//sleep",
+                                  "/replicas", "/metrics", "/v1/%2e%2e/sleep"])  # fmt: skip
+def test_paths_that_do_not_pass_reach_no_replica(path: str) -> None:
+    echo = Echo()
+
+    (answer,) = asked(post(path, b"{}"), echo=echo)
+
+    assert (status_of(answer), echo.requests) == (404, [])
+
+
+def test_a_slash_at_the_end_and_a_redirection_lead_to_no_replica() -> None:
+    async def test() -> None:
+        place = ""
+
+        async def answer(request: web.Request) -> web.Response:
+            assert request.path == "/v1/models"
+            return web.Response(status=307, headers={"Location": place})
+
+        async with gateway_to(answer) as (url, gateway), aiohttp.ClientSession() as session:
+            (replica,) = gateway.replicas
+            place = f"{replica.url}/v1/models?a=b"
+            target = f"{url}/v1/models/?x=%20y"
+            async with session.get(target, allow_redirects=False) as reply:
+                assert (reply.status, reply.headers["Location"]) == (307, "/v1/models?a=b")
+
+    run(test)
+
+
+@pytest.mark.parametrize("value", ["abc", [1], -1, 1e308, True, None, {"a": 1}])
+@pytest.mark.parametrize("key", ["waited_ms", "resumed_tokens", "began_ms"])
+def test_clients_do_not_say_how_long_they_have_waited(key: str, value: Any) -> None:
+    echo = Echo()
+    body = json.dumps({"prompt": "p", "vllm_xargs": {key: value, "ttft_slo_ms": 5}}).encode()
+
+    (answer,) = asked(post(PATH, body), echo=echo)
+
+    assert (status_of(answer), echo.xargs) == (200, {"ttft_slo_ms": 5})
+
+
+def test_neither_in_a_form_nor_twice_nor_escaped() -> None:
+    echo = Echo()
+    xargs = '{"waited_ms": 5, "resumed_tokens": 3, "other": 1}'
+    form = (
+        f'--b\r\nContent-Disposition: form-data; name="vllm_xargs"\r\n\r\n{xargs}\r\n--b--\r\n'
+    ).encode()
+    twice = b'{"vllm_xargs": {}, "vllm_xargs": {"w\\u0061ited_ms": 5}, "vllm\\u005fxargs": null}'
+    again = b'{"vllm_xargs": null, "vllm\\u005fxargs": {"waited_m\\u0073": 5}}'
+
+    answers = asked(
+        post("/v1/audio/transcriptions", form, "Content-Type: multipart/form-data; boundary=b"),
+        post(PATH, twice),
+        post(PATH, again, "Content-Type: text/plain"),
+        echo=echo,
+    )
+
+    assert [status_of(answer) for answer in answers] == [200] * 3
+    assert b'{"other": 1}' in echo.bodies[0]
+    assert all(b"waited_ms" not in body and b"resumed" not in body for body in echo.bodies[:1])
+    assert [json.loads(body)["vllm_xargs"] or {} for body in echo.bodies[1:]] == [{}, {}]
+
+
+def test_gateways_before_a_gateway_say_how_long_a_request_has_waited() -> None:
+    echo, rules = Echo(), ClientRules(is_behind_gateway=True)
+    good = b'{"vllm_xargs": {"waited_ms": 5.5, "resumed_tokens": 3}}'
+
+    answers = asked(
+        post(PATH, good), post(PATH, b'{"vllm_xargs": {"waited_ms": "abc"}}'), echo=echo,
+        rules=rules,
+    )  # fmt: skip
+
+    assert [status_of(answer) for answer in answers] == [200, 400]
+    assert echo.xargs == {"waited_ms": 5.5, "resumed_tokens": 3}
+
+
+def test_targets_and_classes_of_clients_are_dropped_where_the_operator_says_so() -> None:
+    echo = Echo()
+    body = b'{"vllm_xargs": {"ttft_slo_ms": 1, "slo_class": "gold", "e2e_slo_ms": 2, "x": 3}}'
+
+    asked(post(PATH, body, "x-slo-tpot-ms: 5"), echo=echo, rules=ClientRules(drops_targets=True))
+
+    assert echo.xargs == {"x": 3}
+    assert "x-slo-tpot-ms" not in echo.requests[0].headers
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [(b"", 200), (b"{}", 200), (b"[1]", 400), (b"{", 400), (b'{"a": NaN}', 400), (b"\xff", 400),
+     (b'{"messages":' + b"[" * 900 + b"]" * 900 + b"}", 200),
+     (b'{"messages":' + b"[" * 50_000 + b"]" * 50_000 + b"}", 400),
+     (b'{"prompt": "\xff"}', 400), (b'{"vllm_xargs": [1]}', 400)],
+)  # fmt: skip
+def test_what_no_server_could_read_is_refused(body: bytes, status: int) -> None:
+    (answer,) = asked(post(PATH, body), echo=Echo())
+
+    assert status_of(answer) == status
+
+
+def test_only_what_may_be_repeated_is_tried_again() -> None:
+    counts: Counter[str] = Counter()
+
+    async def failing(request: web.Request) -> web.Response:
+        counts[request.path] += 1
+        if (await request.read()).startswith(b'{"cut"'):
+            assert request.transport is not None
+            request.transport.abort()
+        return web.json_response({"error": "x"}, status=500)
+
+    async def test() -> None:
+        async with gateway_to(failing, failing) as (url, _), aiohttp.ClientSession() as session:
+            for path, body, expected in (
+                ("/v1/completions", {}, 4),
+                ("/v1/responses", {}, 4),
+                ("/v1/responses", {"background": True}, 1),
+                ("/v1/responses/r/cancel", {}, 1),
+                ("/v1/responses/r/cancel", {"cut": 1}, 1),
+            ):
+                counts.clear()
+                async with session.post(url + path, json=body) as reply:
+                    assert reply.status == (502 if "cut" in body else 500)
+                assert counts[path] == expected, path
+
+    run(test)
+
+
+def _stores() -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """A server that keeps its answers, and does not know those of others."""
+    known: dict[str, str] = {}
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response_id = request.path.removeprefix("/v1/responses/").removesuffix("/cancel")
+        if response_id in known:
+            return web.json_response({"id": response_id})
+        if request.path != "/v1/responses":
+            return web.json_response({"error": {"message": "not found"}}, status=404)
+        body = await request.json()
+        if body.get("previous_response_id", next(iter(known), None)) not in {None, *known}:
+            return web.json_response({"error": {"message": "not found"}}, status=404)
+        new = f"resp_{id(known)}_{len(known)}"
+        known[new] = new
+        if not body.get("stream"):
+            return web.json_response({"id": new, "previous_response_id": None})
+        events = [{"response": {"id": new}, "type": kind} for kind in
+                  ("response.created", "response.completed")]  # fmt: skip
+        text = "".join(f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in events)
+        return web.Response(text=text, content_type="text/event-stream")
+
+    return answer
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_stored_response_is_found_where_it_is(is_stream: bool, forgets: bool) -> None:
+    async def test() -> None:
+        stores = [_stores() for _ in range(3)]
+        async with gateway_to(*stores) as (url, gateway), aiohttp.ClientSession() as session:
+            for _ in range(10):
+                body: dict[str, Any] = {"input": "p", "stream": is_stream}
+                async with session.post(f"{url}/v1/responses", json=body) as reply:
+                    stored = (await reply.text()).partition("resp_")[2].partition('"')[0]
+                if forgets:  # as one that has started anew
+                    gateway._owners._servers.clear()
+                for method, path, more in (
+                    ("GET", f"/v1/responses/resp_{stored}", None),
+                    ("POST", f"/v1/responses/resp_{stored}/cancel", None),
+                    ("POST", "/v1/responses", {"previous_response_id": f"resp_{stored}"}),
+                ):
+                    async with session.request(method, url + path, json=more) as reply:
+                        assert reply.status == 200, path
+            async with session.get(f"{url}/v1/responses/resp_none") as reply:
+                assert reply.status == 404
+
+    run(test)
+
+
+def test_a_session_stays_where_it_is_until_its_replica_is_lost() -> None:
+    async def test() -> None:
+        echoes = [Echo() for _ in range(3)]
+        async with gateway_to(*echoes) as (url, gateway), aiohttp.ClientSession() as session:
+
+            async def go(i: int, **headers: str) -> None:
+                ways: list[dict[str, Any]] = [
+                    {"session_id": "s"}, {"vllm_xargs": {"session_id": "s"}}, {},
+                ]  # fmt: skip
+                more = {"X-Session-ID": "s"} if i % 3 == 2 else {}
+                async with session.post(url + PATH, json=ways[i % 3], headers=more) as reply:
+                    assert reply.status == 200
+
+            for i in range(9):
+                await go(i)
+            assert sorted(len(echo.requests) for echo in echoes) == [0, 0, 9]
+            owner = next(r for r, e in zip(gateway.replicas, echoes, strict=True) if e.requests)
+            gateway.sync({r.name: r.url for r in gateway.replicas if r is not owner})
+            for i in range(9):
+                await go(i)
+            assert sorted(len(echo.requests) for echo in echoes) == [0, 9, 9]
+
+    run(test)
+
+
+def test_a_connection_that_closes_as_it_is_used_is_opened_anew_at_once() -> None:
+    num_connections = 0
+
+    async def closing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers the first request, and closes without a word when the second one comes."""
+        nonlocal num_connections
+        num_connections += 1
+        for i in range(2):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = 2 if b"content-length: 2" in head.lower() else 0
+            await reader.readexactly(length)
+            if i == 0:
+                status = b"404 No" if b"/sola/load" in head else b"200 OK"
+                writer.write(b"HTTP/1.1 " + status + b"\r\nContent-Length: 2\r\n\r\n{}")
+        writer.transport.abort()
+
+    async def test() -> None:
+        server = await asyncio.start_server(closing, "127.0.0.1", 0)
+        gateway = Gateway(RoundRobin(), QUICK)
+        gateway.sync({"r": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"})
+        async with serving(gateway.app(), gateway.front) as url, aiohttp.ClientSession() as session:
+            await until(lambda: all(r.has_feed is not None for r in gateway.replicas))
+            for _ in range(10):
+                async with session.post(url + PATH, json={}) as reply:
+                    assert reply.status == 200
+        assert gateway.counts["failed_attempts"] == 0
+        server.close()
+
+    run(test)
+    assert num_connections > 5
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_an_answer_that_is_late_ends_with_an_error(has_begun: bool) -> None:
+    limits = Limits(first_byte_s=0.3, whole_s=0.6)
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        if has_begun:
+            await response.prepare(request)
+            await response.write(b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n')
+        await asyncio.sleep(30)
+        return response
+
+    async def test() -> None:
+        async with gateway_to(slow, limits=limits) as (url, _):
+            answer = await ask(url, post(PATH, b'{"stream": true}'))
+
+        assert status_of(answer) == (200 if has_begun else 504)
+        assert f"must {'end' if has_begun else 'begin'} within".encode() in answer
+        assert (b"data: [DONE]\n\n" in answer) == has_begun
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_no_objects_are_made_of_a_long_prompt(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(JsonObject, "_all", lambda _: made.append("of the whole") or {})
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda text: made.append(len(text)) or loads(text))
+    echo = Echo()
+    numbers = b"1," * 300_000 + b"1]"
+    bodies = [
+        b'{"' + name + b'": ' + start + numbers + end + b', "stream": ' + stream + b"}"
+        for name in (b"prompt", b"messages", b"input", b"other")
+        for start, end in ((b"[", b""), (b"[[", b"]"))
+        for stream in (b"true", b"false")
+    ]
+
+    answers = asked(*(post(path, body, "x-slo-ttft-ms: 5") for body in bodies), echo=echo)
+
+    assert {status_of(answer) for answer in answers} == {200}
+    assert all(isinstance(each, int) and each < 1000 for each in made)
+
+
+def test_a_long_prompt_is_counted_and_reaches_the_replica_as_it_was() -> None:
+    echo = Echo()
+    ids = b"[" + b"1," * 300_000 + b"1]"
+    bodies = [b'{"prompt": ' + ids + b', "stream": false}', b'{"prompt": "' + b"x" * 10**6 + b'"}']
+    seen: list[int] = []
+
+    async def test() -> None:
+        async with gateway_to(echo) as (url, gateway):
+            choose = gateway.replicas.choose
+
+            def noted(request: Any, *args: Any) -> Any:
+                seen.append(request.prompt_tokens)
+                return choose(request, *args)
+
+            gateway.replicas.choose = noted  # type: ignore[method-assign]
+            for body in bodies:
+                assert status_of(await ask(url, post(PATH, body))) == 200
+
+    run(test)
+    assert echo.bodies == bodies
+    assert seen == [300_001, 250_000]
