@@ -20,7 +20,7 @@ pytest.importorskip("aiohttp")
 import aiohttp
 from hostile_clients import KINDS, PATH
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
 
 NUM_STREAMS = 100
 #: How long the honest streams and the hostile clients are there together.
