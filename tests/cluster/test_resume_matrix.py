@@ -56,8 +56,10 @@ async def resumed(url: str, bodies: list[Body], step: int) -> tuple[Counter[str]
         return await run(str(own.make_url("")).rstrip("/"), url, bodies, step)
 
 
-def _with_interval(interval: int) -> list[Body]:
-    return [replace(each, body={"stream_interval": interval, **each.body}) for each in BODIES]
+def _bodies(interval: int, setting: str) -> list[Body]:
+    """Those that the server bears: vLLM's CPU build ends at a seed beside draft tokens."""
+    kept = [each for each in BODIES if setting == "plain" or "seed" not in each.body]
+    return [replace(each, body={"stream_interval": interval, **each.body}) for each in kept]
 
 
 @pytest.mark.parametrize(
@@ -70,11 +72,18 @@ def _with_interval(interval: int) -> list[Body]:
     ],
 )
 def test_a_cut_stream_is_as_uncut_or_ends_with_an_error(
-    server: Server, capsys: pytest.CaptureFixture[str], interval: int, step: int
+    server: Server,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+    interval: int,
+    step: int,
 ) -> None:
-    counts, faults = asyncio.run(resumed(server.url, _with_interval(interval), step))
+    setting = request.node.callspec.params["server"]
+
+    counts, faults = asyncio.run(resumed(server.url, _bodies(interval, setting), step))
 
     with capsys.disabled():
-        print(f"\nstream_interval {interval}, each {step}. event: {dict(counts)}")
+        print(f"\n{setting}, stream_interval {interval}, each {step}. event: {dict(counts)}")
     assert not faults, "\n".join(faults[:40])
+    assert counts["bodies that the server refuses"] <= 1  # draft tokens and a bias
     assert counts["as uncut"] > 8 * counts["error"]
