@@ -56,9 +56,13 @@ async def resumed(url: str, bodies: list[Body], step: int) -> tuple[Counter[str]
         return await run(str(own.make_url("")).rstrip("/"), url, bodies, step)
 
 
-def _bodies(interval: int, setting: str) -> list[Body]:
-    """Those that the server bears: vLLM's CPU build ends at a seed beside draft tokens."""
-    kept = [each for each in BODIES if setting == "plain" or "seed" not in each.body]
+def _bodies(interval: int) -> list[Body]:
+    """Those that the server bears: a seed still ends the engine of vLLM's CPU build at times.
+
+    It does so when a prompt with a seed is computed in parts, see `docs/support.md`. Bodies with
+    seeds come back here when no step does that.
+    """
+    kept = [each for each in BODIES if "seed" not in each.body]
     return [replace(each, body={"stream_interval": interval, **each.body}) for each in kept]
 
 
@@ -80,7 +84,7 @@ def test_a_cut_stream_is_as_uncut_or_ends_with_an_error(
 ) -> None:
     setting = request.node.callspec.params["server"]
 
-    counts, faults = asyncio.run(resumed(server.url, _bodies(interval, setting), step))
+    counts, faults = asyncio.run(resumed(server.url, _bodies(interval), step))
 
     with capsys.disabled():
         print(f"\n{setting}, stream_interval {interval}, each {step}. event: {dict(counts)}")
