@@ -226,3 +226,37 @@ def test_importing_the_package_loads_neither_vllm_nor_torch() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
 
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+#: A full name of ours in a docstring, a comment or a page; the last is the group of entry points.
+NAMED = re.compile(r"`(sola_sched(?:\.\w+)+)`")
+NO_MODULES = {"sola_sched.policies"}
+
+
+def is_there(name: str, files: dict[str, Path]) -> bool:
+    """Whether it is a module, or something that a module has."""
+    module, _, last = name.rpartition(".")
+    if name in files:
+        return True
+    return module in files and re.search(rf"\b{last}\b", files[module].read_text()) is not None
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(path for _, _, path in source_files()),
+        *sorted(ROOT.glob("docs/**/*.md")),
+        ROOT / "README.md",
+    ],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_modules_that_a_text_names_are_there(path: Path) -> None:
+    files = {name: path for name, _, path in source_files()}
+    named = set(NAMED.findall(path.read_text())) - NO_MODULES
+    assert not [name for name in sorted(named) if not is_there(name, files)]
+
+
+def test_a_module_that_is_gone_is_found() -> None:
+    files = {name: path for name, _, path in source_files()}
+    assert is_there("sola_sched.cost.model.CostModel", files)
+    assert not is_there("sola_sched.cost_model.CostModel", files)

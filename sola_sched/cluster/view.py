@@ -38,7 +38,7 @@ def _none() -> FloatArray:
 
 
 class StepModel(Protocol):
-    """How long an instance's steps take; `sola_sched.cost_model.CostModel` is one."""
+    """How long an instance's steps take; `sola_sched.cost.model.CostModel` is one."""
 
     def prefill_s(self, new_tokens: Any) -> Any:
         """Seconds of steps with one prompt chunk each, elementwise; the constant included."""

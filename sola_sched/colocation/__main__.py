@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -17,7 +16,7 @@ from sola_sched.config.flags import LineParser, port, positive_int, server_url, 
 from sola_sched.errors import ConfigError
 from sola_sched.proxy.keys import add_keys, keys_of
 from sola_sched.proxy.limits import add_limits, limits_of
-from sola_sched.proxy.listener import Listener, add_admin, listening, warn_of
+from sola_sched.proxy.listener import add_admin, serve_until_ended, warn_of
 
 
 def named_server(text: str) -> tuple[str, str]:
@@ -61,14 +60,9 @@ def make_parser() -> LineParser:
 
 
 async def _run_door(args: argparse.Namespace, door: Door) -> None:
-    listeners = (Listener(door.app(), door.front), Listener(door.admin_app()))
-    addresses = ((args.host, args.port), (args.admin_host, args.admin_port))
-    async with listening(*zip(listeners, addresses, strict=True)) as (url, admin_url):
-        print(f"Running on {url}", flush=True)
-        print(f"/services: {admin_url}", flush=True)
-        ended = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-        await ended.wait()
+    await serve_until_ended(
+        args, door.front, door.app(), door.admin_app(), "Running on", "/services:"
+    )
 
 
 def main(argv: Sequence[str]) -> int:

@@ -87,7 +87,7 @@ class Coefficients:
         """Read the coefficients off a fit.
 
         Args:
-            row: From ``fit_coefficients``, in the order of ``cost_fit.FEATURES``.
+            row: From ``fit_coefficients``, in the order of `sola_sched.cost.fit.FEATURES`.
             has_prefill: Whether a fitted step had prefill.
             has_decode: Whether a fitted step had decodes.
         """

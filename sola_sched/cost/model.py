@@ -19,7 +19,7 @@ Departures from the paper, and why:
   compilation are no news about the model. Eight in a row of a kind that are off by half to the
   same side are, and gamma is their median at once.
 - Without a profile the coefficients are learned from live steps; with one, as soon as a fit to
-  live steps is clearly better than the profile (`cost_review`).
+  live steps is clearly better than the profile (`sola_sched.cost.review`).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import resource
+import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -71,6 +72,35 @@ async def listening(
                 raise ConfigError(not_free(host, port, error)) from error
             stack.push_async_callback(listener.stop)
         yield urls
+
+
+async def serve_until_ended(
+    args: argparse.Namespace,
+    front: Front,
+    app: web.Application,
+    admin_app: web.Application,
+    *names: str,
+) -> None:
+    """Serve clients and operators until SIGTERM; print both URLs once they are served.
+
+    Args:
+        args: With `host` and `port`, and what `add_admin` adds.
+        front: Of `app`.
+        app: For clients.
+        admin_app: For operators.
+        names: What is printed before the URL of each.
+
+    Raises:
+        ConfigError: An address is not free.
+    """
+    listeners = (Listener(app, front), Listener(admin_app))
+    addresses = ((args.host, args.port), (args.admin_host, args.admin_port))
+    async with listening(*zip(listeners, addresses, strict=True)) as urls:
+        for name, url in zip(names, urls, strict=True):
+            print(f"{name} {url}", flush=True)
+        ended = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+        await ended.wait()
 
 
 class Listener:

@@ -26,7 +26,7 @@ from sola_sched.config.flags import (
 from sola_sched.errors import ConfigError
 from sola_sched.proxy.keys import add_key_file, add_keys, keys_of
 from sola_sched.proxy.limits import add_limits, as_arguments, limits_of
-from sola_sched.proxy.listener import Listener, add_admin, listening, warn_of
+from sola_sched.proxy.listener import add_admin, serve_until_ended, warn_of
 from sola_sched.serving.gateway import Gateway
 from sola_sched.serving.options import GatewayOptions
 from sola_sched.serving.policies import DEFAULT, NAMES, make_router
@@ -116,14 +116,9 @@ async def _run_gateway(args: argparse.Namespace) -> None:
     )
     gateway.sync({url: url for url in args.replica})
     warn_of("gateway", args.host, keys)
-    listeners = (Listener(gateway.app(), gateway.front), Listener(gateway.admin_app()))
-    addresses = ((args.host, args.port), (args.admin_host, args.admin_port))
-    async with listening(*zip(listeners, addresses, strict=True)) as (url, admin_url):
-        print(f"gateway: {url}", flush=True)
-        print(f"/metrics, /replicas: {admin_url}", flush=True)
-        ended = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-        await ended.wait()
+    await serve_until_ended(
+        args, gateway.front, gateway.app(), gateway.admin_app(), "gateway:", "/metrics, /replicas:"
+    )
 
 
 def _run_on_ray(args: argparse.Namespace, options: dict[str, Any]) -> None:

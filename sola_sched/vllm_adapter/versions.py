@@ -1,7 +1,7 @@
 """Supported vLLM versions, and the few places where they differ.
 
 This is the only module that knows about versions. `Seams` is what the scheduler steers; that all of
-it is there (`vllm_names`) is checked at start.
+it is there (`sola_sched.vllm_adapter.names`) is checked at start.
 """
 
 from __future__ import annotations
