@@ -40,6 +40,7 @@ def serve_with(
             model_dir,
             num_blocks=TIGHT_BLOCKS,
             additional_config={"sola_sched": {**SOLA, **(sola or {})}},
+            follow_up=faults.stop,
             **options,
         )
 

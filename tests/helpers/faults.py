@@ -131,11 +131,17 @@ class Faults:
         self.share_of: dict[str, float] = {}
         self.first_of: dict[str, int] = {}
         self._num_calls = dict.fromkeys(sites, 0)
+        self._has_stopped = False
 
     @property
     def total(self) -> int:
         """Failures injected so far."""
         return sum(self.num_raised.values())
+
+    def stop(self, _result: object = None) -> tuple[()]:
+        """Inject nothing from here on, as when all requests have ended and figures are read."""
+        self._has_stopped = True
+        return ()
 
     @contextmanager
     def injected(self) -> Iterator[Faults]:
@@ -155,7 +161,8 @@ class Faults:
             self._num_calls[site] += 1
             share = self.share_of.get(site, self._share)
             fails = (
-                self._num_calls[site] > self.first_of.get(site, self._first)
+                not self._has_stopped
+                and self._num_calls[site] > self.first_of.get(site, self._first)
                 and self._rng.random() < share
             )
             if fails and self._rng.random() < 0.5:

@@ -56,7 +56,7 @@ class Idle:
     def __init__(self, *, is_async: bool, seed: int) -> None:
         self.engine = make_small_engine(
             sola_sched.Scheduler,
-            {"ttft_s": 1.0, "tpot_s": 0.05, "overload": "reject"},
+            {"ttft_s": 1.0, "tpot_s": 0.05, "overload": "reject", "plan_limit_s": None},
             async_scheduling=is_async,
             step_time=self._step_time,
         )
