@@ -20,10 +20,13 @@ from tiny_llama import write_byte_tokenizer, write_tiny_llama
 
 pytestmark = [pytest.mark.vllm, NEEDS_SWAPPING]
 
+#: Long enough for 14 actions or more, half as many again as the test takes.
+OUTPUT_LEN = 200
+
 
 @pytest.fixture(scope="module")
 def reference(model_dir: Path) -> RunResult:
-    return run(STOCK, make_workload(output_len=80), model_dir)
+    return run(STOCK, make_workload(output_len=OUTPUT_LEN), model_dir)
 
 
 def reset(core: Any) -> None:
@@ -79,7 +82,7 @@ class Clearing:
 def cleared(actions: list[Callable[[Any], None]], model_dir: Path, **options: Any) -> Any:
     clearing = Clearing(actions)
     result = run(
-        requests=make_workload(output_len=80),
+        requests=make_workload(output_len=OUTPUT_LEN),
         model_dir=model_dir,
         num_blocks=TIGHT_BLOCKS,
         prefix_caching=True,
