@@ -185,8 +185,10 @@ class Correction:
         self.gamma[:] = 1.0, 1.0, 1.0
         self._forget()
         ages, patience = self._age, self._patience
-        for kind, ratios in enumerate(ratios_by_kind):
-            for ratio in ratios:
+        ratios = [list(each) for each in ratios_by_kind]
+        # Kinds that run come last: they would lean on what is remembered of those that do not.
+        for kind in sorted(range(3), key=lambda each: ages[each] <= _RUNS):
+            for ratio in ratios[kind]:
                 self._age, self._patience = [0, 0, 0], [PATIENCE] * 3
                 self.update(kind, ratio)
         self._age, self._patience = ages, patience

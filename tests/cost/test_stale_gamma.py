@@ -131,3 +131,16 @@ def test_a_stale_factor_stays_one_when_coefficients_are_fitted_anew() -> None:
     correction.replay([[60.0] * 8, [1.0] * 32, []])
 
     assert correction.gamma[0] <= CLOSE
+
+
+def test_a_kind_that_runs_does_not_lean_on_a_stale_one_when_coefficients_are_fitted_anew() -> None:
+    correction = Correction(alpha=0.1)
+    for _ in range(8):
+        correction.update(2, 200.0)
+    for _ in range(ENOUGH):
+        correction.update(1, 1.0)
+
+    correction.replay([[1.0] * 20, [1.0] * 32, [200.0] * 10])
+
+    assert correction.gamma[1] == pytest.approx(1.0)
+    assert correction.gamma[2] <= CLOSE
