@@ -40,6 +40,8 @@ class AttainPlanner:
         self.rejects = config.overload == "reject"
         self.account = Account(config.best_effort_share, tuning.most_credit_s)
         self._did_wait = False  # the decodes, in the step before
+        self._num_refused = 0  # in a row, by predicted step times, while no prompt was computed
+        self._spared: str | None = None  # one that is served all the same
 
     def plan(self, state: StepState) -> StepPlan:
         """Plan one step; see `Planner.plan`."""
@@ -70,6 +72,8 @@ class AttainPlanner:
             stay = ~np.isin(rows, victims)
             rows, ahead = rows[stay], ahead[stay]
         judged = judge(state, rows, ahead, self.tuning, tile=self.tile, keep=self.keep)
+        if self.rejects:
+            self._spare_one(judged)
         pace = find_pace(judged, rejects=self.rejects)
         if not did_wait and not len(victims):
             alone = find_prompts_alone(judged, pace, is_blocked=self.account.is_blocked)
@@ -80,6 +84,25 @@ class AttainPlanner:
         entry = let_in(judged, pace, is_blocked=self.account.is_blocked)
         share = serve_lost(judged, entry, pace.limit_s, self.account, rejects=self.rejects)
         return self._put_together(judged, pace, entry, share, victims)
+
+    def _spare_one(self, judged: Judged) -> None:
+        """After many refusals in a row serve one that would be refused, late if need be.
+
+        Whoever is refused computes nothing, so if all are, step times that are wrong stay wrong.
+        """
+        prefills = judged.prefills
+        (places,) = (prefills.hopeless & (prefills.deadline_s > 0.0)).nonzero()
+        rows, table = prefills.rows[places], judged.state.table
+        is_served = self._spared is not None and table.row_of.get(self._spared, -1) not in rows
+        if prefills.num_feasible or prefills.num_started or is_served:
+            self._num_refused, self._spared = 0, None
+        if not len(places) or prefills.num_feasible or prefills.num_started:
+            return
+        if self._num_refused < self.tuning.refused_in_a_row:
+            self._num_refused += len(places)
+            return
+        first = table.arrival_s[rows].argmin()
+        prefills.hopeless[places[first]], self._spared = False, table.req_id[rows[first]]
 
     def _put_together(
         self, judged: Judged, pace: Pace, entry: Entry, lost: Share, victims: IntArray

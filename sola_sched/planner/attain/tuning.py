@@ -34,6 +34,8 @@ class AttainTuning:
             counts on it.
         many_tiles, sub_tile: Chunks of fewer tiles come in these smaller multiples, tokens: what
             rounding down to a tile leaves out would be a large share of them.
+        refused_in_a_row: Requests that `overload: reject` refuses by predicted step times, while no
+            prompt is computed, before it serves one: its step shows whether they are right.
         num_lost: Lost prefills looked at in a step, by arrival; bounds the time of a plan.
     """
 
@@ -51,4 +53,5 @@ class AttainTuning:
     least_share: float = 0.02
     many_tiles: int = 8
     sub_tile: int = 16
+    refused_in_a_row: int = 8
     num_lost: int = 128
