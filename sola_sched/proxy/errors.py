@@ -16,6 +16,14 @@ _KINDS = {
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "BadRequestError",
     HTTPStatus.UNSUPPORTED_MEDIA_TYPE: "BadRequestError",
 }
+#: What Anthropic's API calls them; others are `invalid_request_error` or `api_error`.
+_ANTHROPIC_KINDS = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+}
 
 
 class RefusedError(Exception):
@@ -34,7 +42,30 @@ class RefusedError(Exception):
         self.status, self.headers = status, dict(headers or {})
 
 
+def error_body(path: str, message: str, status: HTTPStatus) -> dict[str, Any]:
+    """An error as the API writes it that a path belongs to, so that its clients' packages read it.
+
+    Args:
+        path: May have a query.
+    """
+    path = path.partition("?")[0].rstrip("/") + "/"
+    if path.startswith("/v1/messages/"):
+        return anthropic_error(message, status)
+    if path.startswith("/cohere/"):
+        return {"message": message}
+    return openai_error(message, status)
+
+
 def openai_error(message: str, status: HTTPStatus) -> dict[str, Any]:
     """An error as vLLM writes them."""
     kind = _KINDS.get(status, "ServiceUnavailableError")
     return {"error": {"message": message, "type": kind, "param": None, "code": status.value}}
+
+
+def anthropic_error(message: str, status: HTTPStatus) -> dict[str, Any]:
+    """An error of Anthropic's API."""
+    kind = _ANTHROPIC_KINDS.get(status)
+    if kind is None:
+        is_client = HTTPStatus.BAD_REQUEST <= status < HTTPStatus.INTERNAL_SERVER_ERROR
+        kind = "invalid_request_error" if is_client else "api_error"
+    return {"type": "error", "error": {"type": kind, "message": message}}

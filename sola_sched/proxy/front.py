@@ -15,7 +15,7 @@ from aiohttp.typedefs import Handler
 
 from sola_sched.proxy.answers import Answer, ClientGoneError
 from sola_sched.proxy.bodies import Bodies
-from sola_sched.proxy.errors import RefusedError, openai_error
+from sola_sched.proxy.errors import RefusedError, error_body
 from sola_sched.proxy.keys import Keys
 from sola_sched.proxy.limits import Limits
 from sola_sched.proxy.paths import Passage, find
@@ -137,7 +137,7 @@ class Front:
             try:
                 response = await handler(request)
             except RefusedError as error:
-                body = openai_error(str(error), error.status)
+                body = error_body(request.path, str(error), error.status)
                 response = web.json_response(body, status=error.status, headers=error.headers)
             if not response.prepared:
                 with contextlib.suppress(ClientGoneError):

@@ -19,7 +19,7 @@ from pathlib import Path
 from sola_sched.bench.args import Parser
 from sola_sched.bench.values import positive_number
 from sola_sched.cluster.sharing.placement import Cluster
-from sola_sched.config.flags import natural_int, port, positive_int
+from sola_sched.config.flags import natural_int, port, positive_int, server_url
 from sola_sched.errors import ConfigError, InfeasibleError
 from sola_sched.plan.deploy import FIRST_PORT, LOOPBACK
 from sola_sched.replacing.follow import Follower
@@ -39,8 +39,6 @@ def make_follower(argv: Sequence[str]) -> Follower:
     path: Path = args.services
     if not path.is_file():
         raise ConfigError(f"'--services' must be a file (got {path}).")
-    if not args.address.startswith(("http://", "https://")):
-        raise ConfigError(f"'--address' must be http://HOST:PORT (got {args.address!r}).")
     cluster = Cluster.of(args.num_gpus, args.gpus_per_node)
     options = Options(
         args.gpu, cluster, args.most_sharing, args.workers, args.seed, args.first_port, args.host
@@ -66,7 +64,7 @@ def _parser() -> Parser:
     add("--gpu", required=True, choices=sorted(GPUS))
     add("--num-gpus", required=True, type=positive_int)
     add("--gpus-per-node", type=positive_int, default=8)
-    add("--address", default="http://127.0.0.1:8265", help="of Ray's dashboard")
+    add("--address", default="http://127.0.0.1:8265", type=server_url, help="of Ray's dashboard")
     add("--interval-s", default="600", help="the first interval (default: 600)")
     add("--start-limit-s", default="1800", help="most that an engine may take to start")
     add("--most-sharing", type=positive_int, default=2, help="services of a group (default: 2)")

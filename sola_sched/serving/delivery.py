@@ -21,6 +21,7 @@ from multidict import CIMultiDict, MultiMapping
 
 from sola_sched.cluster.view import Refusal, RoutedRequest
 from sola_sched.config.slo import BEGAN_KEY, RESUMED_KEY, WAITED_KEY
+from sola_sched.proxy.errors import error_body
 from sola_sched.proxy.headers import passed_back
 from sola_sched.proxy.json_object import encoded, replaced
 from sola_sched.proxy.owners import Owners, of_response, response_id
@@ -253,7 +254,16 @@ class Delivery:
         """
         splitter = events.EventSplitter()
         is_over = False
-        async for data in reply.content.iter_any():
+        pieces = aiter(reply.content.iter_any())
+        while True:
+            try:
+                data = await anext(pieces)
+            except StopAsyncIteration:
+                break
+            except (aiohttp.ClientError, OSError):
+                if is_over:  # nothing of the answer is missing
+                    return True
+                raise
             if attempt.is_over:  # what has come is not taken for sent
                 raise CutError("the replica is lost or has stalled")
             self._learn_stored(data, replica)
@@ -436,7 +446,7 @@ class Delivery:
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
             headers["Retry-After"] = "1"
         await self._start(status, headers)
-        await self._client.write(as_json(self._protocol.whole(reason, status)))
+        await self._client.write(as_json(error_body(self._call.path, reason, status)))
 
     def _learn(self) -> None:
         """Take in the lengths of a stream that is complete."""

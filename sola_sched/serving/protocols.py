@@ -1,4 +1,4 @@
-"""The APIs that clients speak: how each is told that its answer is lost, and how its streams end.
+"""The APIs that clients speak: how a stream of each ends, also where the rest of it is lost.
 
 An error of the gateway looks like one of the server itself: the client's own package raises it.
 """
@@ -9,7 +9,8 @@ import json
 from http import HTTPStatus
 from typing import Any
 
-from sola_sched.proxy.errors import openai_error
+from sola_sched.proxy.errors import anthropic_error, openai_error
+from sola_sched.proxy.paths import RESPONSES
 from sola_sched.serving import events
 from sola_sched.serving.asked import without_query
 
@@ -19,10 +20,6 @@ class Protocol:
 
     #: Types of the last event of a stream; empty where an end is not told by an event's type.
     endings: frozenset[str] = frozenset()
-
-    def whole(self, message: str, status: HTTPStatus) -> dict[str, Any]:
-        """An answer that is an error."""
-        return openai_error(message, status)
 
     def last_events(self, message: str, status: HTTPStatus, _: bytes) -> bytes:
         """The end of a stream that has begun and cannot go on.
@@ -44,15 +41,9 @@ class Messages(Protocol):
 
     endings = frozenset(("message_stop", "error"))
 
-    def whole(self, message: str, status: HTTPStatus) -> dict[str, Any]:
-        """See `Protocol`."""
-        is_busy = status == HTTPStatus.SERVICE_UNAVAILABLE
-        kind = "overloaded_error" if is_busy else "api_error"
-        return {"type": "error", "error": {"type": kind, "message": message}}
-
     def last_events(self, message: str, status: HTTPStatus, _: bytes) -> bytes:
         """See `Protocol`."""
-        return events.write(self.whole(message, status), "error")
+        return events.write(anthropic_error(message, status), "error")
 
 
 class Responses(Protocol):
@@ -73,8 +64,19 @@ class Responses(Protocol):
         return events.write(event, "error")
 
 
+class Cohere(Protocol):
+    """Cohere's second API, whose streams say how they ended in their last event but `[DONE]`."""
+
+    endings = frozenset(("message-end",))
+
+    def last_events(self, message: str, status: HTTPStatus, _: bytes) -> bytes:
+        """See `Protocol`."""
+        delta = {"error": message, "finish_reason": "ERROR"}
+        return events.write({"type": "message-end", "delta": delta}) + events.DONE
+
+
 _OTHERS = Protocol()
-_BY_PATH = {"/v1/messages": Messages(), "/v1/responses": Responses()}
+_BY_PATH = {"/cohere/v2/chat": Cohere(), "/v1/messages": Messages(), RESPONSES: Responses()}
 
 
 def protocol_of(path: str) -> Protocol:

@@ -56,7 +56,6 @@ class SolaRequestRouter(RequestRouter):
         self._lengths = Lengths()
         self.num_failures = 0
         self._far: set[str] = set()
-        self._session: aiohttp.ClientSession | None = None
         self._followers: dict[Replica, asyncio.Task[None]] = {}
         self._in_flight: dict[str, tuple[Any, Attempt]] = {}
         self._chosen: dict[str, Replica] = {}
@@ -82,13 +81,14 @@ class SolaRequestRouter(RequestRouter):
         for replica in left:
             if (task := self._followers.pop(replica, None)) is not None:
                 task.cancel()
-        if self._session is None:
-            self._session = aiohttp.ClientSession(auto_decompress=False)
         for replica in new:
             if replica.name not in far:  # Serve's way to it stays
-                self._followers[replica] = asyncio.create_task(
-                    follow(replica, self._mine, self._session)
-                )
+                self._followers[replica] = asyncio.create_task(self._follow(replica))
+
+    async def _follow(self, replica: Replica) -> None:
+        """Take in a replica's reports; its connections end with this, as Serve ends no router."""
+        async with aiohttp.ClientSession(auto_decompress=False) as session:
+            await follow(replica, self._mine, session)
 
     async def choose_replicas(
         self,

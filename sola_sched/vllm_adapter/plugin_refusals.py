@@ -32,6 +32,7 @@ logger = init_logger("vllm.sola_sched")
 _Message = MutableMapping[str, Any]
 _Send = Callable[[_Message], Awaitable[None]]
 
+_MESSAGES = "/v1/messages"
 #: Headers that say what the body is.
 _OF_BODY = (b"content-type", b"content-length", b"transfer-encoding")
 #: Refusals met while one HTTP request is answered; tasks that vLLM starts for it share the list.
@@ -169,7 +170,7 @@ class RefusalMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        answer = _Answer(send)
+        answer = _Answer(send, scope["path"])
         token = _met.set(answer.refusals)
         try:
             await self.app(scope, receive, answer.send)
@@ -180,9 +181,9 @@ class RefusalMiddleware:
 class _Answer:
     """One HTTP answer, held back until its first byte is known."""
 
-    def __init__(self, send: _Send) -> None:
+    def __init__(self, send: _Send, path: str) -> None:
         self.refusals: list[Refusal] = []
-        self._send = send
+        self._send, self._path = send, path
         self._start: _Message | None = None
         self._is_replaced = False
 
@@ -204,7 +205,7 @@ class _Answer:
         headers = list(start.get("headers", ()))
         if any(value.startswith(b"text/event-stream") for _, value in headers):
             self._is_replaced = True  # of the stream no more is sent
-            text = json.dumps(_openai_error(refusal)).encode()
+            text = json.dumps(_error(refusal, self._path)).encode()
             headers = [(name, value) for name, value in headers if name.lower() not in _OF_BODY]
             headers.append((b"content-type", b"application/json"))
             headers.append((b"content-length", str(len(text)).encode()))
@@ -219,12 +220,10 @@ class _Answer:
         await self._send(body)
 
 
-def _openai_error(refusal: Refusal) -> dict[str, Any]:
-    return {
-        "error": {
-            "message": _text(refusal),
-            "type": "ServiceUnavailableError",
-            "param": None,
-            "code": HTTPStatus.SERVICE_UNAVAILABLE.value,
-        }
-    }
+def _error(refusal: Refusal, path: str) -> dict[str, Any]:
+    """The error in the form of the API that the path belongs to, Anthropic's or OpenAI's."""
+    message = _text(refusal)
+    if path.rstrip("/").endswith(_MESSAGES):
+        return {"type": "error", "error": {"type": "overloaded_error", "message": message}}
+    kind, code = "ServiceUnavailableError", HTTPStatus.SERVICE_UNAVAILABLE.value
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

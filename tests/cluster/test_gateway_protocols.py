@@ -63,7 +63,7 @@ async def _raw(path: str, sent: bytes, *, is_cut: bool) -> tuple[bytes, Exceptio
         async with TestServer(gateway.app(), host="127.0.0.1") as own:
             url = str(own.make_url("")).rstrip("/")
             try:
-                await (_claude(url) if "messages" in path else _responses(url))
+                await (_responses(url) if "responses" in path else _claude(url))
             except (anthropic.APIError, openai.APIError) as error:
                 raised = error
             async with aiohttp.ClientSession() as session, session.post(
@@ -105,3 +105,60 @@ def test_a_lost_stream_raises_in_its_clients_package_and_ends_with_whole_events(
     assert last["error"]["message"]
     if path == "/v1/responses":
         assert last["sequence_number"] == 5
+
+
+COHERE = [b'data: {"type":"content-delta","index":0,"delta":{}}\n\n']
+ENDS = [
+    ("/v1/messages", MESSAGES, _event("message_stop")),
+    ("/v1/responses", RESPONSES, _event("response.completed", sequence_number=5)),
+    ("/cohere/v2/chat", COHERE, b'data: {"type":"message-end"}\n\n'),
+]
+
+
+@pytest.mark.parametrize(("path", "events", "end"), ENDS)
+def test_a_stream_whose_last_event_was_there_is_whole_however_its_connection_ends(
+    path: str, events: list[bytes], end: bytes
+) -> None:
+    whole = b"".join([*events, end])
+
+    raw, _ = asyncio.run(_raw(path, whole, is_cut=True))
+
+    assert raw == whole
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_lost_stream_of_coheres_api_ends_with_an_error(is_cut: bool) -> None:
+    whole = b"".join(COHERE)
+
+    raw, _ = asyncio.run(_raw("/cohere/v2/chat", whole, is_cut=is_cut))
+
+    assert raw.startswith(whole + b"data: {")
+    assert raw.endswith(b"\n\ndata: [DONE]\n\n")
+    last = json.loads(raw.removeprefix(whole + b"data: ").partition(b"\n")[0])
+    assert last["type"] == "message-end"
+    assert last["delta"]["finish_reason"] == "ERROR"
+    assert last["delta"]["error"]
+
+
+def test_without_a_replica_each_api_is_told_in_its_own_form() -> None:
+    raised: list[Exception] = []
+
+    async def ask_all() -> None:
+        gateway = Gateway(RoundRobin(), QUICK)
+        async with TestServer(gateway.app(), host="127.0.0.1") as own:
+            for ask in (_claude, _responses):
+                try:
+                    await ask(str(own.make_url("")).rstrip("/"))
+                except (anthropic.APIStatusError, openai.APIStatusError) as error:
+                    raised.append(error)
+
+    asyncio.run(ask_all())
+
+    of_anthropic, of_openai = raised
+    assert isinstance(of_anthropic, anthropic.APIStatusError)
+    assert isinstance(of_openai, openai.APIStatusError)
+    assert of_anthropic.status_code == of_openai.status_code == 503
+    assert isinstance(of_anthropic.body, dict)
+    assert of_anthropic.body["type"] == "error"
+    assert of_anthropic.body["error"]["type"] == "overloaded_error"
+    assert of_openai.type == "ServiceUnavailableError"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import pickle
 import tracemalloc
@@ -14,6 +15,7 @@ import pytest
 
 pytest.importorskip("ray.serve.request_router")
 
+import aiohttp
 from cluster_views import make_view
 from ray.serve.request_router import RequestRouter
 
@@ -156,6 +158,35 @@ def test_an_error_of_ours_leaves_no_request_without_an_answer_and_is_told_once(
 
     assert router.num_failures == 3
     assert len([r for r in caplog.records if r.levelno >= logging.ERROR]) == 1
+
+
+def test_connections_to_replicas_that_have_left_are_closed(
+    router: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RequestRouter, "update_replicas", lambda *args: None)
+    near = [
+        SimpleNamespace(
+            replica_id=SimpleNamespace(unique_id=f"near{number}"),
+            replica_metadata={"url": f"http://10.0.0.{number}:9"},
+            node_id="here",
+        )
+        for number in range(2)
+    ]
+
+    async def come_and_go() -> list[int]:
+        numbers = []
+        for replicas in (near, near[:1], []):
+            router.update_replicas(replicas)
+            await asyncio.sleep(0.05)
+            numbers.append(_num_open_sessions())
+        return numbers
+
+    assert asyncio.run(come_and_go()) == [2, 1, 0]
+
+
+def _num_open_sessions() -> int:
+    sessions = [each for each in gc.get_objects() if isinstance(each, aiohttp.ClientSession)]
+    return sum(not session.closed for session in sessions)
 
 
 def test_an_engine_that_only_its_own_node_can_reach_is_told_to_no_gateway_elsewhere(

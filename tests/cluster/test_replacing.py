@@ -374,7 +374,14 @@ def test_application_of_ours_that_plan_has_not_written_is_named(world, caplog, a
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--address", "here:8265"], "'--address' must be http://HOST:PORT (got 'here:8265')"),
+        (
+            ["--address", "here:8265"],
+            "argument --address: must be http://HOST:PORT without a path (got 'here:8265')",
+        ),
+        (
+            ["--address", "http://me:s3cret@here:8265"],
+            "must be http://HOST:PORT without a user and password (got '...@here:8265')",
+        ),
         (["--first-port", "70000"], "must be a port, 0 to 65535"),
         (["--num-gpus", "12"], "'num_gpus' must fill nodes of 8 (got 12)"),
         (["--interval-s", "nan"], "'--interval-s' must hold finite numbers > 0"),
@@ -388,7 +395,9 @@ def test_bad_arguments_end_the_command_with_2(tmp_path, capsys, args, message) -
     code = main(["--services", str(services), "--gpu", "a100", "--num-gpus", "8", *args])
 
     assert code == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error
+    assert "s3cret" not in error
 
 
 def test_counters_of_engines_are_read_and_differences_taken() -> None:

@@ -273,6 +273,37 @@ def test_keys_are_asked_for_and_health_is_not_kept() -> None:
     assert "two words" not in str(body_of(answers[0]))
 
 
+@pytest.mark.parametrize(
+    ("status", "kind", "headers"),
+    [(401, "authentication_error", []), (415, "invalid_request_error", ["Content-Encoding: br"]),
+     (413, "request_too_large", ["Content-Length: 5000000000"])],
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/", "/v1/messages/count_tokens?a"])
+def test_refusals_on_paths_of_anthropics_api_have_its_form(
+    path: str, status: int, kind: str, headers: list[str]
+) -> None:
+    key = [] if status == 401 else ["x-api-key: one"]
+
+    (answer,) = answered(post(path, b"{}", *headers, *key), keys=Keys(["one"]))
+
+    assert status_of(answer) == status
+    body = body_of(answer)
+    message = body["error"].pop("message")
+    assert "must" in message
+    assert body == {"type": "error", "error": {"type": kind}}
+
+
+def test_refusals_on_paths_of_other_apis_have_their_forms() -> None:
+    paths = ["/cohere/v2/chat", "/v1/messages_of_mine", "/v1/responses", PATH]
+
+    answers = answered(*(post(path, b"{}") for path in paths), keys=Keys(["one"]))
+
+    bodies = [body_of(answer) for answer in answers]
+    assert [body.keys() for body in bodies] == [{"message"}, {"error"}, {"error"}, {"error"}]
+    errors = [body["error"] for body in bodies[1:]]
+    assert all(each.keys() == {"message", "type", "param", "code"} for each in errors)
+
+
 def test_what_is_no_http_is_answered_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
     with ExitStack() as stack:
         stack.enter_context(caplog.at_level(logging.DEBUG))

@@ -46,7 +46,11 @@ async def outputs(*stop_reasons: str | None) -> Any:
 
 
 def answer(
-    *chunks: bytes, status: int = 200, headers: Any = (), stop_reasons: Any = (None,)
+    *chunks: bytes,
+    status: int = 200,
+    headers: Any = (),
+    stop_reasons: Any = (None,),
+    path: str = "/v1/completions",
 ) -> list[dict[str, Any]]:
     """What the middleware sends of an answer whose engine outputs end as said."""
     sent: list[dict[str, Any]] = []
@@ -67,7 +71,7 @@ def answer(
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    asyncio.run(RefusalMiddleware(app)({"type": "http"}, None, send))
+    asyncio.run(RefusalMiddleware(app)({"type": "http", "path": path}, None, send))
     return sent
 
 
@@ -95,6 +99,21 @@ def test_a_refused_stream_is_one_answer_with_status_503() -> None:
     assert int(headers[b"content-length"]) == len(body["body"])
     assert json.loads(body["body"])["error"]["message"] == "too late; try again in 7 s"
     assert not body["more_body"]
+
+
+def test_a_refused_stream_of_anthropics_api_is_answered_in_its_form() -> None:
+    _, body = answer(
+        b"event: message_start\ndata: {}\n\n",
+        headers=[STREAM],
+        stop_reasons=[REFUSAL.to_stop_reason()],
+        path="/v1/messages",
+    )
+
+    message = "too late; try again in 7 s"
+    assert json.loads(body["body"]) == {
+        "type": "error",
+        "error": {"type": "overloaded_error", "message": message},
+    }
 
 
 def test_an_error_answer_keeps_its_body_and_gets_the_header() -> None:
