@@ -205,7 +205,7 @@ class _Answer:
         headers = list(start.get("headers", ()))
         if any(value.startswith(b"text/event-stream") for _, value in headers):
             self._is_replaced = True  # of the stream no more is sent
-            text = json.dumps(_error(refusal, self._path)).encode()
+            text = json.dumps(_error_body(refusal, self._path)).encode()
             headers = [(name, value) for name, value in headers if name.lower() not in _OF_BODY]
             headers.append((b"content-type", b"application/json"))
             headers.append((b"content-length", str(len(text)).encode()))
@@ -220,7 +220,7 @@ class _Answer:
         await self._send(body)
 
 
-def _error(refusal: Refusal, path: str) -> dict[str, Any]:
+def _error_body(refusal: Refusal, path: str) -> dict[str, Any]:
     """The error in the form of the API that the path belongs to, Anthropic's or OpenAI's."""
     message = _text(refusal)
     if path.rstrip("/").endswith(_MESSAGES):
