@@ -14,7 +14,7 @@ from harness.points import read_lengths
 from harness.setup import Outcome, Setup
 from sola_sched.cluster.performance.from_profile import samples_of_profile
 from sola_sched.cluster.performance.static_batch_time import StaticBatchTime
-from sola_sched.cluster.unequal.deployment import (
+from sola_sched.cluster.unequal.throughput import (
     Estimate,
     estimate_refilled,
     estimate_throughput,

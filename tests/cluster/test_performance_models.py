@@ -18,7 +18,6 @@ from sola_sched.cluster.performance import (
     FitError,
     FittedModel,
     KvUse,
-    PerformanceModel,
     PrefillSamples,
     PrefillTime,
     StaticBatchTime,
@@ -28,8 +27,7 @@ from sola_sched.cluster.performance import (
     save_performance,
 )
 from sola_sched.cluster.performance.samples import block_samples
-from sola_sched.cluster.performance.tensor_parallel import at_num_gpus
-from sola_sched.errors import ConfigError, ProfileError
+from sola_sched.errors import ProfileError
 
 
 def test_kv_use_grows_by_h_a_token_from_j() -> None:
@@ -138,46 +136,6 @@ def test_equal_batch_sizes_leave_no_price_on_the_batch() -> None:
 
     assert times.prefill == pytest.approx((1e-4, 0.0, 0.0, 0.01), abs=1e-12)
     assert times.batch_prefill_s(8, 100) == pytest.approx(0.09)
-
-
-def test_a_worker_size_between_measured_ones_follows_eq_5() -> None:
-    models = {
-        n: PerformanceModel(
-            "m", KvUse(1.0), PrefillTime(8e-5 / n, 0.002),
-            DecodeTime(4e-7 / n, 0.0, 0.01 / n + 0.004), 1e5, n,
-        )
-        for n in (1, 2, 8)
-    }  # fmt: skip
-
-    four = at_num_gpus(models, 4, 4e5)
-
-    assert four.prefill.per_token_s == pytest.approx(2e-5)
-    assert four.decode.base_s == pytest.approx(0.0065)
-    assert four.num_gpus == 4
-    with pytest.raises(ConfigError, match="two worker sizes"):
-        at_num_gpus({1: models[1]}, 4, 4e5)
-
-
-@pytest.mark.parametrize("communication_s", [0.0, 0.004, 0.01, 0.02, 0.5])
-@pytest.mark.parametrize("measured", [(1, 2), (2, 4), (1, 2, 4, 8), (1, 8)])
-def test_a_worker_size_is_priced_right_whether_computing_or_communication_weighs_more(
-    measured: tuple[int, ...], communication_s: float
-) -> None:
-    def model(n: int) -> PerformanceModel:
-        base_s = 0.01 / n + 0.005 + communication_s * (n - 1) / n
-        per_token_s = 1e-4 / n + 0.01 * communication_s * (n - 1) / n
-        return PerformanceModel(
-            "m", KvUse(1.0), PrefillTime(per_token_s, base_s),
-            DecodeTime(1e-7 / n, per_token_s, base_s), 1e9, n,
-        )  # fmt: skip
-
-    models = {n: model(n) for n in measured}
-
-    for n in (1, 2, 3, 4, 8, 16):
-        found = at_num_gpus(models, n, 1e9)
-        assert found.decode.base_s == pytest.approx(model(n).decode.base_s)
-        assert found.decode.per_request_s == pytest.approx(model(n).decode.per_request_s)
-        assert found.prefill.per_token_s == pytest.approx(model(n).prefill.per_token_s)
 
 
 @pytest.mark.parametrize(

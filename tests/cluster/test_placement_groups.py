@@ -1,13 +1,12 @@
-"""Re-balancing (Algorithm 2), groups (Eq. 8) and how many instances a rate needs."""
+"""Groups (Eq. 8) and how many instances a rate needs."""
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from placements import make_model
 
@@ -16,93 +15,13 @@ from sola_sched.cluster.placement import (
     Demand,
     Fleet,
     GroupedFleet,
-    InstanceError,
-    error_of,
     group_sizes,
     instances_needed,
-    rebalance,
 )
-from sola_sched.cluster.placement.rebalance import Progress
 from sola_sched.cluster.placement.sizing import Workload
 from sola_sched.errors import ConfigError, InfeasibleError
 
 DECODE = DecodeTime(1e-6, 1e-4, 0.01)
-
-
-def test_errors_count_requests_that_outlive_or_undercut_their_prediction() -> None:
-    error = error_of(
-        [
-            Progress(predicted=100, generated=50),  # as planned so far
-            Progress(predicted=100, generated=120, predicted_again=160),  # l' = + 160, + 1
-            Progress(predicted=100, generated=70, is_finished=True),  # - 30 tokens, - 1
-            Progress(predicted=100, generated=100, is_finished=True),
-            Progress(predicted=10, generated=30, predicted_again=40),  # + 40 tokens, + 1
-        ]
-    )
-
-    assert error == InstanceError(tokens=170.0, requests=1.0)
-
-
-def test_a_new_request_moves_from_the_underestimated_to_the_overestimated_instance() -> None:
-    errors = [InstanceError(300, 3), InstanceError(-300, -3)]
-    new = [Demand(10, 100.0), Demand(10, 100.0)]
-
-    moved = rebalance([DECODE] * 2, errors, [0, 1], new)
-
-    assert moved == [1, 1]
-
-
-def test_nothing_moves_where_predictions_hold() -> None:
-    errors = [InstanceError(), InstanceError()]
-
-    assert rebalance([DECODE] * 2, errors, [0, 1, 0], [Demand(10, 50.0)] * 3) == [0, 1, 0]
-
-
-def test_a_move_that_breaks_a_constraint_is_not_made() -> None:
-    errors = [InstanceError(300, 3), InstanceError(-300, -3), InstanceError(-200, -2)]
-
-    moved = rebalance([DECODE] * 3, errors, [0], [Demand(10, 100.0)], lambda j, i: i != 1)
-
-    assert moved == [2]
-
-
-def _spread(errors: list[InstanceError], where: list[int], start: list[int],
-            demands: list[Demand]) -> float:  # fmt: skip
-    tokens = [e.tokens for e in errors]
-    count = [e.requests for e in errors]
-    for source, target, demand in zip(start, where, demands, strict=True):
-        if source != target:
-            tokens[source] -= demand.output_tokens
-            count[source] -= 1
-            tokens[target] += demand.output_tokens
-            count[target] += 1
-    alpha, beta = DECODE.per_ctx_s, DECODE.per_request_s
-    return sum(
-        abs(alpha * t + beta * b) / math.hypot(alpha, beta)
-        for t, b in zip(tokens, count, strict=True)
-    )
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(-400, 400), st.integers(-4, 4)), min_size=2, max_size=3),
-    st.lists(st.integers(1, 200), min_size=1, max_size=4),
-    st.integers(0, 2),
-)
-def test_rebalancing_never_ends_above_where_it_began_nor_misses_a_single_better_move(
-    raw: list[tuple[int, int]], outputs: list[int], first: int
-) -> None:
-    errors = [InstanceError(float(t), float(b)) for t, b in raw]
-    demands = [Demand(5, float(n)) for n in outputs]
-    start = [(first + j) % len(errors) for j in range(len(demands))]
-
-    where = rebalance([DECODE] * len(errors), errors, start, demands)
-
-    reached = _spread(errors, where, start, demands)
-    assert reached <= _spread(errors, start, start, demands) + 1e-9
-    for j, i in itertools.product(range(len(demands)), range(len(errors))):
-        other = [*where[:j], i, *where[j + 1 :]]
-        assert _spread(errors, other, start, demands) >= reached - 1e-6
 
 
 def test_group_sizes_keep_both_bounds_of_eq_8() -> None:

@@ -1,4 +1,4 @@
-"""The heterogeneous paper: memory (Eq. 1, 2), Algorithm 1, the search, and the mapper (Eq. 5-8)."""
+"""The heterogeneous paper: throughput (Algorithm 1) and the mapper (Eq. 5-8)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,8 @@ from cluster_views import make_routed, make_view
 from placements import make_model
 
 from sola_sched.cluster.performance import StaticBatchTime
-from sola_sched.cluster.unequal import (
-    Machine,
-    ServedModel,
-    WorkloadMapper,
-    estimate_refilled,
-    estimate_throughput,
-    kv_bytes_of,
-    search_deployment,
-)
-from sola_sched.cluster.unequal.deployment import Estimate, machine_deployments
+from sola_sched.cluster.unequal import WorkloadMapper, estimate_refilled, estimate_throughput
+from sola_sched.cluster.unequal.throughput import Estimate
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError, InfeasibleError
 from sola_sched.prediction.length import LengthPrediction
@@ -28,16 +20,7 @@ from sola_sched.simulator.cluster.step_model import BatchTime
 from sola_sched.simulator.request import VirtualRequest
 from sola_sched.simulator.steps.time import StepTimeModel
 
-#: Llama-3-8B in 16 bit, 128 KiB of KV a token.
-LLAMA = ServedModel(weight_bytes=16e9, kv_bytes_per_token=131072.0, longest_tokens=8192)
 TIMES = StaticBatchTime((1e-4, 0.0, 0.0, 0.01), (1e-7, 1e-5, 0.0, 0.02))
-
-
-def test_kv_memory_is_eq_1() -> None:
-    # The paper's machine: V100 of 32 GB at 0.9 and 2 GB of engine, t = 2: 2 x 26.8 - 16 GB.
-    machine = Machine("v100", 8, 32e9)
-
-    assert kv_bytes_of(machine, 2, LLAMA) == pytest.approx(37.6e9)
 
 
 def test_estimate_takes_batches_as_large_as_memory_allows() -> None:
@@ -120,62 +103,10 @@ def test_a_request_larger_than_the_memory_is_said_with_numbers(estimate: Estimat
         estimate(TIMES, 1e8, 1e6, [(10, 5), (100, 50)])
 
 
-def _scaled(shares: dict[int, float]) -> dict[int, StaticBatchTime]:
-    return {
-        t: StaticBatchTime(
-            tuple(p / share for p in TIMES.prefill),  # type: ignore[arg-type]
-            tuple(p / share for p in TIMES.decode),  # type: ignore[arg-type]
-        )
-        for t, share in shares.items()
-    }
-
-
-def test_search_leaves_out_degrees_without_memory_and_takes_the_fastest_of_the_rest() -> None:
-    requests = [(300, 200)] * 40
-    machine = Machine("v100", 8, 16e9)  # 12.4 GB each: one GPU does not hold 16 GB of weights
-    # Two GPUs are 1.9 times as fast as one, four 3, eight 4.
-    times = _scaled({1: 1.0, 2: 1.9, 4: 3.0, 8: 4.0})
-
-    found = machine_deployments(machine, LLAMA, times, requests)
-
-    assert {d.tensor_parallel for d in found} == {2, 4, 8}
-    assert [d.num_instances * d.tensor_parallel for d in found] == [8, 8, 8]
-    assert found[0].tokens_per_s == max(d.tokens_per_s for d in found)
-
-
-def test_each_machine_gets_its_own_degree() -> None:
-    small, large = Machine("small", 4, 11e9), Machine("large", 4, 80e9)
-    times = {"small": _scaled({1: 1.0, 2: 1.8, 4: 2.5}), "large": _scaled({1: 1.0, 2: 1.2, 4: 1.3})}
-
-    found = search_deployment([small, large], LLAMA, times, [(300, 200)] * 40, max_requests=16)
-
-    assert [(d.machine.name, d.tensor_parallel) for d in found] == [("small", 4), ("large", 1)]
-
-
-def test_a_model_that_fits_nowhere_says_how_much_is_missing() -> None:
-    huge = ServedModel(weight_bytes=140e9, kv_bytes_per_token=327680.0, longest_tokens=4096)
-
-    with pytest.raises(
-        InfeasibleError, match=r"needs 1\.34 GB, and all 4 GPUs.*-32\.80 GB, 34\.14 GB too little"
-    ):
-        search_deployment([Machine("v100", 4, 32e9)], huge, {"v100": _scaled({4: 1.0})}, [(1, 1)])
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda: Machine("m", 0, 32e9),
-        lambda: Machine("m", 4, math.nan),
-        lambda: Machine("m", 4, 32e9, price_per_hour=-1.0),
-        lambda: Machine("m", 4, 32e9, usable_ratio=1.5),
-        lambda: ServedModel(-1.0, 1.0, 10),
-        lambda: estimate_throughput(TIMES, 1e9, 1.0, []),
-        lambda: estimate_refilled(TIMES, 1e9, 1.0, []),
-    ],
-)
-def test_values_out_of_range_are_refused(wrong: object) -> None:
-    with pytest.raises(ConfigError, match="must"):
-        wrong()  # type: ignore[operator]
+@pytest.mark.parametrize("estimate", [estimate_throughput, estimate_refilled])
+def test_an_estimate_needs_requests(estimate: Estimate) -> None:
+    with pytest.raises(ConfigError, match="'requests' must hold lengths"):
+        estimate(TIMES, 1e9, 1.0, [])
 
 
 def test_work_is_the_share_of_a_full_batch() -> None:
@@ -212,7 +143,7 @@ def test_a_batch_is_no_larger_than_the_slots_and_no_smaller_than_the_request() -
 
 def test_the_mapper_gives_unequal_instances_shares_of_their_speed() -> None:
     # As the paper's pair t = 4 and t = 1: one instance four times as fast, with more memory.
-    (fast,) = _scaled({4: 4.0}).values()
+    fast = StaticBatchTime((2.5e-5, 0.0, 0.0, 0.0025), (2.5e-8, 2.5e-6, 0.0, 0.005))
     views = [
         make_view(model=fast, kv_capacity_tokens=600_000),
         make_view(model=TIMES, kv_capacity_tokens=80_000),

@@ -20,7 +20,6 @@ from sola_sched.cluster.performance.model import (
 )
 from sola_sched.cluster.performance.samples import DecodeSamples, KvSamples, PrefillSamples
 from sola_sched.cluster.performance.static_batch_time import StaticBatchTime
-from sola_sched.cluster.performance.tensor_parallel import at_num_gpus
 
 __all__ = [
     "DecodeSamples",
@@ -33,7 +32,6 @@ __all__ = [
     "PrefillSamples",
     "PrefillTime",
     "StaticBatchTime",
-    "at_num_gpus",
     "fit_performance",
     "load_performance",
     "performance_names",

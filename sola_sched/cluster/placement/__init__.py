@@ -7,7 +7,6 @@ from sola_sched.cluster.placement.demand import Demand
 from sola_sched.cluster.placement.exact import ExactPlacement, place_exactly
 from sola_sched.cluster.placement.fleet import Fleet, Phase, Tightness
 from sola_sched.cluster.placement.groups import GroupedFleet, group_sizes
-from sola_sched.cluster.placement.rebalance import InstanceError, error_of, rebalance
 from sola_sched.cluster.placement.sizing import instances_needed
 
 __all__ = [
@@ -15,16 +14,13 @@ __all__ = [
     "ExactPlacement",
     "Fleet",
     "GroupedFleet",
-    "InstanceError",
     "Phase",
     "Tightness",
     "best_fit",
-    "error_of",
     "group_sizes",
     "instances_needed",
     "least_pressed",
     "pack",
     "place_exactly",
-    "rebalance",
     "why_infeasible",
 ]

@@ -1,25 +1,12 @@
-"""Clusters of unequal GPUs: which tensor parallel degree on each machine, and who gets what."""
+"""Clusters of unequal GPUs: what a tensor parallel degree is worth, and who gets what."""
 
 from __future__ import annotations
 
-from sola_sched.cluster.unequal.deployment import (
-    Deployment,
-    Machine,
-    ServedModel,
-    estimate_refilled,
-    estimate_throughput,
-    kv_bytes_of,
-    search_deployment,
-)
 from sola_sched.cluster.unequal.mapper import WorkloadMapper
+from sola_sched.cluster.unequal.throughput import estimate_refilled, estimate_throughput
 
 __all__ = [
-    "Deployment",
-    "Machine",
-    "ServedModel",
     "WorkloadMapper",
     "estimate_refilled",
     "estimate_throughput",
-    "kv_bytes_of",
-    "search_deployment",
 ]
