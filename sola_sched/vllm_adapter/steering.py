@@ -73,13 +73,21 @@ class SteeringMixin(_Host):
         # set back to, which vLLM's first model runner does after each part of a prompt.
         self._keeps_items = bool(self.scheduler_config.disable_chunked_mm_input)
         self._keeps_seeds = current_platform.is_cpu() and not self.vllm_config.use_v2_model_runner
+        self._has_seeds = False  # since the engine was idle, of those who came, some with a seed
         self._is_rejecting = False
         self._rejected: list[Request] = []
+
+    def add_request(self, request: Request) -> None:
+        if self._keeps_seeds:
+            is_first = not self.requests
+            self._has_seeds = self._is_seeded(request) or (self._has_seeds and not is_first)
+        super().add_request(request)
 
     @contextmanager
     def _applied(self, plan: StepPlan) -> Iterator[None]:
         """Show vLLM what the plan lets it see; put everything back afterwards."""
-        if plan is NEUTRAL and not (self.lora_config and not self._has_stepped_aside):
+        shows_some = (self.lora_config or self._has_seeds) and not self._has_stepped_aside
+        if plan is NEUTRAL and not shows_some:
             yield
             return
         slots, running = self._seams.slots_attribute, self.running
@@ -145,28 +153,34 @@ class SteeringMixin(_Host):
         if len(plan.preempt):
             self._preempt_rows(plan.preempt)
         # Adapters of requests about to be hidden count, so this comes before hiding them.
-        if plan.admit is not None:
-            rows = plan.admit
-            self.waiting.plan(
-                self._seams.within_max_loras(self._requests(rows)) if len(rows) else ()
-            )
-        elif self.lora_config:
-            self.waiting.plan(self._seams.within_max_loras(self.waiting))
+        shown: list[Request] | None = None
+        if plan.admit is not None or self.lora_config or self._has_seeds:
+            offered = self.waiting if plan.admit is None else self._requests(plan.admit)
+            shown = self._seams.within_max_loras(offered)
         run = None if plan.run is None or self._is_as_it_runs(plan.run) else plan.run
         if plan.run is not None:  # the plan orders by class itself: vLLM's victim is the last
             self.policy = SchedulingPolicy.FCFS
         most = self.max_num_scheduled_tokens
-        if plan.token_budget is not None and not self._starts_whole(plan):
-            self.max_num_scheduled_tokens = min(most, max(self._min_budget, plan.token_budget))
+        is_limited = plan.token_budget is not None or plan.prefill_cap is not None
+        if is_limited and not self._starts_whole(plan, shown):
+            self._limit(plan)
+        hidden: list[Request] = []
+        if run is not None:
+            hidden, num_more = self._hide(run)
+            budget = self.max_num_scheduled_tokens + num_more * self._tokens_per_decode
+            self.max_num_scheduled_tokens = min(most, budget)
+        if shown is not None:
+            self.waiting.plan(self._seeded_whole(shown) if self._has_seeds else shown)
+        return hidden
+
+    def _limit(self, plan: StepPlan) -> None:
+        """Let the step have no more tokens than the plan says, and each prefill."""
+        if plan.token_budget is not None:
+            budget = max(self._min_budget, plan.token_budget)
+            self.max_num_scheduled_tokens = min(self.max_num_scheduled_tokens, budget)
         if plan.prefill_cap is not None:
             cap = max(self._min_budget, plan.prefill_cap)
             self._seams.limit_chunks((min(cap, self._seams.max_chunk() or cap), False))
-        if run is None:
-            return []
-        hidden, num_more = self._hide(run)
-        self.max_num_scheduled_tokens += num_more * self._tokens_per_decode
-        self.max_num_scheduled_tokens = min(most, self.max_num_scheduled_tokens)
-        return hidden
 
     def _is_as_it_runs(self, run: IntArray) -> bool:
         rows = self._rows.of(self.running)
@@ -196,22 +210,39 @@ class SteeringMixin(_Host):
         self._rows.put(shown, rows[places])
         return hidden, len(stays)
 
-    def _starts_whole(self, plan: StepPlan) -> bool:
+    def _starts_whole(self, plan: StepPlan, shown: list[Request] | None) -> bool:
         """Whether a prefill of the step may be split by vLLM alone, not for a plan's sake."""
-        if not (self._keeps_items or self._keeps_seeds):
+        if not (self._keeps_items or self._has_seeds):
             return False
-        phase = self.sola_monitor.table.phase
         rows = self._rows.of(self.running) if plan.run is None else plan.run
-        rows = rows[phase[rows] == PREFILL]
-        if plan.admit is not None:
-            rows = np.concatenate([rows, plan.admit])
-        return any(map(self._is_whole, self._requests(rows)))
+        rows = rows[self.sola_monitor.table.phase[rows] == PREFILL]
+        waiting = self.waiting if shown is None else shown
+        return any(map(self._is_whole, (*self._requests(rows), *self._seams.resuming(), *waiting)))
 
     def _is_whole(self, request: Request) -> bool:
+        return self._is_seeded(request) or (self._keeps_items and bool(request.mm_features))
+
+    def _is_seeded(self, request: Request) -> bool:
         params = request.sampling_params
-        if self._keeps_seeds and params is not None and params.seed is not None:
-            return True
-        return self._keeps_items and bool(request.mm_features)
+        return self._keeps_seeds and params is not None and params.seed is not None
+
+    def _seeded_whole(self, shown: list[Request]) -> list[Request]:
+        """Those before the first prompt with a seed that the step would have to split.
+
+        Whoever is behind it waits too, as where vLLM splits no prompts: it starts as soon as those
+        who run leave room. A prompt longer than any step is left to vLLM.
+        """
+        most = left = self.max_num_scheduled_tokens
+        longest = self._seams.max_chunk() or most
+        for request in (*self.running, *self._seams.resuming()):
+            num_new = min(request.num_tokens - request.num_computed_tokens, longest)
+            left -= max(num_new, self._tokens_per_decode)
+        for place, request in enumerate(shown):
+            num_new = request.num_tokens - request.num_computed_tokens
+            if max(0, left) < num_new <= most and self._is_seeded(request):
+                return shown[:place]
+            left -= max(num_new, self._tokens_per_decode)
+        return shown
 
     def _must_take_part(self, request: Request) -> bool:
         """Whether others get wrong tokens when this decode sits a step out."""
@@ -228,12 +259,13 @@ class SteeringMixin(_Host):
         return (requests[name] for row in rows.tolist() if (name := req_id[row]) in requests)
 
     def _preempt_rows(self, rows: IntArray) -> None:
-        running = set(self.running)
+        running, most = set(self.running), self.max_num_scheduled_tokens
         victims = [
             request
             for request in self._requests(rows)
             if request in running
             and self._seams.can_preempt(request)
+            and not (self._is_seeded(request) and request.num_tokens > most)
             and not self._seams.is_ending(request)  # it gives all it has by itself
         ]
         if not victims:

@@ -57,13 +57,7 @@ async def resumed(url: str, bodies: list[Body], step: int) -> tuple[Counter[str]
 
 
 def _bodies(interval: int) -> list[Body]:
-    """Those that the server bears: a seed still ends the engine of vLLM's CPU build at times.
-
-    It does so when a prompt with a seed is computed in parts, see `docs/support.md`. Bodies with
-    seeds come back here when no step does that.
-    """
-    kept = [each for each in BODIES if "seed" not in each.body]
-    return [replace(each, body={"stream_interval": interval, **each.body}) for each in kept]
+    return [replace(each, body={"stream_interval": interval, **each.body}) for each in BODIES]
 
 
 @pytest.mark.parametrize(

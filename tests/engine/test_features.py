@@ -48,13 +48,12 @@ def generate(model_dir: Path) -> Callable[..., list[Any]]:
             dtype="float32",
             enforce_eager=True,
             max_model_len=512,
-            max_num_seqs=8,
             max_num_batched_tokens=256,
             kv_cache_memory_bytes=64 << 20,
             scheduler_cls=scheduler_cls,
             additional_config=SOLA if scheduler_cls else {},
             seed=0,
-            **options,
+            **({"max_num_seqs": 8} | options),
         )
         try:
             return llm.generate(prompts, params, lora_request=loras, use_tqdm=False)
@@ -85,6 +84,17 @@ def test_several_answers_to_one_prompt(generate: Callable[..., list[Any]]) -> No
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     answers = [[list(answer.token_ids) for answer in output.outputs] for output in ours]
     assert answers == [[one] * 3 for one in tokens(generate(None, greedy))]
+
+
+def test_seeds_beside_more_prompts_than_a_step_takes(generate: Callable[..., list[Any]]) -> None:
+    """vLLM's CPU build ends when a prompt with a seed is computed in parts, as stock does here."""
+    params = [
+        SamplingParams(temperature=1, seed=i, max_tokens=24, ignore_eos=True)
+        for i in range(NUM_REQUESTS)
+    ]
+    alone = generate(None, params, max_num_seqs=1)
+    assert tokens(generate("sola_sched.Scheduler", params)) == tokens(alone)
+    assert len({tuple(each) for each in tokens(alone)}) == NUM_REQUESTS
 
 
 def test_kv_connector(generate: Callable[..., list[Any]], tmp_path: Path) -> None:

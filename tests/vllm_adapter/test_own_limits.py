@@ -22,6 +22,7 @@ import sola_sched
 from sola_sched.config.policies import PolicyTraits
 from sola_sched.core.state import StepPlan, StepState
 from sola_sched.simulator import StepTrace, VirtualEngine, VirtualRequest
+from sola_sched.simulator.swap_link import LinkSpeed
 from sola_sched.vllm_adapter.versions import Seams
 
 pytestmark = pytest.mark.vllm
@@ -346,30 +347,53 @@ def test_no_image_is_split_where_stock_vllm_splits_none(policy: str, is_async: b
     assert num_split(sola_sched.Scheduler) == 0
 
 
-@POLICIES
-def test_a_seeded_prompt_is_split_for_no_plans_sake(policy: str) -> None:
-    """On vLLM's CPU build a part of such a prompt ends the engine."""
-    engine = make_engine(sola_sched.Scheduler, sola=sola(policy), max_num_batched_tokens=8192)
-    requests = make_workload(60)
-    left = {r.req_id: r.num_prompt_tokens for r in requests[::3]}
+def seeded_parts(scheduler_cls: type[Any], count: int = 80, **options: Any) -> tuple[int, int]:
+    """Steps with a part of what a request with a seed computes first, and preemptions."""
+    engine = make_engine(scheduler_cls, **options)
+    requests = make_workload(count)
+    seeded = {r.req_id for r in requests[::2]}
     for request in requests:
         engine.add(request)
-    for name in left:
-        params = engine._requests[name].sampling_params = copy.copy(
-            engine._requests[name].sampling_params
-        )
-        params.seed = 1
+    for name in seeded:
+        params = copy.copy(engine._requests[name].sampling_params)
+        params.seed, engine._requests[name].sampling_params = 1, params
     parts: list[str] = []
 
     def note(trace: StepTrace) -> None:
-        for name, tokens in trace.output.num_scheduled_tokens.items():
-            if left.get(name, 0) > 0:
-                left[name] -= tokens
-                parts.extend([name] * (left[name] > 0))
+        parts.extend(seeded & trace.output.num_scheduled_tokens.keys() - set(trace.sampling))
 
-    engine.run(on_step=note)
+    records = engine.run(on_step=note)
+    return len(parts), sum(r.num_preemptions for r in records)
 
-    assert parts == []
+
+def test_stock_vllm_computes_parts_of_prompts_with_seeds() -> None:
+    """So what the next test asks for is more than stock vLLM does."""
+    assert seeded_parts(Scheduler, max_num_batched_tokens=1024)[0] > 10
+
+
+@POLICIES
+def test_no_step_computes_a_part_of_a_prompt_with_a_seed(policy: str) -> None:
+    """On vLLM's CPU build that ends the engine."""
+    options = {"sola": sola(policy), "max_num_batched_tokens": 1024}
+
+    assert seeded_parts(sola_sched.Scheduler, **options)[0] == 0
+
+
+@POLICIES
+@pytest.mark.parametrize("is_swapped", [False, True], ids=["recomputed", "swapped"])
+def test_nor_when_one_goes_on_after_a_preemption(policy: str, is_swapped: bool) -> None:
+    link = LinkSpeed(100_000, 2e8) if is_swapped else None
+    num_parts, num_preemptions = seeded_parts(
+        sola_sched.Scheduler,
+        sola=sola(policy),
+        max_num_batched_tokens=1024,
+        num_blocks=131,
+        swap_link=link,
+    )
+
+    if policy != "paper":  # which admits by the memory that it predicts
+        assert num_preemptions
+    assert num_parts == 0
 
 
 # Who may sit out ------------------------------------------------------------------------------
