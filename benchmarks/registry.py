@@ -235,6 +235,8 @@ EXPERIMENTS = (
                "25 min", "cluster.bench_gateway:gateway",
                ("seeds", "num_requests", "only", "quick", "request_rate"), "gateway.jsonl",
                {"seeds": (0, 1, 2, 3, 4), "num_requests": 100, "only": (), "request_rate": 2.5}),
+    Experiment("hostile", "a hundred streams through a gateway beside each kind of hostile client",
+               "5 min", "cluster.hostile:hostile", ("only",), "hostile.jsonl", {"only": ()}),
     _cluster("fast", "the fast engine model beside the real schedulers: error and speed", "5 min",
              "fast_model:error", seeds=(0,), has_parts=False),
     _cluster("aladdin", "Aladdin Fig. 9, 10: attainment on four GPUs, by placement", "10 min",

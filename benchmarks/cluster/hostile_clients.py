@@ -1,4 +1,4 @@
-"""Clients that mean no good, in a process of their own."""
+"""Clients that mean no good, as a process of their own: its arguments are those of `main`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import gzip
 import json
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from listeners import RawClient, post
+from yarl import URL
 
 PATH = "/v1/completions"
 
@@ -20,22 +21,23 @@ class Hostile:
 
     Attributes:
         url: Of the gateway.
+        writers: Of those that stay connected.
         statuses: What they have been answered.
     """
 
     url: str
-    clients: list[RawClient] = field(default_factory=list)
+    writers: list[asyncio.StreamWriter] = field(default_factory=list)
     statuses: set[int] = field(default_factory=set)
 
     async def send(self, *pieces: bytes, num: int, pause_s: float = 0.0) -> None:
         """So many connections that send this, and then nothing."""
         for _ in range(num):
-            client = await RawClient.to(self.url)
-            self.clients.append(client)
-            client.writer.write(pieces[0])
+            _, writer = await self._connection()
+            self.writers.append(writer)
+            writer.write(pieces[0])
         for piece in pieces[1:]:
-            for client in self.clients:
-                client.writer.write(piece)
+            for writer in self.writers:
+                writer.write(piece)
             await asyncio.sleep(pause_s)
 
     async def again_and_again(self, data: bytes, num: int) -> None:
@@ -43,33 +45,47 @@ class Hostile:
 
         async def one() -> None:
             while True:
-                client = await RawClient.to(self.url)
-                client.writer.write(data)
-                answer = await client.rest(60.0)
-                self.statuses.add(int(answer.split(b" ", 2)[1]) if answer else 0)
-                client.close()
+                reader, writer = await self._connection()
+                writer.write(data)
+                with contextlib.suppress(ConnectionError):
+                    answer = await reader.read()
+                    self.statuses.add(int(answer.split(b" ", 2)[1]) if answer else 0)
+                writer.close()
 
         await asyncio.gather(*(one() for _ in range(num)))
+
+    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        address = URL(self.url)
+        return await asyncio.open_connection(address.host, address.port)
+
+
+def _post(path: str, body: bytes, line: str = "") -> bytes:
+    """A request after which the connection ends; the line tells of the body, or is its length."""
+    told = line or f"Content-Length: {len(body)}"
+    if line.startswith("Content-Encoding"):
+        told += f"\r\nContent-Length: {len(body)}"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{told}\r\n\r\n"
+    return head.encode() + body
 
 
 async def _packed(hostile: Hostile) -> None:
     body = gzip.compress(json.dumps({"prompt": [1] * 6_700_000}).encode(), 9)
-    await hostile.again_and_again(post(PATH, body, "Content-Encoding: gzip"), 20)
+    await hostile.again_and_again(_post(PATH, body, "Content-Encoding: gzip"), 20)
 
 
 async def _numbers(hostile: Hostile) -> None:
     body = b'{"prompt":[' + b"1," * 5_000_000 + b'1],"max_tokens":1}'
-    await hostile.again_and_again(post(PATH, body), 2)
+    await hostile.again_and_again(_post(PATH, body), 2)
 
 
 async def _lists(hostile: Hostile) -> None:
     body = b'{"messages":[' + b"[]," * 5_000_000 + b'1],"max_tokens":1}'
-    await hostile.again_and_again(post("/v1/chat/completions", body), 2)
+    await hostile.again_and_again(_post("/v1/chat/completions", body), 2)
 
 
 async def _deep(hostile: Hostile) -> None:
     body = b'{"prompt":' + b"[" * 5_000_000 + b"]" * 5_000_000 + b"}"
-    await hostile.again_and_again(post(PATH, body), 5)
+    await hostile.again_and_again(_post(PATH, body), 5)
 
 
 async def _half_heads(hostile: Hostile) -> None:
@@ -77,7 +93,7 @@ async def _half_heads(hostile: Hostile) -> None:
 
 
 async def _half_bodies(hostile: Hostile) -> None:
-    head = post(PATH, b"{", "Content-Length: 16000000")
+    head = _post(PATH, b"{", "Content-Length: 16000000")
     await hostile.send(head, *[b" " * 50_000] * 20, num=200, pause_s=0.1)
 
 
@@ -87,7 +103,7 @@ async def _many_connections(hostile: Hostile) -> None:
 
 async def _no_readers(hostile: Hostile) -> None:
     body = json.dumps({"prompt": "LONG", "stream": True}).encode()
-    await hostile.send(post(PATH, body), num=50)
+    await hostile.send(_post(PATH, body), num=50)
 
 
 async def _nobody(hostile: Hostile) -> None:
@@ -116,6 +132,11 @@ def main(kind: str, url: str, seconds: float) -> None:
             await KINDS[kind](hostile)
             await asyncio.Event().wait()
 
+    print("there", flush=True)
     with contextlib.suppress(TimeoutError):
         asyncio.run(attack())
-    print(sorted(hostile.statuses))
+    print(*sorted(hostile.statuses))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]))
