@@ -17,6 +17,7 @@ from sola_sched.config.sola_config import SolaConfig
 from sola_sched.config.swap import CONNECTOR
 from sola_sched.vllm_adapter.names import lacking
 from sola_sched.vllm_adapter.plugin_options import read_options
+from sola_sched.vllm_adapter.support import refuse_others
 
 _MARK = "_sola_sched_swaps"
 _RESERVED = "VLLM_CPU_NUM_OF_RESERVED_CPU"
@@ -46,6 +47,7 @@ def register_swap(is_ours: Any) -> None:
             read_options(self.additional_config)
         model_config = original(self, *args, **kwargs)
         if is_steered:
+            refuse_others(model_config)
             _choose_connector(self, model_config)
         _reserve_cores(self)
         return model_config

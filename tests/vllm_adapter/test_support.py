@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import copy
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from virtual_model import TINY_MODEL
 
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.errors import ConfigError
@@ -126,6 +128,22 @@ def test_models_with_a_scheduler_of_another_kind_are_refused() -> None:
     support.refuse_others(SimpleNamespace(is_diffusion=False, model="m"))
     with pytest.raises(ConfigError, match="'--scheduler-cls' must be left out for diffusion"):
         support.refuse_others(SimpleNamespace(is_diffusion=True, model="m"))
+
+
+@pytest.mark.vllm
+def test_such_a_model_is_refused_before_its_weights_are_loaded(tmp_path: Path) -> None:
+    arg_utils = pytest.importorskip("vllm.engine.arg_utils")
+    config = TINY_MODEL | {"canvas_length": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def start(scheduler_cls: str | None) -> Any:
+        """The folder has no weights."""
+        options = {"skip_tokenizer_init": True, "scheduler_cls": scheduler_cls}
+        return arg_utils.EngineArgs(model=str(tmp_path), **options).create_model_config()
+
+    assert start(None).is_diffusion
+    with pytest.raises(ConfigError, match="'--scheduler-cls' must be left out for diffusion"):
+        start("sola_sched.Scheduler")
 
 
 def test_the_sentence_says_steered_limited_or_vllms_own_order() -> None:
