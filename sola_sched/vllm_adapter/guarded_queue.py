@@ -42,6 +42,7 @@ class GuardedQueue(RequestQueue):
         self._own: Any = None
         self._shown: list[Request] | None = None  # what a plan shows
         self._next: Request | None = None  # the one that was looked at last, and must be popped
+        self._has_told = False  # that a request is visible, and none has been popped since
         self._out: set[Request] = set()  # popped since the step began: vLLM has them in hand
 
     # Planning -------------------------------------------------------------------------------
@@ -59,7 +60,7 @@ class GuardedQueue(RequestQueue):
 
     def plan(self, items: Iterable[Request]) -> None:
         """As `PlannedQueue.plan`; may raise, then `unplan` follows."""
-        self._shown = list(items)
+        self._shown, self._has_told = list(items), False
         if self._planned is not None:
             self._planned.plan(self._shown)
 
@@ -133,6 +134,7 @@ class GuardedQueue(RequestQueue):
         Raises:
             IndexError: Nothing is visible.
         """
+        self._has_told = False
         if self._planned is not None:
             try:
                 request = self._planned.pop_request()
@@ -179,13 +181,19 @@ class GuardedQueue(RequestQueue):
         return None
 
     def __bool__(self) -> bool:
-        """Whether a request is visible; during a planned step unseen ones do not count."""
+        """Whether a request is visible; during a planned step unseen ones do not count.
+
+        Up to 0.30 vLLM asks twice before it takes one, so what it was told stands until then.
+        """
         if self._planned is not None:
             try:
-                return bool(self._planned)
+                self._has_told = bool(self._planned)
+                return self._has_told
             except Exception as error:
                 self._fall_back("asking whether a request waits", error)
-        return self._shown is None and bool(self._own)
+        if self._shown is None:
+            return bool(self._own)
+        return self._has_told and any(request in self for request in self._shown)
 
     def __len__(self) -> int:
         """All requests in the queue, seen or unseen."""

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from sola_sched.simulator import VirtualEngine, VirtualRequest
 from sola_sched.simulator.host import make_request
 
 PARKED = "WAITING_FOR_STREAMING_REQ"
+#: From 0.31 on each turn has a limit of its own, and its last token is not kept, whatever is in
+#: flight.
+TURNS_ARE_APART = "max_tokens" in inspect.getsource(Scheduler._update_request_as_session)
+
+
+def later_limit(first: int, own: int) -> int:
+    """The limit of a later turn: up to 0.30 that of the session's first turn, not its own."""
+    return own if TURNS_ARE_APART else first
 
 
 def open_session(engine: VirtualEngine, request: VirtualRequest) -> None:

@@ -16,7 +16,14 @@ from chaos import ChaosScheduler
 from faults import Faults
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from live_sessions import PARKED, assert_each_has_one_place, open_session, send_next
+from live_sessions import (
+    PARKED,
+    TURNS_ARE_APART,
+    assert_each_has_one_place,
+    later_limit,
+    open_session,
+    send_next,
+)
 from needs import NEEDS_SWAPPING
 from virtual_runs import make_small_engine, step_until, warm_up
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -29,6 +36,11 @@ pytestmark = pytest.mark.vllm
 
 POLICIES = ("attain", "paper", "alise", "doubling")
 NUM_FIRST, NUM_NEXT = 8, 5
+
+
+def num_sent(ends_early: bool) -> int:
+    """Tokens of both turns of `answered`."""
+    return NUM_FIRST + later_limit(2 * NUM_FIRST if ends_early else NUM_FIRST, NUM_NEXT)
 
 
 def preempt(scheduler: Any, name: str) -> bool:
@@ -72,7 +84,7 @@ def answered(
         assert_each_has_one_place(scheduler)
         send_next(engine, output_len=NUM_NEXT)
     assert_each_has_one_place(scheduler)
-    wanted = NUM_FIRST + NUM_NEXT
+    wanted = num_sent(ends_early)
 
     def is_answered() -> bool:
         assert_each_has_one_place(scheduler)
@@ -93,7 +105,9 @@ def test_a_session_that_is_displaced_as_its_turn_ends_is_answered_as_if_it_were_
     undisturbed, num_undisturbed = answered(AsyncScheduler, displaced=False, **options)
     session, num_tokens = answered(sola_sched.Scheduler, displaced=True, **options)
 
-    assert num_tokens == num_undisturbed == NUM_FIRST + NUM_NEXT
+    assert num_tokens == num_undisturbed == num_sent(ends_early)
+    if ends_early and not TURNS_ARE_APART:
+        pytest.skip("up to 0.30 vLLM keeps the token that ends a turn if one more is in flight")
     assert list(session.all_token_ids) == list(undisturbed.all_token_ids)
     assert session.num_prompt_tokens == undisturbed.num_prompt_tokens
     assert session.status.name == undisturbed.status.name == PARKED
@@ -128,6 +142,7 @@ def test_a_displaced_session_that_ends_leaves_nothing(is_parked: bool, end: str)
 def test_whoever_wants_the_slot_of_a_session_whose_turn_ends_gets_it_and_nobody_is_lost(
     policy: str, scheduling_policy: str
 ) -> None:
+    num_tokens = 40 + later_limit(40, 10)
     for num_ahead in range(4):  # of its tokens, when the urgent one comes
         engine = make_small_engine(
             sola_sched.Scheduler,
@@ -156,13 +171,13 @@ def test_whoever_wants_the_slot_of_a_session_whose_turn_ends_gets_it_and_nobody_
 
         def are_answered(engine: VirtualEngine = engine, names: Any = names) -> bool:
             assert_each_has_one_place(engine.scheduler)
-            return engine.record("session").num_output_tokens == 50 and all(
+            return engine.record("session").num_output_tokens == num_tokens and all(
                 engine.record(name).is_finished for name in names
             )
 
         step_until(engine, are_answered, 3000)
         assert are_answered()
-        assert scheduler.requests["session"].num_tokens == 30 + 40 - 1 + 12 + 10
+        assert scheduler.requests["session"].num_tokens == 30 - 1 + 12 + num_tokens
 
 
 @pytest.mark.injects_failures
@@ -180,7 +195,7 @@ def test_a_failure_while_a_session_is_kept_loses_no_request(site: str, following
             )
         assert faults.total or share < 1.0
         assert session.status.name == PARKED
-        assert num_tokens == NUM_FIRST + NUM_NEXT
+        assert num_tokens == num_sent(ends_early=False)
 
 
 class DisplacingScheduler(ChaosScheduler):
@@ -208,8 +223,10 @@ def assert_all_answered(
     engine: VirtualEngine, session: Any, sent: list[tuple[int, int, int]]
 ) -> None:
     """Each turn has its tokens; the last one of each but the last is not in the history."""
-    assert engine.record(session.request_id).num_output_tokens == sum(turn[2] for turn in sent)
-    assert session.num_tokens == sum(turn[1] + turn[2] for turn in sent) - (len(sent) - 1)
+    first, *later = (turn[2] for turn in sent)
+    num_tokens = first + sum(later_limit(first, own) for own in later)
+    assert engine.record(session.request_id).num_output_tokens == num_tokens
+    assert session.num_tokens == sum(turn[1] for turn in sent) + num_tokens - (len(sent) - 1)
 
 
 @st.composite

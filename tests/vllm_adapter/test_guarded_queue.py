@@ -280,3 +280,32 @@ def test_a_queue_that_fails_under_a_plan_shows_nobody_else_until_the_step_has_en
     queue.unplan()
     assert queue
     assert requests[3] not in queue
+
+
+@pytest.mark.injects_failures
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("is_gone", [False, True], ids=["there", "gone"])
+@pytest.mark.parametrize("has_told", [False, True], ids=["not asked", "told"])
+def test_who_was_said_to_wait_under_a_plan_does_so_after_a_failure(
+    has_told: bool, is_gone: bool, policy: SchedulingPolicy
+) -> None:
+    """Up to 0.30 vLLM asks twice before it looks, and relies on what it was told first."""
+    requests = make_requests()
+    there = dict.fromkeys(requests)
+    queue = make_guarded(policy, lambda: list(there), lambda *_: None)
+    for request in requests:
+        queue.add_request(request)
+    queue.plan(requests[3:5])
+    if has_told:
+        assert queue
+    if is_gone:
+        queue.remove_requests(requests[3:5])
+        for request in requests[3:5]:
+            del there[request]
+    with mock.patch.object(PlannedQueue, "__bool__", side_effect=_InjectedError):
+        assert bool(queue) == (has_told and not is_gone)
+    if queue:
+        assert queue.peek_request() is queue.pop_request() is requests[3]
+    assert not queue, "nobody else until the step has ended"
+    queue.unplan()
+    assert queue
