@@ -23,10 +23,10 @@ from sola_sched.proxy.json_object import JsonObject
 from sola_sched.proxy.owners import of_response
 from sola_sched.proxy.paths import RESPONSES, Passage
 from sola_sched.serving.arrivals import ATTEMPT_HEADER
-from sola_sched.serving.asked import STREAM_PATHS, without_query
-from sola_sched.serving.resume import asks_for_ids
+from sola_sched.serving.resuming.asked import STREAM_PATHS, without_query
+from sola_sched.serving.resuming.plans import asks_for_ids
+from sola_sched.serving.resuming.values import flag, whole
 from sola_sched.serving.slo_headers import SLO_HEADERS, XARGS, ClientRules, of_client
-from sola_sched.serving.values import flag, whole
 
 #: Characters of a token, until something better is known.
 _CHARS_PER_TOKEN = 4.0

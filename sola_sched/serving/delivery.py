@@ -1,7 +1,7 @@
 """One request from its arrival to its answer, on as many replicas as it takes.
 
 What has been sent to a client is never sent again. Until the first event nothing has been, so the
-request starts anew elsewhere; after it a stream is resumed (`resume.py`). A replica that refuses
+request starts anew elsewhere; after it a stream is resumed (`resuming`). A replica that refuses
 (HTTP 503) is not asked again; when all have, the client gets the refusal that asks it to come back
 soonest. The SLO clock is the first arrival's: later attempts tell the engine how long it has run.
 """
@@ -14,30 +14,27 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Protocol
 
 import aiohttp
-from multidict import CIMultiDict, MultiMapping
+from multidict import CIMultiDict
 
 from sola_sched.cluster.view import Refusal, RoutedRequest
 from sola_sched.config.slo import BEGAN_KEY, RESUMED_KEY, WAITED_KEY
-from sola_sched.proxy.errors import error_body
 from sola_sched.proxy.headers import passed_back
 from sola_sched.proxy.json_object import encoded, replaced
 from sola_sched.proxy.owners import Owners, of_response, response_id
 from sola_sched.proxy.upstream import Upstream
-from sola_sched.serving import events
 from sola_sched.serving.arrivals import ATTEMPT_HEADER
-from sola_sched.serving.asked import Asked
 from sola_sched.serving.call import Call, Lengths
 from sola_sched.serving.options import GatewayOptions
-from sola_sched.serving.protocols import as_json, protocol_of
-from sola_sched.serving.questions import Questions
+from sola_sched.serving.outgoing import Client, Outgoing
 from sola_sched.serving.replicas import Attempt, Replica, Replicas
-from sola_sched.serving.resume import Plan, continuation, ending, replay, ways
-from sola_sched.serving.rewrite import DivergedError, Rewrite
+from sola_sched.serving.resuming import events
+from sola_sched.serving.resuming.asked import Asked
+from sola_sched.serving.resuming.plans import Plan, continuation, ending, replay, ways
+from sola_sched.serving.resuming.questions import Questions
+from sola_sched.serving.resuming.rewrite import DivergedError
 from sola_sched.serving.slo_headers import XARGS
-from sola_sched.serving.transcript import Transcript
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +47,6 @@ _CANNOT_GO_ON = (
     "the replica was lost, and the rest of this answer cannot come from another one: see 'What "
     "happens when a replica fails' in docs/cluster.md; with a 'seed' or at temperature 0 it can"
 )
-
-
-class Client(Protocol):
-    """Who has sent the request."""
-
-    async def start(self, status: int, headers: MultiMapping[str]) -> None:
-        """Begin the answer."""
-
-    async def write(self, data: bytes) -> None:
-        """More of the answer."""
 
 
 class CutError(Exception):
@@ -109,22 +96,17 @@ class Delivery:
         options: GatewayOptions,
         counts: Counter[str],
     ) -> None:
-        self._call, self._client = call, client
+        self._call, self._out = call, Outgoing(call, client)
         self._number = next(_numbers)
         self._replicas, self._upstream, self._owners = replicas, upstream, owners
         self._lengths, self._options, self._counts = lengths, options, counts
         self._path, self._body = call.path, call.body
         self._asked = Asked(call.path, call.body or {}, call.wants_ids)
-        self._protocol = protocol_of(call.path)
-        self._rewrite: Rewrite | None = None
         self._has_to_continue = False
-        self._sent: list[bytes] = []  # events that are not in the transcript yet
-        self._transcript = Transcript()
-        self._last = b""
         self._first_token_s: float | None = None
         self._num_resumed: int | None = None
         self._owner_key, self._may_store = call.owner_key, call.may_store
-        self._has_started = self._has_waited = False
+        self._has_waited = False
         self._refused_by: set[Replica] = set()
         self._avoid: set[int] = set()
         self._refusal: _Answer | None = None
@@ -253,81 +235,38 @@ class Delivery:
             CutError: It ended before its end.
         """
         splitter = events.EventSplitter()
-        is_over = False
-        pieces = aiter(reply.content.iter_any())
-        while True:
-            try:
-                data = await anext(pieces)
-            except StopAsyncIteration:
-                break
-            except (aiohttp.ClientError, OSError):
-                if is_over:  # nothing of the answer is missing
+        is_whole = False
+        try:
+            async for data in reply.content.iter_any():
+                if attempt.is_over:  # what has come is not taken for sent
+                    raise CutError("the replica is lost or has stalled")
+                self._learn_stored(data, replica)
+                part = self._out.taken(splitter.feed(data))
+                is_whole |= part.is_last
+                if part.tells:
+                    attempt.has_begun = True
+                    if self._first_token_s is None:
+                        self._first_token_s = self._replicas.clock()
+                    if is_whole:
+                        attempt.limit = None
+                with attempt.writing():
+                    await self._out.write(reply.status, headers, part.data)
+                if part.tells:
+                    self._replicas.progressed(replica)
+                if part.failure is not None:
+                    raise CutError(part.failure)
+                if is_whole and self._call.is_stream:
+                    self._learn()
                     return True
+        except (aiohttp.ClientError, OSError):
+            if not is_whole:
                 raise
-            if attempt.is_over:  # what has come is not taken for sent
-                raise CutError("the replica is lost or has stalled")
-            self._learn_stored(data, replica)
-            out: list[bytes] = []
-            failure: CutError | None = None
-            has_more = False
-            for event in splitter.feed(data):
-                if events.is_comment(event):  # of the server; its engine may have stalled
-                    out.append(event)
-                    continue
-                if self._call.is_stream and _is_failure(event):
-                    failure = CutError(event.decode(errors="replace").strip())
-                    break
-                is_over |= self._is_end(event)
-                if changed := self._changed(event):
-                    has_more = True
-                    out.append(changed)
-            if has_more:
-                attempt.has_begun = True
-                if self._first_token_s is None:
-                    self._first_token_s = self._replicas.clock()
-                if is_over:
-                    attempt.limit = None
-            with attempt.writing():
-                await self._write(reply.status, headers, b"".join(out))
-            if has_more:
-                self._replicas.progressed(replica)
-            if failure is not None:
-                raise failure
-            if is_over and self._call.is_stream:
-                self._learn()
-                return True
-        if not is_over and (self._call.is_stream or self._protocol.endings):
+            return True
+        if not is_whole and self._out.has_last_event:
             raise CutError("the stream ended without its end")
         with attempt.writing():
-            await self._write(reply.status, headers, splitter.rest)
+            await self._out.write(reply.status, headers, splitter.rest)
         return True
-
-    def _is_end(self, event: bytes) -> bool:
-        if self._call.is_stream:
-            return events.is_done(event)
-        return bool(self._protocol.endings) and self._protocol.is_end(event)
-
-    def _changed(self, event: bytes) -> bytes:
-        """What the client gets for an event; empty for nothing."""
-        if not self._call.is_stream:
-            self._last = event
-            return event
-        changed = self._rewrite.feed(event) if self._rewrite is not None else event
-        if not changed:
-            return b""
-        self._sent.append(changed)
-        return changed if self._call.wants_ids else events.without_token_ids(changed)
-
-    async def _write(self, status: int, headers: CIMultiDict[str], data: bytes) -> None:
-        if not data:
-            return
-        if not self._has_started:
-            await self._start(status, headers)
-        await self._client.write(data)
-
-    async def _start(self, status: int, headers: MultiMapping[str]) -> None:
-        self._has_started = True
-        await self._client.start(status, headers)
 
     async def _answered(self, replica: Replica, answer: _Answer) -> bool:
         """Whether a whole answer is one for the client."""
@@ -347,7 +286,7 @@ class Delivery:
         may_retry = self._call.is_repeatable and self._num_failures + 1 < self._options.max_failures
         if answer.status in _FAILURES and may_retry:
             raise CutError(f"HTTP {answer.status}: {answer.body[:200].decode(errors='replace')}")
-        if self._has_started and answer.status != HTTPStatus.OK:
+        if self._out.has_started and answer.status != HTTPStatus.OK:
             raise CutError(f"HTTP {answer.status}: {answer.body[:200].decode(errors='replace')}")
         await self._answer(answer)
         return True
@@ -359,11 +298,10 @@ class Delivery:
             self._owners.learn(of_response(stored_id), replica)
 
     async def _answer(self, answer: _Answer) -> None:
-        if self._has_started:
+        if self._out.has_started:
             await self.give_up("no other replica takes the rest of the answer")
             return
-        await self._start(answer.status, answer.headers)
-        await self._client.write(answer.body)
+        await self._out.whole(answer.status, answer.headers, answer.body)
 
     async def _failed(self, replica: Replica, error: Exception) -> bool:
         """After a failed attempt: whether the request has ended with it."""
@@ -380,9 +318,9 @@ class Delivery:
         if self._num_failures >= self._options.max_failures:
             await self.give_up(f"{self._num_failures} attempts have failed, the last one: {what}")
             return True
-        if self._sent or self._transcript.head:
+        if self._out.has_told:
             return await self._resume()
-        if self._has_started and not self._call.is_stream:  # it cannot be resumed
+        if self._out.has_started and not self._call.is_stream:  # it cannot be resumed
             await self.give_up(what)
             return True
         self._counts["retried"] += 1
@@ -390,25 +328,24 @@ class Delivery:
 
     async def _resume(self) -> bool:
         """Prepare the rest of a stream; whether there is nothing more to be had."""
-        self._transcript.read(self._sent)
-        self._sent.clear()
-        if (end := ending(self._asked, self._transcript)) is not None:
+        sent = self._out.sent()
+        if (end := ending(self._asked, sent)) is not None:
             await self._end_with(end)
             return True
-        found = ways(self._asked, self._transcript)
+        found = ways(self._asked, sent)
         self._has_to_continue = found.can_continue
         if found.can_continue:
-            self._num_resumed = self._transcript.num_tokens
+            self._num_resumed = sent.num_tokens
             return False
         if found.can_replay:
-            self._go_on(replay(self._asked, self._transcript))
+            self._go_on(replay(self._asked, sent))
             return False
         await self.give_up(_CANNOT_GO_ON)
         return True
 
     async def _continue_at(self, replica: Replica) -> bool:
         """Prepare a continuation as this replica wants it; whether the answer has ended."""
-        asked, sent = self._asked, self._transcript
+        asked, sent = self._asked, self._out.sent()
         questions = Questions(self._upstream.session, replica.url, self._headers())
         max_tokens = await questions.max_tokens(asked) or asked.max_tokens
         num_told = await questions.num_told(asked, sent.choices[0])
@@ -429,37 +366,23 @@ class Delivery:
 
     def _go_on(self, plan: Plan) -> None:
         self._counts["replayed" if plan.num_kept is None else "continued"] += 1
-        self._path, self._body, self._rewrite = plan.path, plan.body, plan.rewrite
-        self._num_resumed = plan.num_kept
+        self._path, self._body, self._num_resumed = plan.path, plan.body, plan.num_kept
+        self._out.rewrite = plan.rewrite
 
     async def _end_with(self, end: list[bytes]) -> None:
-        await self._client.write(b"".join(end))
+        await self._out.end_with(end)
         self._learn()
 
     async def give_up(self, reason: str, status: HTTPStatus = HTTPStatus.BAD_GATEWAY) -> None:
         """Tell the client that there is no more of its answer, or none."""
         self._counts["given_up"] += 1
-        if self._has_started:
-            await self._client.write(self._protocol.last_events(reason, status, self._last))
-            return
-        headers = CIMultiDict({"Content-Type": "application/json"})
-        if status == HTTPStatus.SERVICE_UNAVAILABLE:
-            headers["Retry-After"] = "1"
-        await self._start(status, headers)
-        await self._client.write(as_json(error_body(self._call.path, reason, status)))
+        await self._out.give_up(reason, status)
 
     def _learn(self) -> None:
         """Take in the lengths of a stream that is complete."""
         if self._call.body is None:
             return
-        num_before = self._transcript.num_tokens
-        self._transcript.read(self._sent[:1])
-        if prompt_ids := self._transcript.prompt_ids:
+        prompt_ids, num_output = self._out.lengths()
+        if prompt_ids:
             self._lengths.learn_prompt(self._call, len(prompt_ids))
-        # As good as always one token an event; the rest of the events is not worth reading.
-        self._lengths.learn_output(self._call, num_before + len(self._sent) - 1)
-
-
-def _is_failure(event: bytes) -> bool:
-    """Whether an event is an error that another replica may not have."""
-    return events.is_error(event) and not events.is_of_client(event)
+        self._lengths.learn_output(self._call, num_output)

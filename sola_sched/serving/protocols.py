@@ -11,8 +11,8 @@ from typing import Any
 
 from sola_sched.proxy.errors import anthropic_error, openai_error
 from sola_sched.proxy.paths import RESPONSES
-from sola_sched.serving import events
-from sola_sched.serving.asked import without_query
+from sola_sched.serving.resuming import events
+from sola_sched.serving.resuming.asked import without_query
 
 
 class Protocol:

@@ -14,10 +14,10 @@ from aiohttp import web
 from fake_replica import FakeReplica, _Events, output_of
 from gateway_clients import Client, run
 
-from sola_sched.serving import events
-from sola_sched.serving.asked import Asked
-from sola_sched.serving.resume import replay
-from sola_sched.serving.transcript import Transcript
+from sola_sched.serving.resuming import events
+from sola_sched.serving.resuming.asked import Asked
+from sola_sched.serving.resuming.plans import replay
+from sola_sched.serving.resuming.transcript import Transcript
 
 WHOLE = output_of("hello", 12)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sola_sched.serving import events
+from sola_sched.serving.resuming import events
 
 #: Text of a choice: of completions, and of a chat's delta.
 TEXT_FIELDS = ("text", "content", "reasoning", "reasoning_content")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sola_sched.serving import events
-from sola_sched.serving.asked import Asked
-from sola_sched.serving.transcript import TEXT_FIELDS, ChoiceSent, Transcript
+from sola_sched.serving.resuming import events
+from sola_sched.serving.resuming.asked import Asked
+from sola_sched.serving.resuming.transcript import TEXT_FIELDS, ChoiceSent, Transcript
 
 
 class DivergedError(Exception):

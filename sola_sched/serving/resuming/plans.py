@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sola_sched.serving import events
-from sola_sched.serving.asked import COMPLETIONS, Asked
-from sola_sched.serving.rewrite import Continued, Replayed, Rewrite, chunk_of
-from sola_sched.serving.transcript import ChoiceSent, Transcript
+from sola_sched.serving.resuming import events
+from sola_sched.serving.resuming.asked import COMPLETIONS, Asked
+from sola_sched.serving.resuming.rewrite import Continued, Replayed, Rewrite, chunk_of
+from sola_sched.serving.resuming.transcript import ChoiceSent, Transcript
 
 #: Of a chat's body, what means the same in that of a completion.
 _SHARED = (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sola_sched.serving.values import flag, number, whole
+from sola_sched.serving.resuming.values import flag, number, whole
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -14,9 +14,9 @@ from typing import Any
 
 import aiohttp
 
-from sola_sched.serving.asked import Asked
-from sola_sched.serving.rewrite import shows_all
-from sola_sched.serving.transcript import ChoiceSent
+from sola_sched.serving.resuming.asked import Asked
+from sola_sched.serving.resuming.rewrite import shows_all
+from sola_sched.serving.resuming.transcript import ChoiceSent
 
 #: Most that an answer may take.
 _TIMEOUT = aiohttp.ClientTimeout(total=10.0)
