@@ -126,6 +126,43 @@ def priority_victims(state: StepState) -> IntArray:
     return victims
 
 
+def memory_victims(state: StepState) -> IntArray:
+    """Running rows that must give way so that a waiting one of a higher class finds memory.
+
+    They are the fewest, of the lowest classes and the latest arrivals, without which the first
+    waiting request fits: its prompt into the free blocks, and its predicted peak beside those of
+    all who stay. None if it fits as it is, or not even in place of all that are below it.
+    """
+    table, rows, waiting = state.table, state.running, state.waiting
+    if not state.has_classes or not len(rows) or not len(waiting):
+        return rows[:0]
+    first = np.lexsort((table.arrival_s[waiting], table.priority[waiting]))[:1]
+    lower = rows[table.priority[rows] > table.priority[waiting[first]]]
+    lower = lower[np.lexsort((-table.arrival_s[lower], -table.priority[lower]))]
+    tokens = np.maximum(
+        table.num_computed[lower], table.num_prompt[lower] + table.num_output[lower]
+    )
+    freed = np.concatenate([[0], (tokens // state.block_size).cumsum()])
+    short = int(table.prefill_target[waiting[first]][0]) // state.block_size + 1
+    short -= state.num_free_blocks
+
+    def fits(count: int) -> bool:
+        if freed[count] < short:
+            return False
+        stay = rows[~np.isin(rows, lower[:count])]
+        left = state.remaining(np.concatenate([stay, waiting[first]]))
+        return num_that_fit(state, stay, first, left) == 1
+
+    if not len(lower) or fits(0) or not fits(len(lower)):
+        return rows[:0]
+    low, high = 0, len(lower)  # not fits(low); fits(high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    victims: IntArray = lower[:high]
+    return victims
+
+
 def with_useful_victims(
     state: StepState, victims: IntArray, plan: Callable[[StepState, IntArray], StepPlan]
 ) -> StepPlan:

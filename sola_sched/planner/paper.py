@@ -14,6 +14,7 @@ from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.state import DECODE, FloatArray, IntArray, StepPlan, StepState
 from sola_sched.planner.base import (
     learning,
+    memory_victims,
     num_that_fit,
     priority_victims,
     with_useful_victims,
@@ -35,8 +36,9 @@ class PaperPlanner:
     Where the paper is silent: p_TTFT is taken over requests without a first token and p_TPOT over
     requests that decode, since only those can still change; both as ratios to each request's own
     target, so that targets may differ; the sliding window compares the mean ratios of the last
-    `window` steps; preemption, which Algorithm 1 leaves out, is vLLM's. While slots are full and
-    memory is ample the order of the decodes decides nothing, and is left alone.
+    `window` steps; preemption, which Algorithm 1 leaves out, is vLLM's, but a request of a higher
+    class of priority displaces lower ones. While slots are full and memory is ample the order of
+    the decodes decides nothing, and is left alone.
 
     Args:
         config: `window`, `tile` and the targets are used.
@@ -54,6 +56,14 @@ class PaperPlanner:
             return StepPlan()
         if not state.cost.is_ready:
             return learning(state)
+        victims = memory_victims(state)
+        if len(victims):
+            ratios, priority = self._ratios.copy(), state.table.priority
+            plan = self._plan(state, victims)
+            admit = state.waiting[:0] if plan.admit is None else plan.admit
+            if (priority[admit] < priority[victims].min()).any():
+                return plan
+            self._ratios = ratios
         return with_useful_victims(state, priority_victims(state), self._plan)
 
     def _plan(self, state: StepState, victims: IntArray) -> StepPlan:

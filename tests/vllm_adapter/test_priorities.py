@@ -145,6 +145,30 @@ def test_no_class_loses_its_kv_to_a_lower_one(policy: str, async_scheduling: boo
     assert engine.scheduler.inversions == []
 
 
+@pytest.mark.parametrize("policy", ["paper", "alise", "doubling"])
+def test_a_high_class_waits_for_no_memory_of_a_low_one(policy: str) -> None:
+    """Twelve requests of a low class fill the memory and go on for seconds."""
+    engine = make_engine(sola_sched.Scheduler, {"policy": policy, "ttft_s": 1.0, "tpot_s": 0.05})
+    learned = [VirtualRequest(f"w{i}", 0.05 * i, 10, prompt_len=50 + 7 * i) for i in range(40)]
+    low = [
+        VirtualRequest(f"low{i}", 5.0 + 0.01 * i, 600, prompt_len=400, max_tokens=1000, priority=5)
+        for i in range(12)
+    ]
+    high = [VirtualRequest(f"high{i}", 8.0 + 0.3 * i, 20, prompt_len=1200) for i in range(6)]
+
+    records = {r.req_id: r for r in engine.run([*learned, *low, *high])}
+
+    waits_s = [
+        record.first_token_s - record.arrival_s
+        for record in (records[r.req_id] for r in high)
+        if record.first_token_s is not None
+    ]
+    assert len(waits_s) == len(high)
+    assert max(waits_s) < 0.5
+    assert all(record.is_finished for record in records.values())
+    assert sum(record.num_preemptions for record in records.values()) < 30
+
+
 def test_vllms_own_victims_are_of_the_lowest_class() -> None:
     """What the tests above hold ours against, where memory is as short."""
     engine = make_engine(WatchedStock, None)
