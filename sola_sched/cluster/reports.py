@@ -36,6 +36,7 @@ class Reports:
         self._is_silent: list[bool] = []
         self._is_drained: list[bool] = []
         self._free: set[int] = set()
+        self._has_nonsense: set[int] = set()  # those whose last report was ignored
 
     @property
     def views(self) -> Views:
@@ -52,6 +53,7 @@ class Reports:
         if self._free:
             position = min(self._free)
             self._free.discard(position)
+            self._has_nonsense.discard(position)
             self._views[position] = self._reported[position] = view
             self._is_gone[position] = self._is_silent[position] = False
             self._is_drained[position] = False
@@ -65,7 +67,7 @@ class Reports:
         return len(self._views) - 1
 
     def report(self, instance: int, view: InstanceView, now_s: float) -> bool:
-        """Take in a report; one that cannot be true is ignored, counted and logged.
+        """Take in a report; one that cannot be true is ignored, see `ignore`.
 
         Returns:
             False if it was ignored.
@@ -79,9 +81,9 @@ class Reports:
                     f"(got {view.reported_s:g})."
                 )
         except ReportError as error:
-            self.num_ignored += 1
-            _log.warning("A report of instance %d is ignored: %s", instance, error)
+            self.ignore(instance, error)
             return False
+        self._has_nonsense.discard(instance)
         self._reported[instance] = view
         self._is_silent[instance] = False
         self._sent[instance] = {
@@ -91,6 +93,20 @@ class Reports:
         }
         self._rebuild(instance)
         return True
+
+    def ignore(self, instance: int, error: ReportError, name: str = "") -> None:
+        """Count a report that is of no use; of several after another the first is logged.
+
+        Args:
+            name: What the log calls the instance, if not by its number.
+        """
+        self.num_ignored += 1
+        if instance not in self._has_nonsense:
+            self._has_nonsense.add(instance)
+            _log.warning(
+                "a report of %s is ignored, as are those after it until one is right: %s",
+                name or f"instance {instance}", error,
+            )  # fmt: skip
 
     def sent(self, instance: int, request: RoutedRequest, now_s: float) -> None:
         """The request was sent to the instance: until a report has it, it counts as waiting."""

@@ -297,8 +297,7 @@ class Replicas:
 
     def ignore(self, replica: Replica, error: ReportError) -> None:
         """A report could not even be read."""
-        self.reports.num_ignored += 1
-        logger.warning("a report of replica %s is ignored: %s", replica.name, error)
+        self.reports.ignore(replica.position, error, f"replica {replica.name}")
 
     def progressed(self, replica: Replica) -> None:
         """The replica has computed something."""

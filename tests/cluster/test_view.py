@@ -84,6 +84,19 @@ def test_nonsense_is_ignored_and_counted_and_the_last_report_stands() -> None:
     assert reports.views[0].num_waiting == 1
 
 
+def test_of_nonsense_without_end_the_first_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    reports = Reports()
+    reports.join(make_view(), now_s=0.0)
+
+    def report(used: int, now_s: float) -> int:
+        reports.report(0, make_view(kv_used_tokens=used, reported_s=now_s), now_s=now_s)
+        return len(caplog.records)
+
+    assert [report(-5, 1.0 + n) for n in range(3)] == [1, 1, 1]
+    assert [report(5, 4.0), report(-5, 5.0), report(-5, 6.0)] == [1, 2, 2]
+    assert reports.num_ignored == 5
+
+
 def test_a_report_that_is_overtaken_by_a_newer_one_is_ignored() -> None:
     reports = Reports()
     reports.join(make_view(), now_s=0.0)

@@ -19,7 +19,7 @@ from typing import Any
 from local_ray import free_port
 from tiny_llama import VOCAB_SIZE, write_byte_tokenizer, write_tiny_llama
 
-START_LIMIT_S = 240.0
+START_LIMIT_S = 600.0
 
 
 @dataclass(frozen=True)
