@@ -29,10 +29,16 @@ _AHEAD_STEPS = 64
 #: Steps from the order to load until the request can run.
 _RESUME_STEPS = 3
 _AVERAGING = 0.2
+#: Loads refused in a row after which half the time is expected; doubled each time that the next
+#: load shows that it had been right.
+PATIENCE, MOST_PATIENCE = 32, 4096
 
 
 class Link:
     """What copies from the host take, measured, against computing KV again.
+
+    Loads that took long keep further ones from being made, and so from being measured. So after
+    refusals in a row shorter ones are expected, until one is made.
 
     Attributes:
         s_per_token: Seconds per token of a load, a running mean; None before the first.
@@ -40,14 +46,20 @@ class Link:
 
     def __init__(self) -> None:
         self.s_per_token: float | None = None
+        self._measured_s: float | None = None  # what it was before refusals halved it
+        self._num_refused, self._patience = 0, PATIENCE
 
     def observe(self, report: Report, num_tokens: int) -> None:
         """Learn from the loads that ended in a step; `num_tokens` are theirs."""
         num_loads = sum(report.num_ended.values())
         if not num_tokens or not report.load_s or not num_loads:
             return
-        seen = report.load_s / num_tokens
-        if self.s_per_token is None:
+        seen, before = report.load_s / num_tokens, self._measured_s
+        self._num_refused, self._measured_s = 0, None
+        if before is not None:
+            is_as_slow = 2.0 * seen > before
+            self._patience = min(2 * self._patience, MOST_PATIENCE) if is_as_slow else PATIENCE
+        if self.s_per_token is None or before is not None:
             self.s_per_token = seen
         self.s_per_token += _AVERAGING * (seen - self.s_per_token)
 
@@ -64,24 +76,39 @@ class Link:
             num_tokens: Tokens to restore, after `num_before` that are there.
             num_running: Requests in the step, the resumed one not counted.
         """
-        if self.s_per_token is None or not cost.is_ready:
+        gain_s = self._gain_s(cost, num_tokens, num_before, num_running)
+        if gain_s >= 0.0:
             return True
+        assert self.s_per_token is not None
+        if gain_s + num_tokens * self.s_per_token >= 0.0:  # refused because loads are slow
+            self._num_refused += 1
+            if self._num_refused >= self._patience:
+                if self._measured_s is None:
+                    self._measured_s = self.s_per_token
+                self.s_per_token *= 0.5
+                self._num_refused = 0
+        return False
+
+    def _gain_s(self, cost: CostModel, num_tokens: int, num_before: int, num_running: int) -> float:
+        """By how much less a load delays the requests; infinite where nothing is known."""
+        if self.s_per_token is None or not cost.is_ready:
+            return np.inf
         step_s = float(cost.decode_s(max(1, num_running), 0.0))
         load_s = _RESUME_STEPS * step_s + num_tokens * self.s_per_token
         again_s = float(cost.prefill_marginal_s(float(num_tokens), float(num_before)))
-        return load_s <= again_s * (num_running + 1)
+        return again_s * (num_running + 1) - load_s
 
     def crossover_tokens(self, cost: CostModel, num_running: int) -> int | None:
         """Fewest tokens that are worth loading, within 1 %; None if none up to a million are."""
         high = 1
-        while not self.is_worth_loading(cost, high, 0, num_running):
+        while self._gain_s(cost, high, 0, num_running) < 0.0:
             high *= 2
             if high > 1 << 20:
                 return None
         low = high // 2  # not worth it, or 0
         while high - low > max(1, high // 100):
             middle = (low + high) // 2
-            if self.is_worth_loading(cost, middle, 0, num_running):
+            if self._gain_s(cost, middle, 0, num_running) >= 0.0:
                 high = middle
             else:
                 low = middle

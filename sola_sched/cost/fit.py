@@ -27,6 +27,8 @@ FEATURES = (
     "has_decode",
 )
 NUM_FEATURES = len(FEATURES)
+#: Columns of the prompt's part of a step.
+PROMPT_FEATURES = (0, 1, 2, 6)
 
 # Prior precision per feature, in rows. A coefficient is scaled to the share of the step time that
 # it explains, so sigma^2 / spread^2 = 0.05^2 / 0.5^2 = 0.01 is a weak prior at 5 % noise. Where
@@ -209,6 +211,11 @@ class StepMemory:
         ring, place = self._rings[kind], self.num_added[kind] % self._capacity
         ring[place : place + 1] = (row,)
         self.num_added[kind] += 1
+
+    def forget(self, kind: int) -> None:
+        """Keep nothing of a kind, as before its first step."""
+        self._rings[kind].clear()
+        self.num_added[kind] = 0
 
     def all_steps(self) -> tuple[FloatArray, FloatArray]:
         """Features [n, NUM_FEATURES] and times [n] of every step kept."""

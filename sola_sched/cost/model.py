@@ -38,6 +38,7 @@ from sola_sched.cost.fit import (
     MIXED,
     NUM_FEATURES,
     PREFILL,
+    PROMPT_FEATURES,
     StepMemory,
     StepShape,
     features_of,
@@ -61,6 +62,9 @@ _EARLY_REFIT_EVERY = 128
 _USUAL_ERROR = 0.2
 _MAX_SURPRISE = 3.0
 _MEMORY_PER_KIND = 512
+# After so many decode steps in a row, steps with prompts are forgotten if a short prompt would take
+# so many times as long as the decodes.
+_DOUBTED_STEPS, _DOUBTED_TOKENS, _DOUBTED_TIMES = 512, 128, 10.0
 _REPLAYED_STEPS = 32
 _MIN_STEPS = 16
 _TINY_S = 1e-12
@@ -92,6 +96,7 @@ class CostModel:
         self._num_steps = self._next_early_refit = 0
         self._next_refit = _FIRST_REFIT
         self._surprise = 0.0  # sum of errors above the usual one, >= 0
+        self._num_decodes_alone = 0  # steps since the last one with a prompt
         self._is_ready = self._is_fitted = False
         self._num_errors = 0
         self._error = 0.0
@@ -333,6 +338,9 @@ class CostModel:
                 if kind == MIXED:
                     self._hold_parts(shape, measured_s)
         self._memory.add(kind, (*features_of(shape), measured_s))
+        self._num_decodes_alone = self._num_decodes_alone + 1 if kind == DECODE else 0
+        if self._review is None and self._num_decodes_alone == _DOUBTED_STEPS:
+            self._doubt_prompts(measured_s)
         if self._review is not None:
             if is_review_due and self._has_enough_steps():
                 self._compare(self._review)
@@ -416,6 +424,21 @@ class CostModel:
             and prefill + mixed >= _MIN_STEPS_PER_PHASE
             and decode + mixed >= _MIN_STEPS_PER_PHASE
         )
+
+    def _doubt_prompts(self, decode_s: float) -> None:
+        """Learn the time of prompts anew where what is known keeps them from being let in.
+
+        The first ones of an engine are often slow, and no others may have been seen. While too few
+        new ones have, the model is not ready, and so keeps none from running.
+        """
+        tokens = _DOUBTED_TOKENS
+        alone_s = self.step_s(StepShape(0, 0, tokens, float(tokens * tokens), 0.0))
+        if not self._is_ready or alone_s <= _DOUBTED_TIMES * decode_s:
+            return
+        for kind in (PREFILL, MIXED):
+            self._memory.forget(kind)
+        self._row[list(PROMPT_FEATURES)] = 0.0
+        self._refit()
 
     def _compare(self, review: ProfileReview) -> None:
         """Let live steps take over if the coefficients that were given have failed."""

@@ -144,3 +144,36 @@ def test_a_kind_that_runs_does_not_lean_on_a_stale_one_when_coefficients_are_fit
 
     assert correction.gamma[1] == pytest.approx(1.0)
     assert correction.gamma[2] <= CLOSE
+
+
+@pytest.mark.parametrize("slow", [PREFILL, MIXED], ids=["alone", "beside decodes"])
+@pytest.mark.parametrize("count", [8, 40])
+def test_a_model_that_has_seen_slow_prompts_only_learns_them_anew(
+    slow: StepShape, count: int
+) -> None:
+    """Without a profile, what is wrong is in the coefficients, and no factor corrects them."""
+    truth, model = make_model(), CostModel()
+    for _ in range(count):
+        observe(model, truth, slow, 60.0)
+    for _ in range(ENOUGH):
+        observe(model, truth, DECODE)
+    assert not model.is_ready, "so prompts are let in as by the engine itself"
+
+    for chunk in (100, 200, 300, 400, 500, 600, 700, 800):
+        observe(model, truth, make_shape(num_decodes=10, ctx=5000, chunk=chunk))
+
+    assert model.is_ready
+    for shape in (MIXED, DECODE):
+        assert model.step_s(shape) == pytest.approx(truth.step_s(shape), rel=0.12)
+
+
+def test_prompts_that_are_no_slower_than_they_are_stay_known_however_rare_they_are() -> None:
+    truth, model = make_model(), CostModel()
+    for chunk in range(100, 900, 20):
+        observe(model, truth, make_shape(chunk=chunk))
+
+    for _ in range(10 * ENOUGH):
+        observe(model, truth, DECODE)
+
+    assert model.is_ready
+    assert model.step_s(PREFILL) == pytest.approx(truth.step_s(PREFILL), rel=0.06)

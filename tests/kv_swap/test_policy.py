@@ -8,7 +8,15 @@ from states import STEP_S, TOKEN_S, StateBuilder, make_cost
 
 from sola_sched.core.state import StepPlan, StepState
 from sola_sched.kv_swap.jobs import Report
-from sola_sched.kv_swap.policy import Link, give_way, leaving_order, make_room, outward
+from sola_sched.kv_swap.policy import (
+    MOST_PATIENCE,
+    PATIENCE,
+    Link,
+    give_way,
+    leaving_order,
+    make_room,
+    outward,
+)
 
 
 def rows(*values: int) -> np.ndarray:
@@ -136,3 +144,34 @@ def test_a_slow_link_is_never_worth_it_alone() -> None:
 
 def test_what_is_not_measured_is_tried() -> None:
     assert Link().is_worth_loading(make_cost(), 1, 0, 0)
+
+
+def num_loads(link: Link, s_per_token: float, count: int, num_tokens: int = 1000) -> int:
+    """Of so many requests, those that are loaded, on a link of this speed."""
+    loads = 0
+    for _ in range(count):
+        if link.is_worth_loading(make_cost(), num_tokens, 0, 2):
+            loads += 1
+            link.observe(Report({1: 1}, load_s=num_tokens * s_per_token), num_tokens)
+    return loads
+
+
+def test_a_link_that_was_slow_once_is_used_again() -> None:
+    link = measured(100 * TOKEN_S)
+
+    assert num_loads(link, TOKEN_S / 10, 1000) > 1000 - 8 * PATIENCE
+
+
+def test_one_that_stays_slow_is_tried_ever_more_rarely() -> None:
+    link = measured(100 * TOKEN_S)
+
+    assert 1 <= num_loads(link, 100 * TOKEN_S, 4000) <= 5
+    assert num_loads(link, 100 * TOKEN_S, 2 * MOST_PATIENCE) <= 2
+
+
+def test_a_load_that_no_speed_makes_worth_it_says_nothing_about_the_link() -> None:
+    """A short one takes longer until it is noticed than computing its tokens does."""
+    link = measured(100 * TOKEN_S)
+
+    assert num_loads(link, 100 * TOKEN_S, 1000, num_tokens=10) == 0
+    assert link.s_per_token == 100 * TOKEN_S
