@@ -4,13 +4,18 @@
 need. vLLM asks the connector when a request resumes, allocates blocks for what is on the host,
 and lets the request run once all workers have loaded it. Both halves decide for themselves, from
 the same configuration, whether the model can be swapped; where not, they do nothing.
+
+vLLM calls the scheduler half in the middle of its own step, where nothing of ours may raise. Where
+something does, the bookkeeping is not trusted any more: all copies are forgotten, loads that were
+not sent to the workers count as failed, and copies are made again when those under way have ended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -27,6 +32,7 @@ from sola_sched.config.sola_config import SolaConfig
 from sola_sched.config.swap import SwapConfig
 from sola_sched.kv_swap.geometry import Geometry
 from sola_sched.kv_swap.jobs import Job, Report
+from sola_sched.kv_swap.ledger import Ledger
 from sola_sched.kv_swap.manager import SwapManager
 from sola_sched.kv_swap.packing import Packer
 from sola_sched.kv_swap.support import is_latent, reason_against, without_int8
@@ -36,6 +42,7 @@ from sola_sched.kv_swap.worker import SwapWorker
 logger = init_logger("vllm.sola_sched")
 
 _GIB = 1 << 30
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -71,6 +78,9 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
         accept: Asked before each load with request id, tokens on the accelerator and tokens that
             a load would restore; False has them computed again.
         on_report: Called with each report of the workers and the tokens of the loads in it.
+        on_failure: Called with what was being done and what was raised, after all copies have been
+            forgotten; False ends swapping.
+        has_ended: No copies are made any more.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -80,6 +90,10 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker: SwapWorker | None = None
         self.accept: Callable[[str, int, int], bool] = lambda *_: True
         self.on_report: Callable[[Report, int], None] = lambda *_: None
+        self.on_failure: Callable[[str, Exception], bool] = _log_failure
+        self.has_ended = False
+        self._starts_anew = False  # as soon as the workers have ended what is under way
+        self._num_slots: int | None = None
         self._planned: dict[str, int] = {}  # tokens already on the accelerator, by request
         self._seen: Report | None = None
         self._block_pool: Any = None
@@ -103,11 +117,14 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
             segment_tokens=self.options.segment_tokens,
         )
         if is_scheduler:
-            self.manager = SwapManager(
-                self.geometry,
-                vllm_config.parallel_config.world_size,
+            world_size = vllm_config.parallel_config.world_size
+            self._ledger = Ledger(
+                world_size,
                 lambda blocks: self._block_pool.touch(blocks),
                 lambda blocks: self._block_pool.free_blocks(reversed(blocks)),
+            )
+            self.manager = SwapManager(
+                self.geometry, world_size, self._ledger.pin, self._ledger.unpin
             )
             logger.info(
                 "sola_sched: preempted requests are swapped to the host (%s, %g GiB per worker)",
@@ -126,6 +143,16 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
         """Remember the pool whose blocks are pinned."""
         self._block_pool = gpu_block_pool
 
+    @property
+    def num_pinned(self) -> int:
+        """Blocks that are free but for a copy under way."""
+        assert self.manager is not None
+        return self.manager.num_pinned + self._ledger.num_given_up
+
+    def awaits_load(self, req_id: str) -> bool:
+        """Whether vLLM waits for the end of a load that workers have been sent."""
+        return self._ledger.is_awaited(req_id)
+
     def save(self, request: Any, end_token: int, *, frees_blocks: bool) -> int:
         """Order the copy of a request's tokens up to `end_token`; returns the tokens ordered.
 
@@ -135,22 +162,63 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
         """
         assert self.manager is not None
         assert self._kv_cache_manager is not None
-        return self.manager.save(
+        return self._bounded(
+            "ordering a copy",
+            0,
+            partial(
+                self.manager.save,
+                num_processed=max(0, request.num_computed_tokens - request.num_in_flight_tokens),
+                frees_blocks=frees_blocks,
+            ),
             request.request_id,
             self._kv_cache_manager.get_blocks(request.request_id).blocks,
             min(end_token, request.num_tokens),
-            num_processed=max(0, request.num_computed_tokens - request.num_in_flight_tokens),
-            frees_blocks=frees_blocks,
         )
+
+    def cut(self, req_id: str, num_tokens: int) -> None:
+        """Forget what the copy has beyond so many tokens: others take their places."""
+        if self.manager is not None:
+            self._bounded("cutting a copy", None, self.manager.cut, req_id, num_tokens)
+
+    def drop(self, req_id: str) -> None:
+        """Forget the request's copy."""
+        self._planned.pop(req_id, None)
+        if self.manager is not None:
+            self._bounded("dropping a copy", None, self.manager.drop, req_id)
+
+    def lend_given_up(self, lent: dict[str, list[Any]]) -> None:
+        """Unpin the blocks of loads that were given up; give them up again before anything else.
+
+        Args:
+            lent: Gets the blocks, by request.
+        """
+        self._ledger.lend_given_up(lent)
+
+    def give_up_load(self, req_id: str, blocks: list[Any]) -> None:
+        """The request does without the load under way, whose blocks are pinned until it ends."""
+        self._ledger.give_up(req_id, blocks)
+
+    def take_unsent(self) -> set[str]:
+        """Requests for whose loads vLLM waits in vain. Call before each step."""
+        return self._ledger.take_unsent()
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens on the host beyond those on the accelerator; None while they are under way."""
+        nothing: tuple[int | None, bool] = 0, False
+        if self.manager is None:
+            return nothing
+        return self._bounded(
+            "looking for a copy", nothing, self._find_copy, request, num_computed_tokens
+        )
+
+    def _find_copy(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         manager, req_id = self.manager, request.request_id
-        if manager is None or not manager.covered_tokens(req_id):
+        assert manager is not None
+        if not manager.covered_tokens(req_id):
             return 0, False
-        if manager.is_saving(req_id) or manager.is_loading(req_id):  # one that was given up
+        if manager.is_saving(req_id) or self._ledger.is_loading(req_id):  # one that was given up
             return None, False
         num_tokens = manager.loadable(req_id, request.num_tokens - 1) - num_computed_tokens
         if num_tokens <= 0 or not self.accept(req_id, num_computed_tokens, num_tokens):
@@ -162,13 +230,20 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
         """Order the load into the blocks that vLLM has allocated."""
         if self.manager is None or not num_external_tokens:
             return
-        first = self._planned.pop(request.request_id)
-        self.manager.load(
+        self._ledger.promise(request.request_id)
+        self._bounded(
+            "ordering a load",
+            None,
+            self._order_load,
             request.request_id,
-            first,
-            first + num_external_tokens,
             blocks.get_block_ids(),
+            num_external_tokens,
         )
+
+    def _order_load(self, req_id: str, block_ids: Any, num_tokens: int) -> None:
+        assert self.manager is not None
+        first = self._planned.pop(req_id)
+        self.manager.load(req_id, first, first + num_tokens, block_ids)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """Groups whose blocks are loaded whole; INT8 leaves the slots behind the last token."""
@@ -178,41 +253,85 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The jobs ordered since the last step."""
-        return SwapMetadata(self.manager.take_jobs() if self.manager else [])
+        if self.manager is None:
+            return SwapMetadata()
+        none: list[Job] = []
+        jobs = self._bounded("sending copies", none, self._take_jobs)
+        self._ledger.send(jobs)
+        return SwapMetadata(jobs)
+
+    def _take_jobs(self) -> list[Job]:
+        assert self.manager is not None
+        if self._starts_anew and self._ledger.is_empty:
+            self._starts_anew = False
+            self.manager.report(Report(num_slots=self._num_slots))
+        return self.manager.take_jobs()
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Book the copies that ended."""
         metadata = connector_output.kv_connector_worker_meta
-        if self.manager is not None and metadata is not None:
-            before = self.manager.counts.num_loaded
-            given_up = self.manager.report(metadata.report)
-            if given_up:  # vLLM does not wait for these any more
-                connector_output.finished_recving -= given_up
-                connector_output.failed_recving -= given_up
-            self.on_report(metadata.report, self.manager.counts.num_loaded - before)
+        if self.manager is None or metadata is None:
+            return
+        report = metadata.report
+        if report.num_slots is not None:
+            self._num_slots = report.num_slots
+        over = self._ledger.book(report)  # vLLM does not wait for these any more
+        for names in (connector_output.finished_recving, connector_output.failed_recving):
+            if names:
+                names -= over
+        if not self._starts_anew:
+            self._bounded("booking copies that ended", None, self._book, report)
+
+    def _book(self, report: Report) -> None:
+        assert self.manager is not None
+        before = self.manager.counts.num_loaded
+        self.manager.report(report)
+        self.on_report(report, self.manager.counts.num_loaded - before)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The request's copy is of no more use."""
-        if self.manager is not None:
-            self.manager.drop(request.request_id)
-            self._planned.pop(request.request_id, None)
+        self.drop(request.request_id)
         return False, None
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting, instead of preempting one more, will give blocks."""
-        return self.manager is not None and self.manager.frees_blocks
+        manager = self.manager
+        if manager is None:
+            return False
+        if self._ledger.num_given_up:
+            return True
+        return self._bounded("looking at copies", False, lambda: manager.frees_blocks)
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must go on stepping until copies have ended."""
-        return self.manager is not None and not self.manager.is_idle
+        manager = self.manager
+        if manager is None:
+            return False
+        if not self._ledger.is_empty:
+            return True
+        return self._bounded("looking at copies", False, lambda: not manager.is_idle)
 
     def reset_cache(self) -> bool | None:
         """Forget all copies."""
         if self.manager is not None:
-            self.manager.drop_all()
+            self._bounded("dropping all copies", None, self.manager.drop_all)
         return True
+
+    def _bounded(self, doing: str, otherwise: _T, action: Callable[..., _T], *args: Any) -> _T:
+        """What the action returns; where it fails, `otherwise`, and all copies are forgotten."""
+        if self.has_ended:
+            return otherwise
+        try:
+            return action(*args)
+        except Exception as error:
+            assert self.manager is not None
+            self._ledger.unpin_all()
+            self.manager = self.manager.successor()
+            self._starts_anew = True
+            self.has_ended = not self.on_failure(doing, error)
+            return otherwise
 
     # Worker side ----------------------------------------------------------------------------
 
@@ -285,6 +404,15 @@ def swap_options(vllm_config: Any) -> SwapConfig:
     if own:
         return SwapConfig.from_mapping(own)
     return SolaConfig.from_additional(vllm_config.additional_config).swap
+
+
+def _log_failure(doing: str, error: Exception) -> bool:
+    logger.warning(
+        "sola_sched: %s failed; KV is not swapped any more, preempted requests are computed again",
+        doing,
+        exc_info=error,
+    )
+    return False
 
 
 def _token_order(group: Any, cache: torch.Tensor) -> TokenOrder | None:

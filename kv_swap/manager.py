@@ -25,7 +25,6 @@ class _InFlight:
     pins: list[Any]
     num_left: int
     frees_blocks: bool = False
-    is_given_up: bool = False
 
 
 class SwapManager:
@@ -57,6 +56,16 @@ class SwapManager:
         self._loading: set[str] = set()
         self._new_jobs: list[Job] = []
         self._next_job_id = 0
+
+    def successor(self) -> SwapManager:
+        """An empty one to take the place of this one after a failure.
+
+        It refuses all copies until it is told of host slots, whose users must have ended by then.
+        """
+        successor = SwapManager(self.geometry, self._world_size, self._pin, self._unpin)
+        successor.counts, successor.evictable = self.counts, self.evictable
+        successor._next_job_id = self._next_job_id
+        return successor
 
     # State ----------------------------------------------------------------------------------
 
@@ -113,10 +122,6 @@ class SwapManager:
         """Whether a copy to the host is under way for the request."""
         copy = self._copies.get(req_id)
         return copy is not None and any(not segment.is_saved for segment in copy.segments)
-
-    def is_loading(self, req_id: str) -> bool:
-        """Whether a copy from the host is under way for the request."""
-        return req_id in self._loading
 
     def loadable(self, req_id: str, limit: int) -> int:
         """Tokens, from the first on, that a load can restore when at most `limit` are wanted."""
@@ -252,21 +257,13 @@ class SwapManager:
             if not entry.job.is_load:  # of copies that had failed
                 self._release(entry)
 
-    def give_up_load(self, req_id: str, blocks: list[Any]) -> None:
-        """The request does without the load under way, whose blocks are pinned until it ends."""
-        for entry in self._in_flight.values():
-            if entry.job.req_id == req_id and entry.job.is_load:
-                self._pin(blocks)
-                entry.pins, entry.frees_blocks, entry.is_given_up = blocks, True, True
-
     def take_jobs(self) -> list[Job]:
         """The jobs ordered since the last call; workers get each exactly once."""
         jobs, self._new_jobs = self._new_jobs, []
         return jobs
 
-    def report(self, report: Report) -> set[str]:
-        """Book what the workers have ended; returns the requests whose given up loads are over."""
-        given_up = set()
+    def report(self, report: Report) -> None:
+        """Book what the workers have ended."""
         if report.num_slots:
             self._slots = SlotAllocator(report.num_slots)
         self.counts.saved_bytes += report.save_bytes
@@ -280,9 +277,6 @@ class SwapManager:
             assert entry.num_left >= 0, f"job {job_id} was reported too often"
             if not entry.num_left:
                 self._ended(entry)
-                if entry.is_given_up:
-                    given_up.add(entry.job.req_id)
-        return given_up
 
     def check_integrity(self) -> None:
         """Assert that slots, copies and jobs agree."""
@@ -374,15 +368,13 @@ class SwapManager:
         self.counts.num_failed_jobs += 1
         req_id = entry.job.req_id
         copy = self._copies.get(req_id)
-        if copy is None or entry.is_given_up:
-            return
+        if copy is None or not any(segment in copy.segments for segment in entry.segments):
+            return  # it was dropped; there may be a new one
         if entry.job.is_load:
             self.counts.num_failed += entry.job.num_tokens
             self.drop(req_id)
             return
         (segment,) = entry.segments
-        if segment not in copy.segments:
-            return
         index = copy.segments.index(segment)
         spoilt = copy.segments[index:]
         self.counts.num_failed += spoilt[-1].end_token - spoilt[0].first_token

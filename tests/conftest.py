@@ -89,7 +89,7 @@ def _nothing_fails_unseen(
         raise error
 
     monkeypatch.setattr(Guard, "failed", fail)
-    monkeypatch.setattr(Guard, "failed_to_report", fail)
+    monkeypatch.setattr(Guard, "failed_beside", fail)
     yield
     assert not failures, failures[0]
 

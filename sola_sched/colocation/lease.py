@@ -231,6 +231,11 @@ class Lease:
             self._free(self._slot)
         self._forget()
 
+    def abandon(self) -> None:
+        """Leave the group without a word, when a call has failed: the others see it as an end."""
+        with contextlib.suppress(Exception):  # a slot that stays is taken over after `limit_s`
+            self._forget()
+
     def _forget(self) -> None:
         """Close what a forked child must not keep open: its parent's death would go unseen."""
         if self._is_closed:

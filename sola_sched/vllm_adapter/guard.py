@@ -40,6 +40,7 @@ class Guard:
         self._known: set[tuple[str, type[BaseException]]] = set()
         self._num_steps = 0
         self._failures = _Unforgiven()
+        self._of_swapping = _Unforgiven()
         self._slow = _Unforgiven()
         self._pause, self._plans_again_at = FIRST_PAUSE, 0
 
@@ -67,10 +68,34 @@ class Guard:
         )
         self._count(doing, repr(error))
 
-    def failed_to_report(self, doing: str, error: BaseException) -> None:
-        """As `failed`, where nothing depends on it: planning goes on, however often it fails."""
-        self._tell(doing, error, "scheduling goes on as before")
+    def failed_beside(
+        self, doing: str, error: BaseException, what_follows: str = "scheduling goes on as before"
+    ) -> None:
+        """As `failed`, where the state does not depend on it: planning goes on.
+
+        Args:
+            doing: As for `failed`.
+            error: What was raised.
+            what_follows: For the log.
+        """
+        self._tell(doing, error, what_follows)
         self.num_failures[doing] += 1
+
+    def swapping_failed(self, doing: str, error: BaseException) -> bool:
+        """As `failed_beside`, in the swapping of KV; whether it may go on."""
+        self.failed_beside(
+            doing, error, "all copies on the host are dropped, what they held is computed again"
+        )
+        if self._of_swapping.add(self._num_steps) <= PATIENCE:
+            return True
+        self._logger.error(
+            "sola_sched ends swapping for good after failures, the last while %s: %r. Preempted "
+            "requests are computed again, scheduling goes on as before; restart the engine to "
+            "swap again.",
+            doing,
+            error,
+        )
+        return False
 
     def _tell(self, doing: str, error: BaseException, what_follows: str) -> None:
         kind = doing, type(error)

@@ -204,6 +204,7 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
         self._num_hidden = 0
         if not self._has_stepped_aside:
             self.waiting.begin_step()
+        self._settle_loads()
         self._is_throttled = bool(args[0] if args else kwargs.get("throttle_prefills", False))
         plan = self._guarded_plan()
         with self._applied(plan):
@@ -387,12 +388,12 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
             try:
                 self._answer_rejected(outputs)
             except Exception as error:  # those left are answered in the next step
-                self.sola_guard.failed_to_report("answering those that were refused", error)
+                self.sola_guard.failed_beside("answering those that were refused", error)
         if self.sola_config.log_interval_s:
             try:
                 self._log()
             except Exception as error:
-                self.sola_guard.failed_to_report("logging", error)
+                self.sola_guard.failed_beside("logging", error)
         self._telemetry.send(
             outputs,
             self.sola_monitor,

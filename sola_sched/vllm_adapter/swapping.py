@@ -49,11 +49,9 @@ class SwapMixin(_Host):
 
     Attributes:
         sola_swap: The connector's scheduler half, None where nothing is swapped.
-        sola_copies: Its host copies.
     """
 
     sola_swap: SolaKVSwapConnector | None = None
-    sola_copies: SwapManager
     sola_guard: Guard
     sola_monitor: StateMonitor
 
@@ -73,7 +71,7 @@ class SwapMixin(_Host):
             return
         from sola_sched.kv_swap.policy import Link
 
-        self.sola_swap, self.sola_copies = connector, connector.manager
+        self.sola_swap = connector
         self._link = Link()
         #: Whether a waiting request's copy is to be loaded, as the plan of this step assumes.
         self._will_load: dict[str, bool] = {}
@@ -83,9 +81,17 @@ class SwapMixin(_Host):
         self._inexact: set[str] = set()
         connector.accept = self._accepts
         connector.on_report = self._observe_copies
+        connector.on_failure = self._lost_copies
         self.sola_copies.evictable = self._evictable
         if connector.is_int8:
             self._keep_inexact_blocks_out_of_the_prefix_cache()
+
+    @property
+    def sola_copies(self) -> SwapManager:
+        """The host copies; others after a failure. Only where something is swapped."""
+        assert self.sola_swap is not None
+        assert self.sola_swap.manager is not None
+        return self.sola_swap.manager
 
     def _keep_inexact_blocks_out_of_the_prefix_cache(self) -> None:
         """Publish no block of a request that was restored from INT8.
@@ -141,7 +147,7 @@ class SwapMixin(_Host):
                 self._save_leaving(request, drop_stale_output)
             except Exception as error:  # what was copied of it is not trusted
                 self.sola_guard.failed("saving a preempted request", error)
-                self.sola_copies.drop(request.request_id)
+                self.sola_swap.drop(request.request_id)
         super()._preempt_request(request, timestamp, drop_stale_output)
 
     def _save_leaving(self, request: Request, is_reset: bool) -> None:
@@ -149,7 +155,7 @@ class SwapMixin(_Host):
         assert self.sola_swap is not None
         req_id, num_tokens = request.request_id, request.num_computed_tokens
         if is_reset:  # what was computed is no longer wanted
-            self.sola_copies.drop(req_id)
+            self.sola_swap.drop(req_id)
         elif self._is_worth_loading(req_id, 0, num_tokens):
             self.sola_swap.save(request, num_tokens, frees_blocks=True)
         else:
@@ -164,10 +170,19 @@ class SwapMixin(_Host):
     def _update_request_as_session(self, session: Request, update: Any) -> None:
         before = list(session.all_token_ids) if self.sola_swap is not None else []
         super()._update_request_as_session(session, update)
-        if before:  # of its last answer, not all tokens are kept
-            pairs = zip(before, session.all_token_ids, strict=False)
-            kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            self.sola_copies.cut(session.request_id, kept)
+        if self.sola_swap is None:
+            return
+        try:
+            self._cut_copy(self.sola_swap, session, before)
+        except Exception as error:
+            self.sola_guard.failed("cutting the copy of a session", error)
+            self.sola_swap.drop(session.request_id)
+
+    def _cut_copy(self, swap: SolaKVSwapConnector, session: Request, before: list[int]) -> None:
+        """Of the last answer of a session, not all tokens are kept."""
+        pairs = zip(before, session.all_token_ids, strict=False)
+        kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        swap.cut(session.request_id, kept)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self.sola_swap is not None:
@@ -180,33 +195,39 @@ class SwapMixin(_Host):
         being_written: dict[str, list[Any]] = {}
         try:
             if self.sola_swap is not None:  # the weights may have changed
-                being_written = self._take_back_loads(reset_running_requests)
-                self._forget_copies()
+                self._settle_unsent_loads(self.sola_swap)
+                self._take_back_loads(self.sola_swap, reset_running_requests, being_written)
+                self._forget_expected()
+                self.sola_swap.reset_cache()
         except Exception as error:
             self.sola_guard.failed("taking back what is being loaded", error)
         try:
             return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
         finally:
-            for req_id, blocks in being_written.items():
-                self.sola_copies.give_up_load(req_id, blocks)
+            if self.sola_swap is not None:
+                for req_id, blocks in being_written.items():
+                    self.sola_swap.give_up_load(req_id, blocks)
 
-    def _take_back_loads(self, takes_running: bool) -> dict[str, list[Any]]:
+    def _take_back_loads(
+        self,
+        swap: SolaKVSwapConnector,
+        takes_running: bool,
+        being_written: dict[str, list[Any]],
+    ) -> None:
         """Free all blocks that wait for a load to end, or for the loaded request to run.
 
         vLLM resets its prefix cache only when every block is free, and takes blocks from running
         requests alone.
 
         Args:
+            swap: The connector.
             takes_running: Otherwise only those of requests that have ended are freed.
-
-        Returns:
-            For each request, the blocks that a load goes on writing. Nobody may have them before
-            its end.
+            being_written: Gets, for each request, the blocks that a load goes on writing, before
+                they are freed. Nobody may have them before its end.
         """
-        being_written = {}
         for request in [*self.requests.values()]:
             req_id = request.request_id
-            is_loading = self.sola_copies.is_loading(req_id)
+            is_loading = swap.awaits_load(req_id)
             if request.is_finished():
                 is_held = is_loading
             else:
@@ -220,7 +241,7 @@ class SwapMixin(_Host):
                 self._free_blocks(request)
             else:
                 self._take_back(request)
-        return being_written
+        swap.lend_given_up(being_written)
 
     def _take_back(self, request: Request) -> None:
         """A request that waits with KV waits without; its host copy is kept."""
@@ -239,13 +260,40 @@ class SwapMixin(_Host):
         request.num_computed_tokens = 0
         self.waiting.prepend_request(request)
 
-    def _forget_copies(self) -> None:
-        """Drop all host copies, and what the planner expects of them."""
+    # When a booking has failed ---------------------------------------------------------------
+
+    def _lost_copies(self, doing: str, error: Exception) -> bool:
+        """All copies are forgotten, since a booking failed; whether new ones may be made."""
+        self._book("forgetting copies", self._forget_expected)
+        return self.sola_guard.swapping_failed(doing, error)
+
+    def _forget_expected(self) -> None:
+        """What the planner expects of copies is not to be had."""
         table = self.sola_monitor.table
-        rows = [table.row_of[name] for name in self.sola_copies.req_ids() if name in table.row_of]
+        rows = [table.row_of[name] for name in self._will_load if name in table.row_of]
         table.num_computed[[row for row in rows if table.phase[row] == WAITING]] = 0
         self._will_load.clear()
-        self.sola_copies.drop_all()
+
+    def _settle_loads(self) -> None:
+        """Call before each step: vLLM may wait for loads that were never sent."""
+        if self.sola_swap is not None:
+            try:
+                self._settle_unsent_loads(self.sola_swap)
+            except Exception as error:
+                self.sola_guard.failed("ending loads that were not sent", error)
+
+    def _settle_unsent_loads(self, swap: SolaKVSwapConnector) -> None:
+        """As if they had failed: whoever waits for one is computed again."""
+        for req_id in swap.take_unsent():
+            request = self.requests.get(req_id)
+            if request is None:
+                continue
+            if request.is_finished():  # its blocks wait for the end of the load
+                self._free_blocks(request)
+            elif request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                request.num_computed_tokens = 0
+                self.failed_recving_kv_req_ids.add(req_id)
+                self.finished_recving_kv_req_ids.add(req_id)
 
     # Ahead of need --------------------------------------------------------------------------
 
@@ -287,7 +335,7 @@ class SwapMixin(_Host):
             return plan if not len(state.waiting) else give_way(state, plan)
         self._drop_residents(is_short(state, plan))
         self._load_ahead(state, plan)
-        num_leaving = self.sola_copies.num_pinned
+        num_leaving = self.sola_swap.num_pinned
         plan = make_room(state, plan, num_leaving)
         if not num_leaving:
             plan = give_way(state, plan)
@@ -402,6 +450,7 @@ class SwapMixin(_Host):
         return {
             "swap": {
                 "mode": "int8" if self.sola_swap.is_int8 else "raw",
+                "has_ended": self.sola_swap.has_ended,
                 "num_host_slots": manager.num_slots,
                 "num_free_host_slots": manager.num_free_slots,
                 "load_tokens_per_s": 1.0 / per_token if per_token else 0.0,

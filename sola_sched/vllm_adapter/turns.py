@@ -7,6 +7,9 @@ turn itself while nobody else goes first.
 With asynchronous scheduling a step is planned while the one before it runs, and a turn would never
 end. So where somebody waits, the engine schedules nothing once: vLLM then waits for the step in
 flight, and the turn is passed on with its output. The pipeline is full again after one step.
+
+If a call of the lease fails, the engine leaves its group and goes on without turns: the others see
+it as one that has ended.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState
@@ -35,12 +38,14 @@ else:
 
 logger = init_logger("vllm.sola_sched")
 
+_T = TypeVar("_T")
+
 
 class TurnsMixin(_Host):
     """Goes before `SolaSchedulerMixin`; without the option it does nothing.
 
     Attributes:
-        sola_lease: This engine's part of the turn; None without the option.
+        sola_lease: This engine's part of the turn; None without the option, and after a failure.
     """
 
     sola_config: SolaConfig
@@ -69,22 +74,25 @@ class TurnsMixin(_Host):
         )
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        lease = self.sola_lease
-        if lease is None:
+        if self.sola_lease is None:
             return super().schedule(*args, **kwargs)
-        if self._num_on_device and lease.is_wanted:
+        if self._num_on_device and self._of_lease(
+            "asking who waits for a turn", False, lambda lease: lease.is_wanted
+        ):
             with self._drained():
                 return super().schedule(*args, **kwargs)
         if not self._num_on_device:
             since_s = self.sola_clock()
-            lease.take(self._urgency_of_a_waiter)
+            self._of_lease(
+                "taking a turn", None, lambda lease: lease.take(self._urgency_of_a_waiter)
+            )
             waited_s = self.sola_clock() - since_s
             self._book("booking a wait for the turn", self.sola_monitor.waited, waited_s)
         output = super().schedule(*args, **kwargs)
         if output.num_scheduled_tokens:
             self._num_on_device += 1
         elif not self._num_on_device:
-            lease.give(None)  # there is nothing that could run
+            self._give(None)  # there is nothing that could run
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -92,20 +100,43 @@ class TurnsMixin(_Host):
         if self.sola_lease is not None and scheduler_output.num_scheduled_tokens:
             self._num_on_device -= 1
             if not self._num_on_device:
-                self.sola_lease.give(self._urgency if self.requests else None)
-                self._tell()
+                self._give(self._urgency if self.requests else None)
         return outputs
 
     def has_requests(self) -> bool:
         has_requests: bool = super().has_requests()
         if not has_requests and self.sola_lease is not None and not self._num_on_device:
-            self.sola_lease.withdraw()  # all requests were aborted between two steps
+            # All requests were aborted between two steps.
+            self._of_lease("withdrawing from turns", None, lambda lease: lease.withdraw())
         return has_requests
 
     def shutdown(self) -> None:
-        if self.sola_lease is not None:
-            self.sola_lease.close()
+        self._of_lease("leaving the group of turns", None, lambda lease: lease.close())
         super().shutdown()
+
+    def _give(self, urgency: Callable[[], float] | None) -> None:
+        """End a turn, as `Lease.give`."""
+        self._of_lease("giving a turn back", False, lambda lease: lease.give(urgency))
+        if self.sola_lease is not None:
+            self._tell(self.sola_lease)
+
+    def _of_lease(self, doing: str, otherwise: _T, action: Callable[[Lease], _T]) -> _T:
+        """What the action returns; `otherwise` without a lease, which ends where it fails."""
+        lease = self.sola_lease
+        if lease is None:
+            return otherwise
+        try:
+            return action(lease)
+        except Exception as error:
+            self.sola_lease = None
+            lease.abandon()
+            self.sola_guard.failed_beside(
+                doing,
+                error,
+                "this engine goes on without turns, beside the others; restart it to take turns "
+                "again",
+            )
+            return otherwise
 
     @contextlib.contextmanager
     def _drained(self) -> Iterator[None]:
@@ -127,12 +158,10 @@ class TurnsMixin(_Host):
         try:
             return rule(self._has_deadlines, self.sola_monitor, now_s)
         except Exception as error:  # the planner's state is lost: see `Guard`
-            self.sola_guard.failed_to_report("telling how urgent the next step is", error)
+            self.sola_guard.failed_beside("telling how urgent the next step is", error)
             return now_s if self._has_deadlines else 0.0
 
-    def _tell(self) -> None:
-        lease = self.sola_lease
-        assert lease is not None
+    def _tell(self, lease: Lease) -> None:
         num_lost = lease.stats.num_lost
         if num_lost > self._overruns_told == 0:
             logger.warning(

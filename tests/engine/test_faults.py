@@ -15,9 +15,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from engine_harness import STOCK, TIGHT_BLOCKS, RunResult, make_workload, num_different, run
-from faults import SITES, SWAP_SITES, Faults
+from faults import COPY_SITES, SITES, SWAP_SITES, TURN_SITES, Faults
 from marks import LONG, MODES
 from needs import NEEDS_SWAPPING
+from turn_takers import PATIENCE_S, takers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.injects_failures]
 
@@ -122,3 +123,57 @@ def test_with_swapping_no_copy_is_left_behind(
     assert faults.total > 3
     assert_nothing_is_lost(result, model_dir)
     assert result.stats["swap"]["num_swapped_out"]
+
+
+#: Sites that fail in one run, three or four of them.
+GROUPS = [sorted(COPY_SITES)[start::6] for start in range(6)]
+#: Share of the calls that fail where a few are made in a run.
+COPY_SHARE_OF = {
+    "copies dropped": 0.5,
+    "copies free blocks": 0.2,
+    "copies sent": 0.02,
+    "copies reported": 0.1,
+    "copies idle": 0.02,
+    "copy covers": 0.02,
+}
+
+
+def resets(core: Any) -> None:
+    """Clear the prefix cache, which drops all copies and takes back what is being loaded."""
+    core.reset_prefix_cache(reset_running_requests=True)
+
+
+@NEEDS_SWAPPING
+@pytest.mark.parametrize("async_scheduling", MODES)
+def test_failures_in_the_books_of_copies_change_no_token(
+    async_scheduling: bool, model_dir: Path
+) -> None:
+    """A few sites in a run: the first failures would hide those of all others."""
+    for seed, sites in enumerate(GROUPS):
+        faults = Faults(*sites, share=0.1, seed=seed)
+        faults.share_of |= {s: COPY_SHARE_OF[s] for s in sites if s in COPY_SHARE_OF}
+        result = serve_with(
+            faults,
+            model_dir,
+            sola={"swap": {"mode": "raw", "host_gib": 0.05, "always": True}},
+            async_scheduling=async_scheduling,
+            swap_faults={"max_delay_polls": 3, "seed": seed, "preempted_share": 0.03},
+            at_steps=dict.fromkeys((60, 90, 91, 150), resets),
+        )
+        assert faults.total > 1, faults.num_raised
+        assert_nothing_is_lost(result, model_dir)
+
+
+def test_a_lease_that_fails_changes_no_token_and_keeps_no_neighbour_waiting(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    turns = {"group": str(tmp_path / "turns"), "share": 0.2, "limit_s": PATIENCE_S}
+    faults = Faults(*TURN_SITES, share=0.05, first=10)
+    with takers(str(tmp_path / "turns"), "neighbour") as (neighbour,):
+        neighbour.order("work")
+        result = serve_with(faults, model_dir, sola={"turns": turns}, async_scheduling=True)
+        neighbour.order("give", None)
+        assert neighbour.answer() > 10
+    assert faults.total == 1
+    assert result.stats["failures"]
+    assert_nothing_is_lost(result, model_dir)

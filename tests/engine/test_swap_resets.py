@@ -64,7 +64,7 @@ class Clearing:
     def __call__(self, core: Any) -> None:
         scheduler = core.scheduler
         held = [r.request_id for r in scheduler.kv_holding_waiting]
-        loading = [name for name in held if scheduler.sola_copies.is_loading(name)]
+        loading = [name for name in held if scheduler.sola_swap.awaits_load(name)]
         num_found = len(held) - len(loading) if self._wants_loaded else len(loading)
         if not num_found or not self._actions:
             return

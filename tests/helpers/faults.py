@@ -10,10 +10,13 @@ from typing import Any
 from unittest import mock
 
 import sola_sched
+from sola_sched.colocation.lease import Lease
 from sola_sched.core.arrivals import ArrivalClock
 from sola_sched.core.monitor import StateMonitor
 from sola_sched.core.queues import PlannedQueue
 from sola_sched.cost.model import CostModel
+from sola_sched.kv_swap.host_copy import Segment
+from sola_sched.kv_swap.host_pool import SlotAllocator
 from sola_sched.kv_swap.manager import SwapManager
 from sola_sched.kv_swap.policy import Link
 from sola_sched.length_predictor.histogram import LengthHistogram
@@ -104,6 +107,37 @@ SWAP_SITES: dict[str, tuple[Any, str]] = {
     "learn from a copy": (Link, "observe"),
     "save": (SwapManager, "save"),
 }
+#: The same of the bookkeeping of copies, where vLLM calls it in its own step, and within it.
+COPY_SITES: dict[str, tuple[Any, str]] = {
+    "copy cut": (SwapManager, "cut"),
+    "copy covers": (SwapManager, "covered_tokens"),
+    "copy dropped": (SwapManager, "drop"),
+    "copy ended": (SwapManager, "_ended"),
+    "copy loadable": (SwapManager, "loadable"),
+    "copy loaded": (SwapManager, "load"),
+    "copy released": (SwapManager, "_release"),
+    "copy saved": (SwapManager, "_order_save"),
+    "copy saving": (SwapManager, "is_saving"),
+    "copy started": (SwapManager, "_start"),
+    "copies dropped": (SwapManager, "drop_all"),
+    "copies free blocks": (SwapManager, "frees_blocks"),
+    "copies idle": (SwapManager, "is_idle"),
+    "copies reported": (SwapManager, "report"),
+    "copies sent": (SwapManager, "take_jobs"),
+    "pieces of a load": (Segment, "load_pieces"),
+    "session copy": (SwapMixin, "_cut_copy"),
+    "slots freed": (SlotAllocator, "free"),
+    "slots taken": (SlotAllocator, "allocate"),
+}
+#: The same of the turns on a shared GPU.
+TURN_SITES: dict[str, tuple[Any, str]] = {
+    "turn given": (Lease, "give"),
+    "turn left": (Lease, "close"),
+    "turn taken": (Lease, "take"),
+    "turn wanted": (Lease, "is_wanted"),
+    "turn withdrawn": (Lease, "withdraw"),
+}
+ALL_SITES = SITES | SWAP_SITES | COPY_SITES | TURN_SITES
 
 
 class InjectedError(Exception):
@@ -114,7 +148,7 @@ class Faults:
     """Raises at the sites named, before or after the call itself.
 
     Args:
-        sites: Keys of `SITES` and `SWAP_SITES`.
+        sites: Keys of `ALL_SITES`.
         share: Share of the calls that fail.
         seed: Which ones.
         first: Calls of each site that are left alone, e.g. while an engine starts.
@@ -148,10 +182,14 @@ class Faults:
         """Inject until the block ends."""
         with ExitStack() as stack:
             for site in self.num_raised:
-                owner, name = (SITES | SWAP_SITES)[site]
-                stack.enter_context(
-                    mock.patch.object(owner, name, self._failing(site, getattr(owner, name)))
-                )
+                owner, name = ALL_SITES[site]
+                original = getattr(owner, name)
+                failing: Any
+                if isinstance(original, property):
+                    failing = property(self._failing(site, original.fget))
+                else:
+                    failing = self._failing(site, original)
+                stack.enter_context(mock.patch.object(owner, name, failing))
             yield self
         print(f"{self.total} failures injected")  # `pytest -rP` shows it
 

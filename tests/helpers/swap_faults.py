@@ -91,7 +91,7 @@ def leftovers(core: Any) -> list[str]:
     manager = core.scheduler.sola_copies
     manager.check_integrity()
     problems = []
-    if not manager.is_idle:
+    if not manager.is_idle or core.scheduler.sola_swap.has_pending_push_work():
         problems.append("copies are under way")
     if manager.num_free_slots != manager.num_slots:
         problems.append(f"{manager.num_slots - manager.num_free_slots} host slots are in use")

@@ -82,7 +82,7 @@ def test_a_report_that_fails_is_logged_once_and_disturbs_nothing(
     guard: Guard, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(10 * PATIENCE):
-        guard.failed_to_report("logging", ValueError("no"))
+        guard.failed_beside("logging", ValueError("no"))
     assert not guard.is_lost
     assert not guard.is_aside
     assert len(caplog.records) == 1
