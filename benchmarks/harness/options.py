@@ -60,6 +60,9 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "predictors": {"nargs": "+", "choices": ("lexical", "retrieval")},
     "num_pairs": {"type": positive_int, "help": "pairs of blocks"},
     "block": {"type": positive_int, "help": "steps a block"},
+    "ways": {"nargs": "+", "choices": ("served", "alone"), "help": "vllm serve, engine alone"},
+    "num_rounds": {"type": positive_int, "help": "rounds of each start"},
+    "output_len": {"type": positive_int, "help": "tokens of each answer"},
     "store": {
         "type": Path,
         "metavar": "FILE",

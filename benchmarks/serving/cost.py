@@ -1,0 +1,227 @@
+"""What a token costs with `sola_sched` beside stock vLLM: `vllm serve`, and the engine alone.
+
+For each seed all that is compared is started anew and stays up. Requests then go to one after the
+other, in one order and back, so that other work on the machine falls on all alike; what is
+compared is a variant and its stock vLLM in the same round.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness.markdown import markdown
+from harness.resumable import Row
+from harness.setup import Outcome, Setup
+from serving.engine_alone import EngineAlone
+from serving.served import Answers, Served, Subject
+
+STOCK, STOCK_BARE = "vLLM", "vLLM, no statistics"
+#: What vLLM spins for before it sleeps: others would share the cores with it.
+_SPINS_S = 1.1
+_WARM_TOKENS = 40
+_NUM_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An engine that is compared.
+
+    Attributes:
+        options: Of `sola_sched`; None for vLLM's own scheduler.
+        has_statistics: Whether vLLM's statistics are on, with which our metrics travel.
+        beside: The stock vLLM that it is compared with.
+        ways: Where it is measured.
+    """
+
+    options: Mapping[str, Any] | None = field(default_factory=dict)
+    has_statistics: bool = True
+    beside: str = STOCK
+    ways: tuple[str, ...] = ("served", "alone")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of vLLM's engine."""
+        arguments: dict[str, Any] = {"load_format": "dummy", "served_model_name": "tiny"}
+        if not self.has_statistics:
+            arguments["disable_log_stats"] = True
+        if self.options is not None:
+            arguments["scheduler_cls"] = "sola_sched.Scheduler"
+            arguments["additional_config"] = {"sola_sched": dict(self.options)}
+        return arguments
+
+
+VARIANTS: Mapping[str, Variant] = {
+    STOCK: Variant(None),
+    "sola_sched": Variant(),
+    "no swapping": Variant({"swap": {"mode": "off"}}),
+    "no planning": Variant({"ttft_s": None, "tpot_s": None}),
+    "predictor process": Variant({"predictor": "lexical"}),
+    STOCK_BARE: Variant(None, has_statistics=False, beside=STOCK_BARE),
+    "sola_sched, no statistics": Variant(has_statistics=False, beside=STOCK_BARE),
+}
+WAYS = {
+    "served": "`vllm serve`, its clients",
+    "alone": "engine in one process, `step()`",
+}
+CLIENTS = (1, 8)
+
+
+def serving_cost(setup: Setup) -> Outcome:
+    """Measure, or take the rows that are stored; the table is of the last run.
+
+    Raises:
+        ConfigError: `--only` names no variant.
+    """
+    setup.check_only(tuple(VARIANTS))
+    rows = setup.all_rows() if setup.is_stored else list(setup.keep(_measured(setup)))
+    latest = [row for row in rows if row["run"] == rows[-1]["run"]]
+    return Outcome(latest, table(latest))
+
+
+def _measured(setup: Setup) -> Iterator[Row]:
+    """A row for each start, way, number of clients and variant."""
+    from sola_sched.bench.backends.model import TINY_SHAPE, write_model
+
+    run, num_tokens = int(time.time()), setup.options["output_len"]
+    names = [
+        name for name in VARIANTS
+        if not setup.only or name in setup.only or name in {VARIANTS[n].beside for n in setup.only}
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir = write_model(Path(folder) / "tiny", TINY_SHAPE)
+        for seed in setup.seeds:
+            for way in setup.options["ways"]:
+                kind = {"served": Served, "alone": EngineAlone}[way]
+                there = [name for name in names if way in VARIANTS[name].ways]
+                with ExitStack() as stack:
+                    subjects = {
+                        name: stack.enter_context(
+                            kind(model_dir, VARIANTS[name].arguments)  # type: ignore[arg-type]
+                        )
+                        for name in there
+                    }
+                    for row in _rounds(subjects, setup, seed, num_tokens):
+                        yield {"run": run, "way": way, "seed": seed, "tokens": num_tokens} | row
+
+
+def _rounds(
+    subjects: Mapping[str, Subject], setup: Setup, seed: int, num_tokens: int
+) -> Iterator[Row]:
+    """All subjects in turn, once in each round, every second one back."""
+    rng = random.Random(seed)
+    for num_clients in CLIENTS:
+        times: dict[str, list[Answers]] = {name: [] for name in subjects}
+        loads = []
+        for number in range(setup.options["num_rounds"]):
+            loads.append(os.getloadavg()[0])
+            order = list(subjects) if number % 2 == 0 else list(reversed(subjects))
+            for name in order:
+                subjects[name].answer(num_clients, _WARM_TOKENS, rng.randrange(2**31))
+                answers = subjects[name].answer(num_clients, num_tokens, rng.randrange(2**31))
+                times[name].append(answers)
+                time.sleep(_SPINS_S)
+        for name, answers_of in times.items():
+            yield {
+                "clients": num_clients,
+                "variant": name,
+                "ms": [round(1e3 * answers.token_s, 4) for answers in answers_of],
+                "cpu_ms": [round(1e3 * answers.cpu_s, 4) for answers in answers_of],
+                "load": round(statistics.mean(loads), 1),
+            }
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A variant beside its stock vLLM: medians over rounds, and a 95 % interval of the share.
+
+    Attributes:
+        ms, cpu_ms: A token's time, and the processor time that it took.
+        added_ms, added_cpu_ms: What was added in the same round.
+        added, low, high: What was added to the time, as a share.
+    """
+
+    ms: float
+    cpu_ms: float
+    added_ms: float
+    added_cpu_ms: float
+    added: float
+    low: float
+    high: float
+
+
+def compared(own: Iterable[Row], stock: Iterable[Row]) -> Beside:
+    """Rows of a variant and of its stock vLLM, those of one start beside each other."""
+    by_seed = {row["seed"]: row for row in stock}
+    pairs = [
+        (mine, theirs, mine_cpu, theirs_cpu)
+        for row in own
+        for mine, theirs, mine_cpu, theirs_cpu in zip(
+            row["ms"], by_seed[row["seed"]]["ms"], row["cpu_ms"], by_seed[row["seed"]]["cpu_ms"],
+            strict=True,
+        )
+    ]  # fmt: skip
+    shares = [mine / theirs - 1.0 for mine, theirs, _, _ in pairs]
+    rng = random.Random(0)
+    medians = sorted(
+        statistics.median(rng.choices(shares, k=len(shares))) for _ in range(_NUM_RESAMPLES)
+    )
+    return Beside(
+        ms=statistics.median(pair[0] for pair in pairs),
+        cpu_ms=statistics.median(pair[2] for pair in pairs),
+        added_ms=statistics.median(pair[0] - pair[1] for pair in pairs),
+        added_cpu_ms=statistics.median(pair[2] - pair[3] for pair in pairs),
+        added=statistics.median(shares),
+        low=medians[_NUM_RESAMPLES // 40],
+        high=medians[-_NUM_RESAMPLES // 40],
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each way, number of clients and variant."""
+    head = (
+        "measured in", "clients", "variant", "ms a token", "spread", "added, ms", "added (95 %)",
+        "CPU, ms a token", "added, ms",
+    )  # fmt: skip
+    lines = []
+    for way, text in WAYS.items():
+        for num_clients in CLIENTS:
+            here = [row for row in rows if row["way"] == way and row["clients"] == num_clients]
+            for name, variant in VARIANTS.items():
+                own = [row for row in here if row["variant"] == name]
+                if not own:
+                    continue
+                stock = [row for row in here if row["variant"] == variant.beside]
+                lines.append([text, str(num_clients), name, *_cells(own, stock)])
+    first, loads = rows[0], [row["load"] for row in rows]
+    num_starts = len({row["seed"] for row in rows})
+    return (
+        f"vLLM {first['vllm']}, {first['cpu']}, {first['num_cores']} cores, load average "
+        f"{min(loads):.1f} to {max(loads):.1f} with these processes. {num_starts} starts of "
+        f"{len(first['ms'])} rounds each; a request has {first['tokens']} tokens. Medians over "
+        "rounds; spread: quartiles. Added: to its stock vLLM in the same round. CPU: of the HTTP "
+        "server's process, of the whole engine where it is one process.\n\n"
+        + markdown(head, lines, num_left=3)
+    )  # fmt: skip
+
+
+def _cells(own: Sequence[Row], stock: Sequence[Row]) -> list[str]:
+    beside = compared(own, stock)
+    times = [ms for row in own for ms in row["ms"]]
+    low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
+    cells = [f"{beside.ms:.3f}", f"{low:.3f} to {high:.3f}"]
+    if own[0]["variant"] == stock[0]["variant"]:
+        return [*cells, "", "", f"{beside.cpu_ms:.3f}", ""]
+    share = f"{beside.added:+.1%} ({beside.low:+.1%} to {beside.high:+.1%})"
+    return [
+        *cells, f"{beside.added_ms:+.3f}", share, f"{beside.cpu_ms:.3f}",
+        f"{beside.added_cpu_ms:+.3f}",
+    ]  # fmt: skip
