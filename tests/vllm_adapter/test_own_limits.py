@@ -298,7 +298,10 @@ def test_who_sits_out_counts_where_vllm_divides_a_step_by_its_requests() -> None
             counted.append((sum(counts), live, self._num_unseen))
             return counts
 
-    make_engine(with_threshold(Counting, THRESHOLD, True)).run(make_workload(50))
+    engine = make_engine(with_threshold(Counting, THRESHOLD, True))
+    if not hasattr(engine.scheduler, "adaptive_long_prefill_threshold"):
+        pytest.skip("up to 0.30 vLLM divides no step")
+    engine.run(make_workload(50))
 
     assert [(count, live) for count, live, _ in counted if count != live] == []
     assert sum(num_unseen > 0 for _, _, num_unseen in counted) > 20
