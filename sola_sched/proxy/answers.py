@@ -51,9 +51,15 @@ class Answer:
         await self._do(self._response.prepare(self.request))
 
     async def write(self, data: bytes) -> None:
-        """More of it."""
+        """More of it; called for each token, so `_do` is written out."""
         assert self._response is not None
-        await self._do(self._response.write(data))
+        self.writing_since_s = self._loop.time()
+        try:
+            await self._response.write(data)
+        except ConnectionError as error:
+            raise ClientGoneError from error
+        finally:
+            self.writing_since_s = None
 
     async def end(self) -> web.StreamResponse:
         """The whole response, also where its client has gone."""

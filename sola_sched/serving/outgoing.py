@@ -58,6 +58,7 @@ class Outgoing:
         self.has_started = False
         self.rewrite: Rewrite | None = None
         self._call, self._client = call, client
+        self._is_stream = call.is_stream  # looked at for each event
         self._protocol = protocol_of(call.path)
         self._unread: list[bytes] = []  # events that are not in the transcript yet
         self._transcript = Transcript()
@@ -71,7 +72,7 @@ class Outgoing:
     @property
     def has_last_event(self) -> bool:
         """Whether a stream of this kind is whole only with an event that says so."""
-        return self._call.is_stream or bool(self._protocol.endings)
+        return self._is_stream or bool(self._protocol.endings)
 
     def sent(self) -> Transcript:
         """All that was sent of a stream that can be resumed."""
@@ -95,26 +96,27 @@ class Outgoing:
         out: list[bytes] = []
         tells = is_last = False
         for event in found:
-            if events.is_comment(event):  # of the server; its engine may have stalled
-                out.append(event)
-                continue
-            if self._call.is_stream and events.is_error(event) and not events.is_of_client(event):
-                failure = event.decode(errors="replace").strip()
-                return Part(b"".join(out), tells, is_last, failure)
-            is_last |= self._is_last(event)
+            if not (self._is_stream and event.startswith(events.CHUNK)):
+                if events.is_comment(event):  # of the server; its engine may have stalled
+                    out.append(event)
+                    continue
+                if self._is_stream and events.is_error(event) and not events.is_of_client(event):
+                    failure = event.decode(errors="replace").strip()
+                    return Part(b"".join(out), tells, is_last, failure)
+                is_last |= self._is_last(event)
             if changed := self._changed(event):
                 tells = True
                 out.append(changed)
         return Part(b"".join(out), tells, is_last, None)
 
     def _is_last(self, event: bytes) -> bool:
-        if self._call.is_stream:
+        if self._is_stream:
             return events.is_done(event)
         return bool(self._protocol.endings) and self._protocol.is_end(event)
 
     def _changed(self, event: bytes) -> bytes:
         """What the client gets for an event; empty for nothing."""
-        if not self._call.is_stream:
+        if not self._is_stream:
             self._last = event
             return event
         changed = self.rewrite.feed(event) if self.rewrite is not None else event

@@ -7,6 +7,8 @@ import re
 from typing import Any
 
 DONE = b"data: [DONE]\n\n"
+#: How vLLM begins a chunk of a completion or a chat; neither an error nor an end does.
+CHUNK = b'data: {"id":'
 _PREFIX = b"data: "
 #: An empty line ends an event; lines may end in each of three ways.
 _END = re.compile(rb"\n\r?\n|\r\r")
@@ -31,6 +33,8 @@ class EventSplitter:
 
     def feed(self, data: bytes) -> list[bytes]:
         """The events that are whole now, each with the empty line that ends it."""
+        if not self._kept and data.find(b"\n\n") == len(data) - 2 and b"\r" not in data:
+            return [data]  # as vLLM writes one
         if data and not _END.search(self._tail + data):
             self._kept.append(data)
             self._tail = (self._tail + data)[-2:]
