@@ -83,8 +83,16 @@ def serving_cost(setup: Setup) -> Outcome:
     """
     setup.check_only(tuple(VARIANTS))
     rows = setup.all_rows() if setup.is_stored else list(setup.keep(_measured(setup)))
-    latest = [row for row in rows if row["run"] == rows[-1]["run"]]
+    latest = _latest(rows)
     return Outcome(latest, table(latest))
+
+
+def _latest(rows: Sequence[Row]) -> list[Row]:
+    """Of each variant the rows of its last run, and those of stock vLLM in these runs."""
+    last = {(row["way"], row["variant"]): row["run"] for row in rows}
+    kept = {(*key, run) for key, run in last.items()}
+    kept |= {(way, VARIANTS[name].beside, run) for way, name, run in kept}
+    return [row for row in rows if (row["way"], row["variant"], row["run"]) in kept]
 
 
 def _measured(setup: Setup) -> Iterator[Row]:
@@ -160,15 +168,12 @@ class Beside:
 
 def compared(own: Iterable[Row], stock: Iterable[Row]) -> Beside:
     """Rows of a variant and of its stock vLLM, those of one start beside each other."""
-    by_seed = {row["seed"]: row for row in stock}
-    pairs = [
-        (mine, theirs, mine_cpu, theirs_cpu)
-        for row in own
-        for mine, theirs, mine_cpu, theirs_cpu in zip(
-            row["ms"], by_seed[row["seed"]]["ms"], row["cpu_ms"], by_seed[row["seed"]]["cpu_ms"],
-            strict=True,
-        )
-    ]  # fmt: skip
+    by_start = {(row["run"], row["seed"]): row for row in stock}
+    pairs = []
+    for row in own:
+        beside = by_start[row["run"], row["seed"]]
+        columns = (row["ms"], beside["ms"], row["cpu_ms"], beside["cpu_ms"])
+        pairs += list(zip(*columns, strict=True))
     shares = [mine / theirs - 1.0 for mine, theirs, _, _ in pairs]
     rng = random.Random(0)
     medians = sorted(
@@ -188,8 +193,8 @@ def compared(own: Iterable[Row], stock: Iterable[Row]) -> Beside:
 def table(rows: Sequence[Row]) -> str:
     """A line for each way, number of clients and variant."""
     head = (
-        "measured in", "clients", "variant", "ms a token", "spread", "added, ms", "added (95 %)",
-        "CPU, ms a token", "added, ms",
+        "measured in", "clients", "variant", "rounds", "ms a token", "spread", "added, ms",
+        "added (95 %)", "CPU, ms a token", "added, ms",
     )  # fmt: skip
     lines = []
     for way, text in WAYS.items():
@@ -202,13 +207,12 @@ def table(rows: Sequence[Row]) -> str:
                 stock = [row for row in here if row["variant"] == variant.beside]
                 lines.append([text, str(num_clients), name, *_cells(own, stock)])
     first, loads = rows[0], [row["load"] for row in rows]
-    num_starts = len({row["seed"] for row in rows})
     return (
         f"vLLM {first['vllm']}, {first['cpu']}, {first['num_cores']} cores, load average "
-        f"{min(loads):.1f} to {max(loads):.1f} with these processes. {num_starts} starts of "
-        f"{len(first['ms'])} rounds each; a request has {first['tokens']} tokens. Medians over "
-        "rounds; spread: quartiles. Added: to its stock vLLM in the same round. CPU: of the HTTP "
-        "server's process, of the whole engine where it is one process.\n\n"
+        f"{min(loads):.1f} to {max(loads):.1f} with these processes; a request has "
+        f"{first['tokens']} tokens. Medians over rounds; spread: quartiles. Added: to its stock "
+        "vLLM in the same round. CPU: of the HTTP server's process, of the whole engine where it "
+        "is one process.\n\n"
         + markdown(head, lines, num_left=3)
     )  # fmt: skip
 
@@ -217,7 +221,7 @@ def _cells(own: Sequence[Row], stock: Sequence[Row]) -> list[str]:
     beside = compared(own, stock)
     times = [ms for row in own for ms in row["ms"]]
     low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
-    cells = [f"{beside.ms:.3f}", f"{low:.3f} to {high:.3f}"]
+    cells = [str(len(times)), f"{beside.ms:.3f}", f"{low:.3f} to {high:.3f}"]
     if own[0]["variant"] == stock[0]["variant"]:
         return [*cells, "", "", f"{beside.cpu_ms:.3f}", ""]
     share = f"{beside.added:+.1%} ({beside.low:+.1%} to {beside.high:+.1%})"
