@@ -117,6 +117,8 @@ def _measured(setup: Setup) -> Iterator[Row]:
                         )
                         for name in there
                     }
+                    for subject in subjects.values():  # all start at once
+                        subject.wait()
                     for row in _rounds(subjects, setup, seed, num_tokens):
                         yield {"run": run, "way": way, "seed": seed, "tokens": num_tokens} | row
 

@@ -50,7 +50,6 @@ class EngineAlone:
                 env=environment() | _ENVIRONMENT,
             )  # fmt: skip
             stack.callback(self._stop)
-            self._read()
             self._stack = stack.pop_all()
         return self
 
@@ -61,6 +60,10 @@ class EngineAlone:
         trace: TracebackType | None,
     ) -> None:
         self._stack.close()
+
+    def wait(self) -> None:
+        """Until it is up."""
+        self._read()
 
     def answer(self, num_clients: int, num_tokens: int, seed: int) -> Any:
         """Requests of so many clients at once, each of so many tokens."""

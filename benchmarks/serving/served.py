@@ -48,11 +48,14 @@ class Answers:
 
 
 class Subject(Protocol):
-    """What is measured; a context manager that has it up."""
+    """What is measured; a context manager that starts and ends it."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *raised: Any) -> None: ...
+
+    def wait(self) -> None:
+        """Until it is up."""
 
     def answer(self, num_clients: int, num_tokens: int, seed: int) -> Answers:
         """Requests of so many clients at once, each of so many tokens."""
@@ -86,7 +89,6 @@ class Served:
                 self._command, stdout=self._log, stderr=self._log, env=environment()
             )
             stack.callback(self._stop)
-            wait_for(self._is_up)
             self._stack = stack.pop_all()
         return self
 
@@ -97,6 +99,10 @@ class Served:
         trace: TracebackType | None,
     ) -> None:
         self._stack.close()
+
+    def wait(self) -> None:
+        """Until it is up."""
+        wait_for(self._is_up)
 
     def answer(self, num_clients: int, num_tokens: int, seed: int) -> Answers:
         """Requests of so many clients at once, each of so many tokens."""
