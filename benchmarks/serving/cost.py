@@ -10,12 +10,10 @@ from __future__ import annotations
 import os
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from harness.markdown import markdown
@@ -39,13 +37,11 @@ class Variant:
         options: Of `sola_sched`; None for vLLM's own scheduler.
         has_statistics: Whether vLLM's statistics are on, with which our metrics travel.
         beside: The stock vLLM that it is compared with.
-        ways: Where it is measured.
     """
 
     options: Mapping[str, Any] | None = field(default_factory=dict)
     has_statistics: bool = True
     beside: str = STOCK
-    ways: tuple[str, ...] = ("served", "alone")
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -97,30 +93,26 @@ def _latest(rows: Sequence[Row]) -> list[Row]:
 
 def _measured(setup: Setup) -> Iterator[Row]:
     """A row for each start, way, number of clients and variant."""
-    from sola_sched.bench.backends.model import TINY_SHAPE, write_model
+    from sola_sched.bench.backends.model import TINY_SHAPE, cached_model
 
     run, num_tokens = int(time.time()), setup.options["output_len"]
     names = [
         name for name in VARIANTS
         if not setup.only or name in setup.only or name in {VARIANTS[n].beside for n in setup.only}
     ]  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        model_dir = write_model(Path(folder) / "tiny", TINY_SHAPE)
-        for seed in setup.seeds:
-            for way in setup.options["ways"]:
-                kind = {"served": Served, "alone": EngineAlone}[way]
-                there = [name for name in names if way in VARIANTS[name].ways]
-                with ExitStack() as stack:
-                    subjects = {
-                        name: stack.enter_context(
-                            kind(model_dir, VARIANTS[name].arguments)  # type: ignore[arg-type]
-                        )
-                        for name in there
-                    }
-                    for subject in subjects.values():  # all start at once
-                        subject.wait()
-                    for row in _rounds(subjects, setup, seed, num_tokens):
-                        yield {"run": run, "way": way, "seed": seed, "tokens": num_tokens} | row
+    model_dir = cached_model(TINY_SHAPE)  # whose path is that of the code which vLLM has compiled
+    for seed in setup.seeds:
+        for way in setup.options["ways"]:
+            kind: Any = {"served": Served, "alone": EngineAlone}[way]
+            with ExitStack() as stack:
+                subjects = {
+                    name: stack.enter_context(kind(model_dir, VARIANTS[name].arguments))
+                    for name in names
+                }
+                for subject in subjects.values():  # all start at once
+                    subject.wait()
+                for row in _rounds(subjects, setup, seed, num_tokens):
+                    yield {"run": run, "way": way, "seed": seed, "tokens": num_tokens} | row
 
 
 def _rounds(
