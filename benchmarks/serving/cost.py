@@ -187,8 +187,8 @@ def compared(own: Iterable[Row], stock: Iterable[Row]) -> Beside:
 def table(rows: Sequence[Row]) -> str:
     """A line for each way, number of clients and variant."""
     head = (
-        "measured in", "clients", "variant", "rounds", "ms a token", "spread", "added, ms",
-        "added (95 %)", "CPU, ms a token", "added, ms",
+        "measured in", "clients", "variant", "rounds", "ms a token", "spread", "fastest",
+        "added, ms", "added (95 %)", "CPU, ms a token", "added, ms",
     )  # fmt: skip
     lines = []
     for way, text in WAYS.items():
@@ -201,21 +201,22 @@ def table(rows: Sequence[Row]) -> str:
                 stock = [row for row in here if row["variant"] == variant.beside]
                 lines.append([text, str(num_clients), name, *_cells(own, stock)])
     first, loads = rows[0], [row["load"] for row in rows]
+    lengths = " and ".join(map(str, sorted({row["tokens"] for row in rows})))
     return (
         f"vLLM {first['vllm']}, {first['cpu']}, {first['num_cores']} cores, load average "
-        f"{min(loads):.1f} to {max(loads):.1f} with these processes; a request has "
-        f"{first['tokens']} tokens. Medians over rounds; spread: quartiles. Added: to its stock "
-        "vLLM in the same round. CPU: of the HTTP server's process, of the whole engine where it "
-        "is one process.\n\n"
+        f"{min(loads):.1f} to {max(loads):.1f} with these processes; requests of {lengths} tokens. "
+        "Medians over rounds; spread: quartiles. Added: to its stock vLLM in the same round. CPU: "
+        "of the HTTP server's process, of the whole engine where it is one process.\n\n"
         + markdown(head, lines, num_left=3)
-    )  # fmt: skip
+    )
 
 
 def _cells(own: Sequence[Row], stock: Sequence[Row]) -> list[str]:
     beside = compared(own, stock)
     times = [ms for row in own for ms in row["ms"]]
     low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
-    cells = [str(len(times)), f"{beside.ms:.3f}", f"{low:.3f} to {high:.3f}"]
+    spread = f"{low:.3f} to {high:.3f}"
+    cells = [str(len(times)), f"{beside.ms:.3f}", spread, f"{min(times):.3f}"]
     if own[0]["variant"] == stock[0]["variant"]:
         return [*cells, "", "", f"{beside.cpu_ms:.3f}", ""]
     share = f"{beside.added:+.1%} ({beside.low:+.1%} to {beside.high:+.1%})"

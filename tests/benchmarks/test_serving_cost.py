@@ -73,8 +73,8 @@ def test_a_variant_that_was_measured_later_is_compared_with_stock_of_its_own_run
 
     assert [row["ms"][0] for row in latest] == [2.0, 2.2, 4.0, 4.1]
     lines = [line for line in table(latest).splitlines() if line.startswith("| `vllm serve`")]
-    assert "| sola_sched | 2 | 2.200 | 2.200 to 2.200 | +0.200 |" in lines[1]
-    assert "| no swapping | 2 | 4.100 | 4.100 to 4.100 | +0.100 |" in lines[2]
+    assert "| sola_sched | 2 | 2.200 | 2.200 to 2.200 | 2.200 | +0.200 |" in lines[1]
+    assert "| no swapping | 2 | 4.100 | 4.100 to 4.100 | 4.100 | +0.100 |" in lines[2]
 
 
 def test_every_variant_has_a_stock_vllm_to_be_compared_with() -> None:
