@@ -33,7 +33,8 @@ class EventSplitter:
 
     def feed(self, data: bytes) -> list[bytes]:
         """The events that are whole now, each with the empty line that ends it."""
-        if not self._kept and data.find(b"\n\n") == len(data) - 2 and b"\r" not in data:
+        is_one = data.endswith(b"\n\n") and data.find(b"\n\n") == len(data) - 2
+        if is_one and not self._kept and b"\r" not in data:
             return [data]  # as vLLM writes one
         if data and not _END.search(self._tail + data):
             self._kept.append(data)
