@@ -43,7 +43,8 @@ class GuardedQueue(RequestQueue):
         self._shown: list[Request] | None = None  # what a plan shows
         self._next: Request | None = None  # the one that was looked at last, and must be popped
         self._has_told = False  # that a request is visible, and none has been popped since
-        self._out: set[Request] = set()  # popped since the step began: vLLM has them in hand
+        #: Not here, although no other queue may show them: vLLM has them in hand during its step.
+        self._out: set[Request] = set()
 
     # Planning -------------------------------------------------------------------------------
 
@@ -53,9 +54,14 @@ class GuardedQueue(RequestQueue):
             self._planned = PlannedQueue(self._own, key=self._key)
             self._own = None
 
-    def begin_step(self) -> None:
-        """Call before each `schedule()`: nobody is in vLLM's hands."""
-        self._out.clear()
+    def begin_step(self, elsewhere: Iterable[Request] = ()) -> None:
+        """Call before each `schedule()`, when nobody is in vLLM's hands.
+
+        Args:
+            elsewhere: Those in the other queue of requests that wait. vLLM takes them out during
+                its step, and puts most of them back at its end.
+        """
+        self._out = set(elsewhere)
         self._next = None
 
     def plan(self, items: Iterable[Request]) -> None:
@@ -158,6 +164,7 @@ class GuardedQueue(RequestQueue):
         Raises:
             ValueError: It is not in the queue.
         """
+        self._out.add(request)
         if self._planned is not None:
             try:
                 return self._planned.remove_request(request)
@@ -172,6 +179,7 @@ class GuardedQueue(RequestQueue):
     def remove_requests(self, requests: Iterable[Request]) -> None:
         """Remove those of `requests` that are in the queue."""
         gone = set(requests)
+        self._out |= gone
         if self._planned is not None:
             try:
                 return self._planned.remove_requests(gone)

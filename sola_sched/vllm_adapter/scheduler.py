@@ -203,7 +203,7 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._num_hidden = 0
         if not self._has_stepped_aside:
-            self.waiting.begin_step()
+            self.waiting.begin_step(self._seams.drained_first())
         self._settle_loads()
         self._is_throttled = bool(args[0] if args else kwargs.get("throttle_prefills", False))
         plan = self._guarded_plan()

@@ -185,7 +185,7 @@ class Seams:
         )
         return [
             request
-            for request in self._drained_first()
+            for request in self.drained_first()
             if request.request_id in loaded
             or (request.num_computed_tokens and not is_blocked(request.status))
         ]
@@ -193,7 +193,7 @@ class Seams:
     def without_place(self) -> list[Any]:
         """Live requests that wait and are in no queue but `waiting`, those preempted first."""
         scheduler = self._scheduler
-        elsewhere = {*scheduler.running, *self._drained_first()}
+        elsewhere = {*scheduler.running, *self.drained_first()}
         found = [
             request
             for request in scheduler.requests.values()
@@ -205,12 +205,12 @@ class Seams:
 
     def is_waiting(self, request: Any) -> bool:
         """Whether it is in a queue of those without a slot."""
-        return request in self._scheduler.waiting or request in self._drained_first()
+        return request in self._scheduler.waiting or request in self.drained_first()
 
     def take_out(self, request: Any) -> None:
         """Take it out of the queues of those without a slot."""
         scheduler = self._scheduler
-        for queue in (self._drained_first(), scheduler.waiting):
+        for queue in (self.drained_first(), scheduler.waiting):
             queue.remove_requests([request])
         if not self._has_skipped:
             scheduler.deferred_waiting.discard(request)
@@ -226,9 +226,9 @@ class Seams:
 
     def _holding_kv(self) -> Iterator[Any]:
         """Waiting requests that have KV, or will when a load ends."""
-        return (r for r in self._drained_first() if r.num_computed_tokens)
+        return (r for r in self.drained_first() if r.num_computed_tokens)
 
-    def _drained_first(self) -> Any:
+    def drained_first(self) -> Any:
         """The queue that vLLM empties before `waiting`."""
         scheduler = self._scheduler
         return scheduler.skipped_waiting if self._has_skipped else scheduler.kv_holding_waiting

@@ -37,7 +37,7 @@ SHARE_OF = {
     "session copy": 0.5,
 }
 #: Steps that a run makes at most.
-NUM_STEPS = 4000
+NUM_STEPS = 20_000
 
 
 def make_engine(seed: int, **options: Any) -> VirtualEngine:
@@ -63,7 +63,7 @@ def make_engine(seed: int, **options: Any) -> VirtualEngine:
         "enable_prefix_caching": rng.random() < 0.5,
         "scheduling_policy": rng.choice(("fcfs", "priority")),
         "stall_limit_s": 60.0,
-        "swap_link": LinkSpeed(100_000, rng.choice((2e7, 1e8))),
+        "swap_link": LinkSpeed(100_000, rng.choice((5e7, 2e8))),
         "additional_config": {"sola_sched": sola, "chaos": seed},
     }
     cls = rng.choice((sola_sched.Scheduler, ChaosScheduler, ChaosScheduler))
@@ -134,7 +134,7 @@ def assert_nothing_is_lost(engine: VirtualEngine, sessions: dict[str, int]) -> N
     for name, num_tokens in sessions.items():
         assert engine.record(name).num_output_tokens == num_tokens, name
         send_next(engine, name, is_last=True)
-    step_until(engine, lambda: False, 500)
+    step_until(engine, lambda: False)
     assert not scheduler.requests
     for record in engine.records:
         if record.req_id not in sessions:
@@ -158,6 +158,19 @@ def test_a_failure_at_any_booking_of_a_copy_loses_no_request_and_no_block(
         engine = make_engine(seed, async_scheduling=is_async)
         share = SHARE_OF.get(site, 0.05)
         with Faults(site, share=share, seed=seed).injected() as faults:
+            sessions = serve(engine, seed)
+        assert_nothing_is_lost(engine, sessions)
+        num_raised += faults.total
+    assert num_raised > 3
+
+
+@pytest.mark.parametrize("site", ["queue bool", "queue peek", "queue pop"])
+def test_a_failure_of_the_queue_while_vllm_holds_loading_requests_doubles_none(site: str) -> None:
+    """vLLM takes those that wait for a load out of their queue, and puts them back at the end."""
+    num_raised = 0
+    for seed in (0, 2, 4, 6, 8):
+        engine = make_engine(seed)
+        with Faults(site, share=0.05, seed=seed, first=30).injected() as faults:
             sessions = serve(engine, seed)
         assert_nothing_is_lost(engine, sessions)
         num_raised += faults.total
