@@ -339,6 +339,16 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
         """Take the host memory, now that the layout of the cache is known."""
         if self.reason:
             return
+        try:
+            self.worker = self._make_worker(kv_caches)
+        except Exception as error:
+            self._seen = Report(num_slots=0)  # so that no copy is ordered
+            logger.warning(
+                "sola_sched: this worker cannot copy KV, preempted requests are computed again",
+                exc_info=error,
+            )
+
+    def _make_worker(self, kv_caches: dict[str, torch.Tensor]) -> SwapWorker:
         config = self._kv_cache_config
         packers = []
         for group in config.kv_cache_groups:
@@ -354,7 +364,7 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
                 )
             )
         device = next(iter(kv_caches.values())).device
-        self.worker = SwapWorker(self.geometry, packers, device, int(self.options.host_gib * _GIB))
+        return SwapWorker(self.geometry, packers, device, int(self.options.host_gib * _GIB))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's copies to the accelerator, behind the step itself."""

@@ -98,12 +98,29 @@ class ThreadTransfers:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _start(self, job: Job, copy: Callable[[Job], None], submitted_s: float) -> None:
-        def run() -> None:
-            if self.before_copy:
-                self.before_copy(job)
-            copy(job)
+        task: Future[None] = Future()
 
-        self._running.append((job, self._pool.submit(run), submitted_s))
+        def run() -> None:
+            if not task.set_running_or_notify_cancel():
+                return
+            try:
+                if self.before_copy:
+                    self.before_copy(job)
+                copy(job)
+            except Exception as error:
+                task.set_exception(error)
+            else:
+                task.set_result(None)
+
+        outcome = task
+        try:
+            self._pool.submit(run)
+        except Exception as error:  # no thread can be started
+            # A thread that is there may take it all the same: then its end is waited for.
+            if task.cancel():
+                outcome = Future()
+                outcome.set_exception(error)
+        self._running.append((job, outcome, submitted_s))
 
 
 class StreamTransfers:

@@ -164,6 +164,17 @@ def test_failures_in_the_books_of_copies_change_no_token(
         assert_nothing_is_lost(result, model_dir)
 
 
+@NEEDS_SWAPPING
+def test_a_worker_that_cannot_copy_leaves_the_engine_without_copies(model_dir: Path) -> None:
+    faults = Faults("worker started", share=1.0)
+    swap = {"swap": {"mode": "raw", "host_gib": 0.05, "always": True}}
+    result = serve_with(faults, model_dir, sola=swap)
+    assert faults.total == 1
+    assert result.num_preemptions
+    assert result.stats["swap"]["num_host_slots"] == result.stats["swap"]["num_swapped_out"] == 0
+    assert_nothing_is_lost(result, model_dir)
+
+
 def test_a_lease_that_fails_changes_no_token_and_keeps_no_neighbour_waiting(
     model_dir: Path, tmp_path: Path
 ) -> None:

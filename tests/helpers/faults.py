@@ -19,6 +19,7 @@ from sola_sched.kv_swap.host_copy import Segment
 from sola_sched.kv_swap.host_pool import SlotAllocator
 from sola_sched.kv_swap.manager import SwapManager
 from sola_sched.kv_swap.policy import Link
+from sola_sched.kv_swap.worker import SwapWorker
 from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.planner.alise import AlisePlanner
 from sola_sched.planner.attain import AttainPlanner
@@ -137,7 +138,9 @@ TURN_SITES: dict[str, tuple[Any, str]] = {
     "turn wanted": (Lease, "is_wanted"),
     "turn withdrawn": (Lease, "withdraw"),
 }
-ALL_SITES = SITES | SWAP_SITES | COPY_SITES | TURN_SITES
+#: The same of the worker half of swapping, when it starts.
+WORKER_SITES: dict[str, tuple[Any, str]] = {"worker started": (SwapWorker, "__init__")}
+ALL_SITES = SITES | SWAP_SITES | COPY_SITES | TURN_SITES | WORKER_SITES
 
 
 class InjectedError(Exception):

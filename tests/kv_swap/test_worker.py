@@ -242,6 +242,26 @@ def test_late_copies_start_late() -> None:
     assert done == [1]
 
 
+def test_a_copy_for_which_no_thread_can_be_started_has_failed_and_is_not_made_later() -> None:
+    class Starved:
+        def __init__(self) -> None:
+            self.queued: list[Any] = []
+
+        def submit(self, run: Any) -> None:
+            self.queued.append(run)  # as the real one does before it starts a thread
+            raise RuntimeError("can't start new thread")
+
+    copied: list[int] = []
+    transfers = ThreadTransfers()
+    transfers._pool = pool = Starved()  # type: ignore[assignment]
+    transfers.submit(save_job(1, [1], (0,)), lambda job: copied.append(job.job_id))
+    (ended,) = transfers.poll()
+    pool.queued[0]()
+
+    assert isinstance(ended.error, RuntimeError)
+    assert copied == []
+
+
 def test_polling_without_a_pause_does_not_starve_the_copy() -> None:
     """Each of a copy's calls gives up the interpreter, and a busy thread keeps it for 5 ms."""
     transfers, source = ThreadTransfers(), torch.zeros(4096)
