@@ -1,44 +1,67 @@
-"""Loops over arrays, compiled where that is possible, and the types of these arrays."""
+"""Functions over arrays and records that numba compiles.
+
+Each is plain Python as well: with ``NUMBA_DISABLE_JIT=1`` it runs as it stands.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
+from numba import config, njit
 from numpy.typing import NDArray
+
+from sola_sched.core.kept_code import folder
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
+#: An array of a structured type, and one element of it.
+Records = Any
+Record = Any
 
-#: Types of numba by those of the annotations.
-_TYPES = {
-    "IntArray": "int64[::1]", "FloatArray": "float64[::1]", "BoolArray": "boolean[::1]",
-    "int": "int64", "float": "float64",
-}  # fmt: skip
+_Function = TypeVar("_Function", bound=Callable[..., object])
 
 
-def compile_loops(*loops: Callable[..., Any]) -> SimpleNamespace:
-    """The functions by name, compiled if numba is there, as with every vLLM, else as they are.
+def compiled(function: _Function) -> _Function:
+    """Of a function that only compiled ones call."""
+    return cast(_Function, njit(function))
 
-    A tenth of a second each, several the first time on a machine.
 
-    Args:
-        loops: Every argument is annotated as one of `IntArray`, `FloatArray`, `BoolArray`, int
-            and float; the modules are to have ``from __future__ import annotations``.
+def entry(function: _Function) -> _Function:
+    """Of a function that Python calls: what it compiles to stays on disk.
+
+    Numba keeps machine code until the file of the function changes, whatever happens to the
+    functions below it. So each state of the sources has a folder of its own; see `kept_code`.
     """
+    before, config.CACHE_DIR = config.CACHE_DIR, str(folder())
     try:
-        import numba
-    except ImportError:
-        return SimpleNamespace(**{loop.__name__: loop for loop in loops})
-    compiled = {}
-    for loop in loops:
-        types = [_TYPES[kind] for name, kind in loop.__annotations__.items() if name != "return"]
-        signature = f"({', '.join(types)},)"
-        try:
-            compiled[loop.__name__] = numba.njit(signature, cache=True)(loop)
-        except RuntimeError:  # nowhere to keep what is compiled
-            compiled[loop.__name__] = numba.njit(signature)(loop)
-    return SimpleNamespace(**compiled)
+        return cast(_Function, njit(cache=True)(function))
+    except RuntimeError:  # nowhere to keep it
+        return compiled(function)
+    finally:
+        config.CACHE_DIR = before
+
+
+def records_of(dtype: np.dtype[Any], count: int) -> Records:
+    """So many records of zeros, whose fields are attributes whether or not code is compiled."""
+    records = np.zeros(count, dtype)
+    return records.view(np.recarray) if config.DISABLE_JIT else records
+
+
+def let_vllm_look_through_llvmlite() -> None:
+    """Let further engines start in this process.
+
+    When an engine starts, vLLM's CPU build reads ``vars(...).get("kernel")`` of every attribute of
+    every loaded module. llvmlite's `lib` answers any name with a function of its library, so for
+    ``__dict__`` too, and that has no `get`. Now it answers that one name with an empty table.
+    """
+    lib = getattr(sys.modules.get("llvmlite.binding.ffi"), "lib", None)
+    functions = getattr(lib, "_fntab", None)
+    if isinstance(functions, dict):
+        functions["__dict__"] = {}
+
+
+let_vllm_look_through_llvmlite()

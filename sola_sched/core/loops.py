@@ -1,50 +1,43 @@
-"""The loops of the state over the requests of a step; rows are places in columns of the table."""
+"""The loops of the state over the requests of a step; rows are places in the table's records."""
 
 from __future__ import annotations
 
-import functools
-from types import SimpleNamespace
+import numpy as np
 
-from sola_sched.core.compiled import FloatArray, IntArray, compile_loops
+from sola_sched.core.compiled import IntArray, Records, entry
 
 
-def sum_tokens(rows: IntArray, num_prompt: IntArray, num_output: IntArray) -> int:
+@entry
+def sum_tokens(requests: Records, rows: IntArray) -> int:
     """Prompt and output tokens of the rows, in sum."""
     total = 0
     for row in rows:
-        total += num_prompt[row] + num_output[row]
+        total += requests[row].num_prompt + requests[row].num_output
     return total
 
 
-def least(rows: IntArray, column: FloatArray) -> float:
-    """The least value of the rows, inf for none."""
-    value = float("inf")
+@entry
+def shortest_tpot_s(requests: Records, rows: IntArray) -> float:
+    """The shortest TPOT target of the rows, inf for none."""
+    shortest_s = np.inf
     for row in rows:
-        value = min(value, column[row])
-    return value
+        shortest_s = min(shortest_s, requests[row].tpot_s)
+    return shortest_s
 
 
-def begin(
-    rows: IntArray, num_prompt: IntArray, num_output: IntArray, num_in_flight: IntArray
-) -> int:
+@entry
+def begin(requests: Records, rows: IntArray) -> int:
     """A step samples a token of each row; their prompt and output tokens, in sum."""
     total = 0
     for row in rows:
-        total += num_prompt[row] + num_output[row]
-        num_in_flight[row] += 1
+        request = requests[row]
+        total += request.num_prompt + request.num_output
+        request.num_in_flight += 1
     return total
 
 
-def end(
-    rows: IntArray,
-    more: IntArray,
-    gone: IntArray,
-    now_s: float,
-    num_in_flight: IntArray,
-    num_output: IntArray,
-    first_token_s: FloatArray,
-    last_token_s: FloatArray,
-) -> None:
+@entry
+def end(requests: Records, rows: IntArray, more: IntArray, gone: IntArray, now_s: float) -> None:
     """The oldest step in flight has ended, and brought all rows that are not `gone` a token.
 
     No tokens if `now_s` is NaN.
@@ -56,32 +49,31 @@ def end(
             is_gone = is_gone or other == row
         if is_gone:
             continue
-        num_in_flight[row] -= 1
+        request = requests[row]
+        request.num_in_flight -= 1
         if now_s == now_s:
-            num_output[row] += 1
-            last_token_s[row] = now_s
-            if first_token_s[row] != first_token_s[row]:  # NaN: it is the first
-                first_token_s[row] = now_s
+            request.num_output += 1
+            request.last_token_s = now_s
+            if request.first_token_s != request.first_token_s:  # NaN: it is the first
+                request.first_token_s = now_s
 
 
-def deliver(
-    rows: IntArray,
-    num_tokens: IntArray,
-    now_s: float,
-    num_output: IntArray,
-    first_token_s: FloatArray,
-    last_token_s: FloatArray,
-) -> None:
+@entry
+def deliver(requests: Records, rows: IntArray, num_tokens: IntArray, now_s: float) -> None:
     """Each row has received so many tokens now."""
     for place in range(len(rows)):
-        row = rows[place]
-        num_output[row] += num_tokens[place]
-        last_token_s[row] = now_s
-        if first_token_s[row] != first_token_s[row]:
-            first_token_s[row] = now_s
+        request = requests[rows[place]]
+        request.num_output += num_tokens[place]
+        request.last_token_s = now_s
+        if request.first_token_s != request.first_token_s:
+            request.first_token_s = now_s
 
 
-@functools.cache
-def load() -> SimpleNamespace:
-    """The loops by name; call before the first step."""
-    return compile_loops(sum_tokens, least, begin, end, deliver)
+def warm_up(requests: Records) -> None:
+    """Compile what is not yet compiled; takes a second the first time on a machine."""
+    none = np.empty(0, dtype=np.int64)
+    sum_tokens(requests, none)
+    shortest_tpot_s(requests, none)
+    begin(requests, none)
+    end(requests, none, none, none, 0.0)
+    deliver(requests, none, none, 0.0)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sola_sched.core import loops
-from sola_sched.core.compiled import BoolArray, FloatArray, IntArray
+from sola_sched.core.compiled import BoolArray, FloatArray, IntArray, Records, records_of
 from sola_sched.core.services import Services
 from sola_sched.core.traffic import RecentTraffic
 from sola_sched.cost.model import CostModel
@@ -34,39 +34,42 @@ _LIKELY = (0.1, 0.3, 0.5, 0.7, 0.9)
 FREE, WAITING, PREFILL, DECODE, PARKED = 0, 1, 2, 3, 4
 _NUM_PHASES = 5
 
-#: Name to type and default; a column of several numbers a row is 2-D.
-_COLUMNS: dict[str, tuple[type, Any]] = {
-    "phase": (np.int8, FREE),
-    "serial": (np.int64, -1),
-    "arrival_s": (np.float64, 0.0),
-    "ttft_s": (np.float64, np.inf),
+#: A request: types of its fields and what they are at first, in the order in which they are read.
+_FIELDS: dict[str, tuple[Any, Any]] = {
+    "num_prompt": (np.int64, 0),
+    "num_output": (np.int64, 0),
+    "num_in_flight": (np.int64, 0),
+    "max_tokens": (np.int64, 0),
+    "first_token_s": (np.float64, np.nan),
+    "last_token_s": (np.float64, np.nan),
     "due_s": (np.float64, np.inf),
     "tpot_s": (np.float64, np.inf),
-    "e2e_s": (np.float64, np.inf),
     "e2e_due_s": (np.float64, np.inf),
+    "arrival_s": (np.float64, 0.0),
+    "ttft_s": (np.float64, np.inf),
+    "num_computed": (np.int64, 0),
+    "prefill_target": (np.int64, 0),
     "weight": (np.float64, 1.0),
     "priority": (np.int64, 0),
     "service": (np.int64, 0),
-    "queue_pos": (np.int64, 0),
-    "num_prompt": (np.int64, 0),
-    "max_tokens": (np.int64, 0),
     "length_class": (np.int32, 0),
-    "num_computed": (np.int64, 0),
-    "prefill_target": (np.int64, 0),
-    "num_output": (np.int64, 0),
-    "num_in_flight": (np.int64, 0),
-    "first_token_s": (np.float64, np.nan),
-    "last_token_s": (np.float64, np.nan),
+    "phase": (np.int8, FREE),
+    "serial": (np.int64, -1),
     "num_preemptions": (np.int64, 0),
-    "predicted": (np.float64, np.full(NUM_LEVELS, np.nan)),
+    "e2e_s": (np.float64, np.inf),
+    "queue_pos": (np.int64, 0),
     "ewt_s": (np.float64, np.nan),
+    "predicted": ((np.float64, NUM_LEVELS), np.full(NUM_LEVELS, np.nan)),
 }
+#: The record of a request.
+REQUEST = np.dtype([(name, kind) for name, (kind, _) in _FIELDS.items()], align=True)
 
 
 class RequestTable:
-    """One row per live request, one numpy column per quantity; rows are reused.
+    """One record (`REQUEST`) per live request; rows are reused.
 
-    Columns (all of length `capacity`; `predicted` is [capacity, 10]):
+    Compiled functions take `records`. Python reads and writes columns, which are views of it, all
+    of length `capacity` (`predicted` is [capacity, 10]):
         phase: FREE, WAITING (no KV on the accelerator), PREFILL, DECODE, or PARKED (out of the
             planner's hands, e.g. while a connector loads its KV). Written by `move` alone.
         serial: Number of the request, counted from 0: tells two requests in one row apart.
@@ -94,6 +97,7 @@ class RequestTable:
             nobody has estimated it.
 
     Attributes:
+        records: All of it, [capacity].
         num_predicted: Live rows with a prediction.
         num_added: Rows given so far.
         epoch: Moves with every event that changes who is there, their phases, or what is known
@@ -101,6 +105,7 @@ class RequestTable:
         num_in_phase: Live rows by phase.
     """
 
+    records: Records
     phase: NDArray[np.int8]
     serial: IntArray
     arrival_s: FloatArray
@@ -132,11 +137,10 @@ class RequestTable:
         self.req_id: list[str | None] = [None] * capacity
         self.num_predicted = self.num_added = self.epoch = 0
         self.num_in_phase = [0] * _NUM_PHASES
-        self._loops = loops.load()
         self._free = list(range(capacity - 1, -1, -1))
-        for name in _COLUMNS:
-            setattr(self, name, _column(name, capacity))
-        self._defaults = self._by_column()
+        self._new = _new_records(1)[0]
+        self._put(_new_records(capacity))
+        loops.warm_up(self.records)
 
     def __len__(self) -> int:
         return len(self.row_of)
@@ -154,8 +158,7 @@ class RequestTable:
         row = self._free.pop()
         self.row_of[req_id] = row
         self.req_id[row] = req_id
-        for column, default in self._defaults:
-            column[row] = default
+        self.records[row] = self._new
         self.serial[row] = self.num_added
         self.num_added += 1
         self.move(row, WAITING)
@@ -184,15 +187,15 @@ class RequestTable:
 
     def num_tokens(self, rows: IntArray) -> int:
         """Prompt and delivered output tokens of these rows, in sum."""
-        return int(self._loops.sum_tokens(rows, self.num_prompt, self.num_output))
+        return int(loops.sum_tokens(self.records, rows))
 
     def shortest_tpot_s(self, rows: IntArray) -> float:
         """The shortest TPOT target of these rows, inf for none."""
-        return float(self._loops.least(rows, self.tpot_s))
+        return float(loops.shortest_tpot_s(self.records, rows))
 
     def begin(self, rows: IntArray) -> int:
         """A step that samples a token of each of these rows is in flight; their `num_tokens`."""
-        return int(self._loops.begin(rows, self.num_prompt, self.num_output, self.num_in_flight))
+        return int(loops.begin(self.records, rows))
 
     def end(
         self, rows: IntArray, more: Sequence[int], gone: Sequence[int], now_s: float | None
@@ -204,16 +207,12 @@ class RequestTable:
             gone: Those of them that have ended since: their rows may be another request's by now.
             now_s: When it ended; None if the tokens are told by `deliver`.
         """
-        self._loops.end(
-            rows, _rows_of(more), _rows_of(gone), math.nan if now_s is None else now_s,
-            self.num_in_flight, self.num_output, self.first_token_s, self.last_token_s,
-        )  # fmt: skip
+        end_s = math.nan if now_s is None else now_s
+        loops.end(self.records, rows, _rows_of(more), _rows_of(gone), end_s)
 
     def deliver(self, rows: IntArray, now_s: float, num_tokens: IntArray) -> None:
         """These rows, each once, have received so many output tokens now."""
-        self._loops.deliver(
-            rows, num_tokens, now_s, self.num_output, self.first_token_s, self.last_token_s
-        )
+        loops.deliver(self.records, rows, num_tokens, now_s)
 
     def check_integrity(self) -> None:
         """Assert that rows, names and free list agree (for tests and debug runs)."""
@@ -235,24 +234,25 @@ class RequestTable:
         self.capacity = 2 * old
         self._free = list(range(self.capacity - 1, old - 1, -1))
         self.req_id.extend([None] * old)
-        for name in _COLUMNS:
-            fresh = _column(name, self.capacity)
-            fresh[:old] = getattr(self, name)
-            setattr(self, name, fresh)
-        self._defaults = self._by_column()
+        records = _new_records(self.capacity)
+        records[:old] = self.records
+        self._put(records)
 
-    def _by_column(self) -> list[tuple[NDArray[Any], Any]]:
-        """Every column and its default."""
-        return [(getattr(self, name), default) for name, (_, default) in _COLUMNS.items()]
+    def _put(self, records: Records) -> None:
+        self.records = records
+        for name in _FIELDS:
+            setattr(self, name, np.asarray(records[name]))
 
 
 def _rows_of(rows: Sequence[int]) -> IntArray:
     return np.array(rows, dtype=np.int64) if rows else _NO_ROWS
 
 
-def _column(name: str, capacity: int) -> NDArray[Any]:
-    dtype, default = _COLUMNS[name]
-    return np.full((capacity, *np.shape(default)), default, dtype=dtype)
+def _new_records(count: int) -> Records:
+    records = records_of(REQUEST, count)
+    for name, (_, default) in _FIELDS.items():
+        records[name] = default
+    return records
 
 
 class LengthModel(Protocol):

@@ -33,7 +33,6 @@ from sola_sched.planner import Planner, make_planner, pass_through
 from sola_sched.reports import load
 from sola_sched.reports.log import IntervalLog, engine_stats, waits_for_slots_alone
 from sola_sched.vllm_adapter.booking import BookingMixin, tells_of_failed_loads
-from sola_sched.vllm_adapter.compiled import let_vllm_look_through_llvmlite
 from sola_sched.vllm_adapter.engine_facts import differences, facts_of
 from sola_sched.vllm_adapter.guard import Guard
 from sola_sched.vllm_adapter.guarded_queue import GuardedQueue
@@ -99,7 +98,6 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
             config.shares,
         )
         self.sola_planner = self._new_planner()
-        let_vllm_look_through_llvmlite()
         self.sola_predictions = make_client(config, self.vllm_config.model_config)
         self._honours_priority = self.policy == SchedulingPolicy.PRIORITY
         self.waiting = GuardedQueue(

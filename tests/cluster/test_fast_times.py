@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ from hypothesis import strategies as st
 
 from sola_sched.cost.model import Coefficients, CostModel
 from sola_sched.errors import ConfigError
-from sola_sched.planner.attain import tuning
-from sola_sched.simulator.cluster.fast import jit, times
+from sola_sched.simulator.cluster.fast import times
 from sola_sched.simulator.cluster.step_model import BatchTime
 from sola_sched.simulator.steps.profile import load_step_profile
 from sola_sched.simulator.steps.time import DecodeOnly, MeasuredStepTime, StepTimeModel
@@ -77,17 +75,3 @@ def test_so_do_decodes_and_prompts_alone(
 def test_a_step_time_of_another_class_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"StepTimeModel, StepTables, .*got function"):
         times.pack(BatchTime(lambda output, requests: 1.0))  # type: ignore[arg-type]
-
-
-def test_machine_code_of_other_sources_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    changed = tmp_path / "tuning.py"
-    changed.write_text("near = 0.7")
-    folder = jit._folder.__wrapped__()
-    monkeypatch.setattr(tuning, "__file__", str(changed))
-
-    assert Path(folder).is_relative_to(tmp_path)
-    assert jit._folder.__wrapped__() != folder
-    assert jit._folder.__wrapped__() == jit._folder.__wrapped__()

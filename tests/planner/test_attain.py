@@ -17,11 +17,8 @@ from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.traffic import NUM_REMEMBERED
 from sola_sched.cost.model import CostModel
 from sola_sched.planner import make_planner
-from sola_sched.planner.attain import AttainTuning
-from sola_sched.planner.attain.best_effort import Account, serve_lost
-from sola_sched.planner.attain.entry import let_in
-from sola_sched.planner.attain.lost import judge
-from sola_sched.planner.attain.pace import find_pace
+from sola_sched.planner.attain.lost import most_lent_s
+from sola_sched.planner.attain.records import LOST, MAY, ORDER
 from sola_sched.planner.base import peak_tokens
 from sola_sched.prediction.length import LengthPrediction
 
@@ -55,26 +52,25 @@ def test_the_worked_step_of_the_docstring_comes_out_as_it_says() -> None:
     b.waiting("P", waited_s=0.85, prompt=600)
     b.waiting("Q", waited_s=0.80, prompt=1000)
     b.waiting("R", waited_s=0.78, prompt=500)
-    state, tuning = b.build(), AttainTuning()
+    planner = make_attain(best_effort_share=0.05)
 
-    judged = judge(state, state.running, state.num_ahead, tuning, tile=128, keep=1.0)
-    assert judged.decodes.bank_s.tolist() == pytest.approx([0.2, 0.1, 0.2])
-    assert judged.decodes.lost.tolist() == [False, False, True]
-    assert judged.decodes.decode_s == pytest.approx(0.012, rel=1e-3)
-    pace = find_pace(judged, rejects=False)
-    assert pace.limit_s == pytest.approx(0.1)
-    assert b.names(judged.prefills.rows[pace.order]) == ["P", "R", "Q"]
-    assert pace.num_on_time == 2
-    entry = let_in(judged, pace, is_blocked=False)
-    assert b.names(judged.prefills.rows[entry.served]) == ["P", "R"]
-    assert b.names(judged.prefills.rows[entry.offered]) == ["Q"]
-    assert entry.tokens == 880
-    account = Account(share=0.05, most_s=tuning.most_credit_s)
-    share = serve_lost(judged, entry, pace.limit_s, account, rejects=False)
-    assert b.names(judged.decodes.rows[share.run]) == ["C"]
-    assert account.credit_s == pytest.approx(0.004, rel=1e-3)
+    plan = planner.plan(b.build())
+    step = planner.step
+    decodes, prefills = step.decodes[: step.at.num_decodes], step.prefills[: step.at.num_prefills]
+    assert decodes.bank_s.tolist() == pytest.approx([0.2, 0.1, 0.2])
+    assert decodes.is_lost.tolist() == [False, False, True]
+    assert step.at.decode_s == pytest.approx(0.012, rel=1e-3)
+    assert step.at.limit_s == pytest.approx(0.1)
+    order = step.lists[ORDER, : step.at.num_order]
+    assert b.names(prefills.row[order]) == ["P", "R", "Q"]
+    assert step.at.num_on_time == 2
+    may = step.lists[MAY]
+    assert b.names(prefills.row[may[: step.at.num_served]]) == ["P", "R"]
+    assert b.names(prefills.row[may[2 : 2 + step.at.num_offered]]) == ["Q"]
+    assert step.at.chunk == 880
+    assert b.names(decodes.row[step.lists[LOST, : step.at.lost_run]]) == ["C"]
+    assert planner.account.credit_s == pytest.approx(0.004, rel=1e-3)
 
-    plan = make_attain(best_effort_share=0.05).plan(state)
     assert plan.run is None  # all of them
     assert b.names(plan.admit) == ["P", "R", "Q"]
     assert plan.token_budget == 883
@@ -261,10 +257,11 @@ def test_a_decode_lends_only_what_half_of_what_steps_may_last_longer_brings_back
 def test_a_decode_without_tpot_target_lends_as_much_as_there_is_at_its_last_token_too() -> None:
     b = StateBuilder(left=1.0)
     b.decode("free", first_ago_s=0.0, out=1, slo=SloTarget(1.0, math.inf))
-    state = b.build()
-    judged = judge(state, state.running, state.num_ahead, AttainTuning(), tile=128, keep=1.0)
-    assert judged.decodes.left.tolist() == [1.0]
-    assert judged.decodes.most_lent_s() == math.inf
+    b.waiting("w", waited_s=0.0)
+    planner = make_attain()
+    planner.plan(b.build())
+    assert planner.step.decodes[:1].left.tolist() == [1.0]
+    assert most_lent_s.py_func(planner.step) == math.inf
 
 
 def test_nothing_is_lent_for_a_prompt_that_is_late_all_the_same() -> None:

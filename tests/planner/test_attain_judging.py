@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from states import NOW, SLO, StateBuilder
+from states import NOW, SLO, StateBuilder, make_attain, make_cost
 
 from sola_sched.config.slo import SloTarget
-from sola_sched.planner.attain import AttainTuning, lost
-from sola_sched.planner.attain.lost import Decodes
+from sola_sched.planner.attain import AttainTuning
+from sola_sched.planner.attain.records import Step
 
 #: TPOT, seconds; tokens since the first; steps ahead of its schedule; wait for the first, seconds.
 DECODES = st.lists(
@@ -24,9 +26,12 @@ DECODES = st.lists(
 )
 
 
-def decodes_of(builder: StateBuilder) -> Decodes:
-    state = builder.build()
-    return lost.judge_decodes(state, state.running, state.num_ahead, AttainTuning(), 1.0, 0)
+def judge(builder: StateBuilder) -> Step:
+    """What a plan finds of the decodes; a prompt without a target waits, so that one is made."""
+    builder.waiting("w", waited_s=0.0, slo=SloTarget(math.inf, math.inf))
+    planner = make_attain()
+    planner.plan(builder.build())
+    return planner.step
 
 
 @given(DECODES, st.sampled_from([1.0, 3.0, 500.0]))
@@ -41,24 +46,25 @@ def test_as_many_are_alive_as_bear_the_steps_of_all_of_them(decodes, left) -> No
             out=out,
             slo=SloTarget(SLO.ttft_s, tpot_s),
         )
-    judged, table, margin = decodes_of(b), b.table, AttainTuning().decode_margin
+    step, table, margin = judge(b), b.table, AttainTuning().decode_margin
+    at, judged = step.at, step.decodes[: step.at.num_decodes]
 
-    rows = judged.rows
+    rows = judged.row
     due_s = table.first_token_s[rows] + table.tpot_s[rows] * (table.num_output[rows] + left - 1)
     bears_s = (due_s - NOW) / left  # the longest mean step that ends in time
     on_time = table.first_token_s[rows] <= table.due_s[rows]
-    alive = ~judged.lost
+    alive = ~judged.is_lost
     assert not (alive & ~on_time).any()
-    assert judged.num_alive == alive.sum()
+    assert at.num_alive == alive.sum()
     if alive.any():
-        assert judged.bear_s == np.float64(judged.sustain_s[alive].min())
-        np.testing.assert_allclose(judged.bear_s, bears_s[alive].min(), rtol=1e-6, atol=1e-6)
-        assert margin * judged.decode_s <= judged.bear_s + 1e-9
+        assert at.bear_s == np.float64(judged.sustain_s[alive].min())
+        np.testing.assert_allclose(at.bear_s, bears_s[alive].min(), rtol=1e-6, atol=1e-6)
+        assert margin * at.decode_s <= at.bear_s + 1e-9
         least_s = np.minimum(judged.bank_s, judged.token_s)[alive].min()
-        assert judged.slack_s >= min(least_s, judged.decode_s)
-    given_up = on_time & judged.lost
+        assert at.slack_s >= min(least_s, at.decode_s)
+    given_up = on_time & judged.is_lost
     if given_up.any():  # with the best of them one more is a step too long for it
-        step_s = judged.state.cost.decode_s(judged.num_alive + 1.0, judged.ctx_alive)
+        step_s = make_cost().decode_s(at.num_alive + 1.0, at.ctx_alive)
         assert bears_s[given_up].max() < margin * float(step_s) + 1e-6
 
 
@@ -66,4 +72,4 @@ def test_lengths_decide_whether_one_behind_its_schedule_is_lost() -> None:
     for left, is_lost in ((2.0, True), (500.0, False)):
         builder = StateBuilder(left=left)
         builder.decode("behind", first_ago_s=2.0, out=19)  # the 20th token was due at 1.9 s
-        assert decodes_of(builder).lost.tolist() == [is_lost], left
+        assert judge(builder).decodes[:1].is_lost.tolist() == [is_lost], left

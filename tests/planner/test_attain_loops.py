@@ -1,4 +1,4 @@
-"""The loops of a plan of `attain`: who is on time by Moore-Hodgson, compiled or not."""
+"""Who is on time by Moore-Hodgson."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sola_sched.planner.attain import loops
+from sola_sched.planner.attain import pace
+from sola_sched.planner.attain.records import NEAR, NUM_LISTS, PREFILL, STEP, Step
 
 JOBS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 60)), min_size=1, max_size=6)
 
 
 def keep(
-    service: object,
-    deadline: object,
-    weight: object = None,
-    *,
-    rank: object = None,
-    loop: object = None,
+    service: object, deadline: object, weight: object = None, *, rank: object = None
 ) -> list[int]:
     """Numbers of the jobs kept, by (rank, deadline)."""
     service, deadline = (np.asarray(x, dtype=np.float64) for x in (service, deadline))
-    weight = service if weight is None else np.asarray(weight, dtype=np.float64)
     rank = np.zeros(len(service), dtype=np.int64) if rank is None else np.asarray(rank)
-    jobs = np.lexsort((deadline, rank))
+    at, prefills = np.zeros(1, STEP).view(np.recarray)[0], np.zeros(len(service), PREFILL)
+    prefills["service_s"], prefills["due_s"], prefills["rank"] = service, deadline, rank
+    prefills["weight_s"] = service if weight is None else weight
+    lists = np.zeros((NUM_LISTS, len(service)), dtype=np.int64)
+    jobs = lists[NEAR] = np.lexsort((deadline, rank))
+    at.num_near = len(jobs)
+    none = np.empty(0, dtype=np.int64)
+    jobs_of = prefills.view(np.recarray)
+    step = Step(at, None, None, None, None, jobs_of, lists, none, none)
     kept = np.zeros(len(service), dtype=np.bool_)
-    count = (loop or loops.load().keep_on_time)(
-        jobs, service, deadline, weight, rank, 1.0, 0.0, kept
-    )
+    count = pace._keep.py_func(step, 1.0, 0.0, True, kept)
     assert count == int(kept.sum())
     return [int(job) for job in jobs[kept]]
 
@@ -64,12 +65,6 @@ def test_a_higher_class_never_loses_a_job_to_a_lower_one(jobs: list[tuple[int, i
 
 def test_the_job_given_up_is_the_one_with_the_largest_weight() -> None:
     assert keep([5, 5, 5], [10, 10, 10], [1, 9, 2]) == [0, 2]
-
-
-@given(JOBS)
-def test_compiled_and_not_the_same_are_kept(jobs: list[tuple[int, int]]) -> None:
-    service, deadline = zip(*jobs, strict=True)
-    assert keep(service, deadline) == keep(service, deadline, loop=loops.keep_on_time)
 
 
 def test_no_jobs() -> None:

@@ -2,331 +2,392 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import numpy as np
 
-from sola_sched.core.state import IntArray, blocks_of_step
-from sola_sched.planner.attain.entry import Entry, tokens_in
-from sola_sched.planner.attain.lost import Judged
+from sola_sched.core import state
+from sola_sched.core.compiled import compiled
+from sola_sched.planner.attain.entry import tokens_in
+from sola_sched.planner.attain.lost import is_rejected
+from sola_sched.planner.attain.pace import free_slots, token_room
+from sola_sched.planner.attain.records import (
+    ADMIT,
+    CHOSEN,
+    GIVING,
+    LOST,
+    MAY,
+    NEAR,
+    PREEMPT,
+    insert,
+    is_in,
+)
+from sola_sched.planner.attain.times import chunk_s, decode_s
+
+_blocks_of_step = compiled(state.blocks_of_step)
+#: Credit of this share of the most counts as full: it has been waiting to be spent.
+_FULL = 0.99
 
 
-@dataclass(slots=True)
-class Account:
-    """The guaranteed share of engine time of the lost.
-
-    Attributes:
-        share: In [0, 1).
-        most_s: Credit never exceeds this, in either direction: no burst of lost requests.
-        credit_s: Engine time earned and not yet spent, seconds.
-        is_blocked: The oldest lost request has full credit but neither slot nor memory: nobody
-            else is admitted until it has.
-        unseen_s: Engine time of steps in which nobody looked whether a lost request waits.
-    """
-
-    share: float
-    most_s: float
-    credit_s: float = 0.0
-    is_blocked: bool = False
-    unseen_s: float = 0.0
-
-    def forget(self) -> None:
-        """Nobody is lost: credit is earned by those who wait for it, not kept for a burst."""
-        self.credit_s = min(self.credit_s, 0.0)
-        self.unseen_s = 0.0
-
-    def earn(self, elapsed_s: float) -> None:
-        """Book the share of the engine time that has passed while a lost request was there."""
-        earned_s = self.share * (self.unseen_s + elapsed_s)
-        self.credit_s, self.unseen_s = min(self.most_s, self.credit_s + earned_s), 0.0
-
-    def receive(self, seconds: float) -> None:
-        """Book service from what others left over: the share is a minimum, not an extra."""
-        self.credit_s = max(self.credit_s - seconds, -self.most_s)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no more credit can be earned: it has been waiting to be spent."""
-        return self.credit_s >= 0.99 * self.most_s
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What the lost get in a step.
-
-    Attributes:
-        run: Places of the lost decodes that take part.
-        prefills: Places of the lost prefills in the step.
-        tokens: Of their chunk.
-        is_alone: Whether nobody else computes a prompt beside them.
-    """
-
-    run: IntArray
-    prefills: IntArray
-    tokens: int = 0
-    is_alone: bool = False
-
-
-def serve_lost(
-    judged: Judged, entry: Entry, limit_s: float, account: Account, *, rejects: bool
-) -> Share:
+@compiled
+def serve_lost(step):
     """Serve the lost from what is left over, decodes before prompts, and the oldest on credit.
 
-    Args:
-        judged: The requests.
-        entry: The other prefills of the step.
-        limit_s: Time for the step, seconds.
-        account: Of the lost; what they get is booked.
-        rejects: Whether those without a first token in time will not be there any more.
+    Sets `lost_run`, how many of the lost decodes take part, of `LOST` from the first, and
+    `num_chosen` and `lost_tokens`, the prefills in `CHOSEN`; `is_alone` where nobody else computes
+    a prompt beside them. What they get is booked in the account.
     """
-    state, decodes, prefills = judged.state, judged.decodes, judged.prefills
+    at, account = step.at, step.account
     was_blocked, account.is_blocked = account.is_blocked, False
-    is_lost = ~prefills.feasible
-    if rejects:
-        is_lost = prefills.without_rejected(is_lost)
-    (places,), (held,) = is_lost.nonzero(), decodes.lost.nonzero()
-    if not len(places) and not len(held):
-        account.forget()
-        return Share(held, places)
-    account.earn(state.elapsed_s)
-    arrival_s = state.table.arrival_s
-    held = held[arrival_s[decodes.rows[held]].argsort(kind="stable")]
-    places = places[arrival_s[prefills.rows[places]].argsort(kind="stable")]
-    places = places[: judged.tuning.num_lost]
-    oldest_s = arrival_s[prefills.rows[places]].min(initial=np.inf)
-    num_older = int(np.count_nonzero(arrival_s[decodes.rows[held]] <= oldest_s))
-    step = _LostStep(judged, entry, limit_s, account)
-    num_run = step.add_decodes(held, num_older)
-    if len(places) and num_run >= num_older:
-        step.add_prefills(places.tolist())
-    if step.is_blocked:  # what others get from slack while the oldest finds no room is no debt
-        account.is_blocked = was_blocked or account.is_full
-    else:
-        account.receive(step.received_s)
-    chosen = np.array(step.chosen, dtype=np.int64)
-    return Share(held[:num_run], chosen, step.tokens, step.is_alone)
+    at.lost_run = at.num_chosen = at.lost_tokens = 0
+    at.is_alone = at.is_blocked = False
+    num_held, num_places = _list_lost_decodes(step), _list_lost_prefills(step)
+    if not num_held and not num_places:
+        # Credit is earned by those who wait for it, not kept for a burst.
+        account.credit_s, account.unseen_s = min(account.credit_s, 0.0), 0.0
+        return
+    _earn(step)
+    num_older = _num_older(step, num_held, num_places)
+    _find_leftovers(step)
+    _add_decodes(step, num_held, num_older)
+    if num_places and at.lost_run >= num_older:
+        _add_prefills(step, num_places)
+    if at.is_blocked:  # what others get from slack while the oldest finds no room is no debt
+        account.is_blocked = was_blocked or _is_full(step)
+    else:  # the share is a minimum, not an extra
+        account.credit_s = max(account.credit_s - at.received_s, -step.tuning.most_credit_s)
 
 
-class _LostStep:
-    """What the lost get in one step, and what is left over for the next of them.
+@compiled
+def _earn(step):
+    """Book the share of the engine time that has passed while a lost request was there."""
+    account, tuning = step.account, step.tuning
+    earned_s = tuning.share * (account.unseen_s + step.at.elapsed_s)
+    account.credit_s = min(tuning.most_credit_s, account.credit_s + earned_s)
+    account.unseen_s = 0.0
 
-    Attributes:
-        chosen, tokens, is_alone: The prefills, as in `Share`.
-        is_blocked: The oldest lost prefill finds neither slot nor memory, also of those that sit
-            out.
-        received_s: Time of what the others left over that they got, seconds.
+
+@compiled
+def _is_full(step):
+    tuning = step.tuning
+    return tuning.blocks and step.account.credit_s >= _FULL * tuning.most_credit_s
+
+
+@compiled
+def _list_lost_decodes(step):
+    """List them in `LOST`, by arrival; how many."""
+    at, line, count = step.at, step.lists[LOST], 0
+    keys = np.empty(at.num_decodes - at.num_alive)
+    for place in range(at.num_decodes):
+        if step.decodes[place].is_lost:
+            key = step.requests[step.decodes[place].row].arrival_s
+            count = insert(line, count, len(keys), place, keys, key)
+    return count
+
+
+@compiled
+def _list_lost_prefills(step):
+    """List the first of them in `NEAR`, by arrival; how many."""
+    at, line, count = step.at, step.lists[NEAR], 0
+    most = min(step.tuning.num_lost, len(line))
+    keys = np.empty(most)
+    for place in range(at.num_prefills):
+        prefill = step.prefills[place]
+        if not prefill.is_feasible and not is_rejected(step, place):
+            key = step.requests[prefill.row].arrival_s
+            count = insert(line, count, most, place, keys, key)
+    return count
+
+
+@compiled
+def _num_older(step, num_held, num_places):
+    """How many of the lost decodes came before any lost prefill."""
+    count, oldest_s = 0, np.inf
+    if num_places:
+        oldest_s = step.requests[step.prefills[step.lists[NEAR, 0]].row].arrival_s
+    for i in range(num_held):
+        count += step.requests[step.decodes[step.lists[LOST, i]].row].arrival_s <= oldest_s
+    return count
+
+
+@compiled
+def _blocks(step, place):
+    """KV blocks of a prefill when it has ended, and one to spare."""
+    prefill = step.prefills[place]
+    return (prefill.new + prefill.has) / step.at.block_size + 1.0
+
+
+@compiled
+def _find_leftovers(step):
+    """What the others of the step leave over: time, tokens, slots and blocks.
+
+    `slots` and `free` are free, `held_slots` and `held_blocks` those of decodes that sit out;
+    `num_starts` others start, and `starting` are their blocks.
     """
+    at, may = step.at, step.lists[MAY]
+    at.num_starts, at.starting, at.received_s = 0, 0.0, 0.0
+    for i in range(at.num_served):
+        if may[i] >= at.num_started:
+            at.num_starts += 1
+            at.starting += _blocks(step, may[i])
+    at.room, at.spare_s = token_room(at) - at.chunk, 0.0
+    if not at.has_backlog:
+        at.spare_s = at.limit_s - at.decode_s - chunk_s(at, float(at.chunk), 0.0)
+    at.slots = free_slots(at) - at.num_starts
+    at.free = at.num_free_blocks - at.starting
+    at.held_slots, ctx = at.num_decodes - at.num_alive, 0
+    for place in range(at.num_decodes):
+        if step.decodes[place].is_lost:
+            ctx += step.decodes[place].ctx
+    at.held_blocks = ctx / at.block_size
 
-    def __init__(self, judged: Judged, entry: Entry, limit_s: float, account: Account) -> None:
-        self.judged, self.account, self.limit_s = judged, account, limit_s
-        state, decodes, prefills = judged.state, judged.decodes, judged.prefills
-        self.chosen: list[int] = []
-        self.tokens, self.received_s = 0, 0.0
-        self.is_alone = self.is_blocked = False
-        self._starts = entry.served[entry.served >= prefills.num_started]
-        self._room, self._entry_tokens = judged.token_room - entry.tokens, entry.tokens
-        self._spare_s = 0.0
-        if not entry.has_backlog:
-            chunk_s = float(state.cost.prefill_marginal_s(float(entry.tokens), 0.0))
-            self._spare_s = limit_s - decodes.decode_s - chunk_s
-        self._blocks = prefills.size / state.block_size + 1.0  # one to spare
-        self._starting = float(self._blocks[self._starts].sum())
-        # Free, and what decodes that sit out could give.
-        self._slots = judged.num_free_slots - len(self._starts)
-        self._free = state.num_free_blocks - self._starting
-        self._held_slots = decodes.num_lost
-        self._held_blocks = float(decodes.ctx[decodes.lost].sum()) / state.block_size
 
-    def add_decodes(self, held: IntArray, num_older: int) -> int:
-        """How many of the lost decodes, by arrival, go on in what is left over.
+@compiled
+def _add_decodes(step, num_held, num_older):
+    """Let the first of the lost decodes, by arrival, go on in what is left over.
 
-        Of the `num_older` that came before any lost prefill also those that credit pays for. Of
-        the others none whose slot or KV those who start may need.
-        """
-        decodes, state = self.judged.decodes, self.judged.state
-        if not len(held):
-            return 0
-        added_s = state.cost.decode_s(2.0, decodes.ctx[held]) - state.cost.decode_s(1.0, 0.0)
-        ends_s = added_s.cumsum()
-        can = max(0, min(self._room // state.tokens_per_decode, len(held) + min(0, self._slots)))
-        if self._free < len(decodes.rows):
-            can = 0
-        count = int(ends_s.searchsorted(self._spare_s, side="right"))
-        count = min(count, max(can, num_older))
-        if count:
-            self.received_s = float(ends_s[count - 1])
-            self._spare_s -= self.received_s
-        while count < num_older and self.account.credit_s > 0.0:
-            self.account.credit_s -= float(added_s[count])
-            count += 1
-        self._room -= count * state.tokens_per_decode
-        self._held_slots -= count
-        self._held_blocks -= float(decodes.ctx[held[:count]].sum()) / state.block_size
-        return count
+    Of the `num_older` that came before any lost prefill also those that credit pays for. Of the
+    others none whose slot or KV those who start may need.
+    """
+    at, account = step.at, step.account
+    if not num_held:
+        return
+    can = max(0, min(at.room // at.tokens_per_decode, num_held + min(0, at.slots)))
+    if at.free < at.num_decodes:
+        can = 0
+    most, ends_s, count = max(can, num_older), 0.0, 0
+    while count < num_held:
+        more_s = ends_s + _added_s(step, count)
+        if count == most or more_s > at.spare_s:
+            break
+        ends_s = more_s
+        count += 1
+    at.received_s = ends_s
+    at.spare_s -= ends_s
+    while count < num_older and account.credit_s > 0.0:
+        account.credit_s -= _added_s(step, count)
+        count += 1
+    at.room -= count * at.tokens_per_decode
+    at.held_slots -= count
+    ctx = 0
+    for i in range(count):
+        ctx += step.decodes[step.lists[LOST, i]].ctx
+    at.held_blocks -= ctx / at.block_size
+    at.lost_run = count
 
-    def add_prefills(self, places: list[int]) -> None:
-        """The oldest of these, which are by arrival, and others that end in the step.
 
-        The oldest also in part, on credit, and for the KV of decodes that sit out. No prompt passes
-        an older one, but for those that have begun while the oldest finds no room.
-        """
-        judged, prefills = self.judged, self.judged.prefills
-        oldest, blocks = places[0], float(self._blocks[places[0]])
-        slots, free = self._slots + self._held_slots, self._free + self._held_blocks
-        has_room = oldest < prefills.num_started or (slots > 0 and free > blocks)
-        self.is_blocked = not has_room and (
-            slots + len(self._starts) <= 0 or free + self._starting <= blocks
-        )
-        if self.is_blocked:
-            places = [place for place in places if place < prefills.num_started]
-        tokens = self._left_over(places[0]) if places and (has_room or self.is_blocked) else 0
-        if not tokens and not self.is_blocked:
-            tokens = self._on_credit(oldest)
-            self.is_alone = tokens > 0
-        if not tokens:
+@compiled
+def _added_s(step, i):
+    """What one of the lost decodes adds to a step, seconds."""
+    ctx = step.decodes[step.lists[LOST, i]].ctx
+    return decode_s(step.at, 2.0, ctx) - decode_s(step.at, 1.0, 0.0)
+
+
+@compiled
+def _add_prefills(step, count):
+    """The oldest of the lost prefills, and others that end in the step.
+
+    The oldest also in part, on credit, and for the KV of decodes that sit out. No prompt passes an
+    older one, but for those that have begun while the oldest finds no room.
+    """
+    at, places = step.at, step.lists[NEAR]
+    oldest = first = places[0]
+    blocks = _blocks(step, oldest)
+    slots, free = at.slots + at.held_slots, at.free + at.held_blocks
+    has_room = oldest < at.num_started or (slots > 0 and free > blocks)
+    at.is_blocked = not has_room and (slots + at.num_starts <= 0 or free + at.starting <= blocks)
+    if at.is_blocked:
+        num_begun = 0
+        for i in range(count):
+            if places[i] < at.num_started:
+                places[num_begun] = places[i]
+                num_begun += 1
+        count = num_begun
+        first = places[0]
+    tokens = _left_over(step, first) if count and (has_room or at.is_blocked) else 0
+    if not tokens and not at.is_blocked:
+        tokens = _on_credit(step, oldest)
+        at.is_alone = tokens > 0
+    if not tokens:
+        return
+    if at.is_alone:
+        at.slots += at.num_starts
+        at.free += at.starting
+        at.room += at.chunk
+        # With the next ones, as far as such a step costs anyway.
+        at.spare_s = min(at.limit_s, 2.0 * at.mixed_s) - at.mixed_s
+    _take(step, first, tokens)
+    if at.is_alone:
+        at.spare_s = min(at.spare_s, step.account.credit_s)
+    if tokens < step.prefills[first].new or not step.tuning.serves_lost_together:
+        return  # nothing comes between the chunks of one
+    for i in range(1, count):
+        if not _ends_beside(step, places[i]):
             return
-        if self.is_alone:
-            self._slots += len(self._starts)
-            self._free += self._starting
-            self._room += self._entry_tokens
-            # With the next ones, as far as such a step costs anyway.
-            self._spare_s = min(self.limit_s, 2.0 * judged.mixed_s) - judged.mixed_s
-        self._take(places[0], tokens)
-        if self.is_alone:
-            self._spare_s = min(self._spare_s, self.account.credit_s)
-        for place in places[1:]:  # nothing comes between the chunks of one
-            if tokens < prefills.new[places[0]] or not self._ends_beside(place):
-                break
-            self._take(place, int(prefills.new[place]))
-
-    def _left_over(self, place: int) -> int:
-        """Tokens of one for which what is left over is enough.
-
-        None if it has begun, would go on later, and others start: vLLM serves running requests
-        before waiting ones, so that it would get their tokens too.
-        """
-        prefills, decode_s = self.judged.prefills, self.judged.decodes.decode_s
-        tokens = self._tokens_in(place, decode_s + self._spare_s, self._room)
-        goes_on = place < prefills.num_started and tokens < prefills.new[place]
-        return 0 if goes_on and len(self._starts) else tokens
-
-    def _ends_beside(self, place: int) -> bool:
-        """Whether one ends in this step and displaces nobody."""
-        prefills = self.judged.prefills
-        if prefills.service_s[place] > self._spare_s or prefills.new[place] > self._room:
-            return False
-        if prefills.chunk[place] < prefills.new[place]:
-            return False
-        has_room = self._slots > 0 and self._blocks[place] <= self._free
-        return place < prefills.num_started or has_room
-
-    def _take(self, place: int, tokens: int) -> None:
-        """Put a chunk into the step."""
-        prefills = self.judged.prefills
-        has = float(prefills.has[place])
-        chunk_s = float(self.judged.state.cost.prefill_marginal_s(float(tokens), has))
-        self._room -= tokens
-        self._spare_s -= chunk_s
-        if self.chosen or not self.is_alone:  # the first one alone is paid for
-            self.received_s += chunk_s
-        self.chosen.append(place)
-        self.tokens += tokens
-        if place >= prefills.num_started:
-            self._slots -= 1
-            self._free -= float(self._blocks[place])
-
-    def _tokens_in(self, place: int, limit_s: float, room: int) -> int:
-        """Tokens of one that a step of `limit_s` has time for; all or none of a whole prompt."""
-        prefills, is_whole = self.judged.prefills, not self.judged.state.chunks_prefills
-        need = int(prefills.chunk[place])
-        ends = [float(need)] if is_whole else []
-        tokens = min(need, tokens_in(self.judged, limit_s, room, float(prefills.has[place]), ends))
-        return 0 if is_whole and tokens < need else tokens
-
-    def _on_credit(self, place: int) -> int:
-        """Tokens of one in a step without other prefills that the credit pays for; pays."""
-        judged, account, prefills = self.judged, self.account, self.judged.prefills
-        state, row = judged.state, prefills.rows[place]
-        if account.credit_s <= 0 or self._is_upper_there(row):
-            return 0
-        need, has = int(prefills.chunk[place]), float(prefills.has[place])
-        tokens = self._tokens_in(place, self.limit_s, self._room + self._entry_tokens)
-        if not tokens and account.is_full:
-            tokens = min(need, judged.tile) if state.chunks_prefills else need
-        price_s = float(state.cost.prefill_marginal_s(float(tokens), has))
-        if place >= prefills.num_started and state.table.num_preemptions[row]:
-            # Its place in memory is worth what computing the KV that comes back would be.
-            price_s = float(state.cost.prefill_marginal_s(tokens + has, 0.0))
-        if not tokens or (account.credit_s < price_s and not account.is_full):
-            return 0
-        account.credit_s -= price_s
-        return tokens
-
-    def _is_upper_there(self, row: int) -> bool:
-        """Whether a prefill of a higher class would have to wait for this one."""
-        state, prefills = self.judged.state, self.judged.prefills
-        if not state.has_ranks:
-            return False
-        rank = state.rank_of(np.append(prefills.rows[prefills.feasible], row))
-        return bool((rank[:-1] < rank[-1]).any())
+        _take(step, places[i], int(step.prefills[places[i]].new))
 
 
-def find_victims(
-    judged: Judged, admit: IntArray, lost: Share, served: IntArray, share: float
-) -> IntArray:
-    """Lost requests that leave for the slots and blocks this step needs, the youngest first.
+@compiled
+def _left_over(step, place):
+    """Tokens of one for which what is left over is enough.
 
-    Those that sit out and, with swapping, decodes that run on what is left over.
-
-    Args:
-        judged: The requests.
-        admit: Rows that start in the step.
-        lost: What the lost get.
-        served: Places of all prefills in the step.
-        share: Of the engine time that is the lost's.
+    None if it has begun, would go on later, and others start: vLLM serves running requests before
+    waiting ones, so that it would get their tokens too.
     """
-    state, decodes, prefills = judged.state, judged.decodes, judged.prefills
-    table, num_started = state.table, prefills.num_started
-    if prefills.num_kept == num_started and decodes.num_alive == len(decodes.rows):
-        return admit[:0]
-    most = 1 + state.tokens_per_decode // state.block_size  # blocks of a decode
-    if not len(admit) and state.num_free_blocks > most * len(decodes.rows):
-        return admit
-    is_held = decodes.lost.copy()
-    is_held[_safe(judged, lost.run, share)] = False
-    is_pending = ~prefills.feasible[:num_started]
-    is_pending[served[served < num_started]] = False
-    pending = prefills.rows[is_pending.nonzero()[0]]
-    held: IntArray = np.concatenate([decodes.rows[is_held], pending])
-    if not len(held):
-        return held
-    tokens = table.num_prompt[decodes.rows] + table.num_output[decodes.rows]
-    size = np.concatenate([tokens[is_held], table.num_computed[pending]])
-    stay = decodes.ctx[~is_held]
-    blocks = int(blocks_of_step(stay, state.tokens_per_decode, state.block_size).sum())
-    blocks += int(np.ceil(table.prefill_target[admit] / state.block_size).sum()) + 1
-    order = np.argsort(-table.arrival_s[held], kind="stable")
-    freed = (-(-size[order] // state.block_size)).cumsum()
-    count = max(0, len(admit) - judged.num_free_slots)
-    short = blocks - state.num_free_blocks
-    if short > 0:
-        count = max(count, int(freed.searchsorted(short, side="left")) + 1)
-    victims: IntArray = held[order[:count]]
-    return victims
+    at = step.at
+    tokens = _tokens_in(step, place, at.decode_s + at.spare_s, at.room)
+    goes_on = place < at.num_started and tokens < step.prefills[place].new
+    return 0 if goes_on and at.num_starts else tokens
 
 
-def _safe(judged: Judged, run: IntArray, share: float) -> IntArray:
-    """Of the lost decodes that run, those that no other request displaces.
+@compiled
+def _ends_beside(step, place):
+    """Whether one ends in this step and displaces nobody."""
+    at, prefill = step.at, step.prefills[place]
+    if prefill.service_s > at.spare_s or prefill.new > at.room or prefill.chunk < prefill.new:
+        return False
+    return place < at.num_started or (at.slots > 0 and _blocks(step, place) <= at.free)
+
+
+@compiled
+def _take(step, place, tokens):
+    """Put a chunk into the step."""
+    at = step.at
+    time_s = chunk_s(at, float(tokens), step.prefills[place].has)
+    at.room -= tokens
+    at.spare_s -= time_s
+    if at.num_chosen or not at.is_alone:  # the first one alone is paid for
+        at.received_s += time_s
+    step.lists[CHOSEN, at.num_chosen] = place
+    at.num_chosen += 1
+    at.lost_tokens += tokens
+    if place >= at.num_started:
+        at.slots -= 1
+        at.free -= _blocks(step, place)
+
+
+@compiled
+def _tokens_in(step, place, limit_s, room):
+    """Tokens of one that a step of `limit_s` has time for; all or none of a whole prompt."""
+    prefill, is_whole = step.prefills[place], not step.at.chunks_prefills
+    need = int(prefill.chunk)
+    ends = np.full(1 if is_whole else 0, float(need))
+    tokens = min(need, tokens_in(step, limit_s, room, prefill.has, ends))
+    return 0 if is_whole and tokens < need else tokens
+
+
+@compiled
+def _on_credit(step, place):
+    """Tokens of one in a step without other prefills that the credit pays for; pays."""
+    at, account, prefill = step.at, step.account, step.prefills[place]
+    if account.credit_s <= 0.0 or _is_upper_there(step, place):
+        return 0
+    need, has = int(prefill.chunk), prefill.has
+    tokens = _tokens_in(step, place, at.limit_s, at.room + at.chunk)
+    if not tokens and _is_full(step):
+        tokens = min(need, step.tuning.tile) if at.chunks_prefills else need
+    price_s = chunk_s(at, float(tokens), has)
+    if place >= at.num_started and step.requests[prefill.row].num_preemptions:
+        # Its place in memory is worth what computing the KV that comes back would be.
+        price_s = chunk_s(at, tokens + has, 0.0)
+    if not tokens or (account.credit_s < price_s and not _is_full(step)):
+        return 0
+    account.credit_s -= price_s
+    return tokens
+
+
+@compiled
+def _is_upper_there(step, place):
+    """Whether a prefill of a higher class would have to wait for this one."""
+    if not step.at.has_ranks:
+        return False
+    rank = step.prefills[place].rank
+    for other in range(step.at.num_prefills):
+        if step.prefills[other].is_feasible and step.prefills[other].rank < rank:
+            return True
+    return False
+
+
+# Who leaves -------------------------------------------------------------------------------------
+
+
+@compiled
+def find_victims(step):
+    """List in `PREEMPT` the lost requests that leave for the slots and blocks this step needs.
+
+    The youngest first, of those that sit out and, with swapping, of decodes that run on what is
+    left over; no more than are needed.
+    """
+    at, num_before = step.at, step.at.num_preempt
+    if at.num_kept == at.num_started and at.num_alive == at.num_decodes:
+        return
+    most = 1 + at.tokens_per_decode // at.block_size  # blocks of a decode
+    if not at.num_admit and at.num_free_blocks > most * at.num_decodes:
+        return
+    num_held = _list_giving(step)
+    if not num_held:
+        return
+    blocks = 1
+    for place in range(at.num_decodes):
+        decode = step.decodes[place]
+        if not decode.is_lost or decode.is_safe:
+            blocks += _blocks_of_step(decode.ctx, at.tokens_per_decode, at.block_size)
+    for i in range(at.num_admit):
+        target = step.requests[step.lists[ADMIT, i]].prefill_target
+        blocks += -(-target // at.block_size)
+    count, short, freed = max(0, at.num_admit - free_slots(at)), blocks - at.num_free_blocks, 0
+    for i in range(num_held):
+        if i >= count and freed >= short:
+            break
+        row = step.lists[GIVING, i]
+        freed += -(-_kv_tokens(step, row) // at.block_size)
+        step.lists[PREEMPT, num_before + i] = row
+        at.num_preempt += 1
+
+
+@compiled
+def _kv_tokens(step, row):
+    """Tokens of KV that one holds for sure."""
+    request = step.requests[row]
+    if request.phase == state.DECODE:
+        return request.num_prompt + request.num_output
+    return request.num_computed
+
+
+@compiled
+def _list_giving(step):
+    """List in `GIVING` the rows of those that may leave, the last to arrive first; how many."""
+    at, line, count = step.at, step.lists[GIVING], 0
+    most = at.num_decodes + at.num_started
+    keys = np.empty(most)
+    _mark_safe(step)
+    for place in range(at.num_decodes):
+        decode = step.decodes[place]
+        if decode.is_lost and not decode.is_safe:
+            key = -step.requests[decode.row].arrival_s
+            count = insert(line, count, most, decode.row, keys, key)
+    may = step.lists[MAY]
+    for place in range(at.num_started):
+        prefill = step.prefills[place]
+        is_served = is_in(step.lists[CHOSEN], at.num_chosen, place)
+        is_served = is_served or (not at.is_alone and is_in(may, at.num_served, place))
+        if not prefill.is_feasible and not is_served:
+            key = -step.requests[prefill.row].arrival_s
+            count = insert(line, count, most, prefill.row, keys, key)
+    return count
+
+
+@compiled
+def _mark_safe(step):
+    """Mark the lost decodes that run and that no other request displaces.
 
     Without swapping all: they would lose their KV. With it, where memory is what is short, running
     on what is left over of the time must not keep it from those on time: the first by arrival
     stay, up to the share of the memory that the share of the time is.
     """
-    state, decodes = judged.state, judged.decodes
-    if state.reload_s_per_token == math.inf or not len(run):
-        return run
-    order: IntArray = run[state.table.arrival_s[decodes.rows[run]].argsort(kind="stable")]
-    room = share * state.num_blocks * state.block_size
-    count = int(decodes.ctx[order].cumsum().searchsorted(room, side="right"))
-    return order[: max(1, count)]
+    at, room = step.at, step.tuning.share * step.at.num_blocks * step.at.block_size
+    for place in range(at.num_decodes):
+        step.decodes[place].is_safe = False
+    ctx = 0
+    for i in range(at.lost_run):
+        decode = step.decodes[step.lists[LOST, i]]
+        ctx += decode.ctx
+        decode.is_safe = i == 0 or not at.keeps_kv or ctx <= room

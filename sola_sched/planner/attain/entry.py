@@ -2,70 +2,54 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from sola_sched.core.state import IntArray
-from sola_sched.planner.attain.lost import Judged
-from sola_sched.planner.attain.pace import Pace
-from sola_sched.planner.base import num_that_fit
+from sola_sched.core.compiled import compiled
+from sola_sched.planner.attain.lost import most_lent_s
+from sola_sched.planner.attain.pace import open_slots, token_room
+from sola_sched.planner.attain.records import MAY, ORDER
+from sola_sched.planner.attain.times import most_tokens
 
 #: Tokens and times are turned into each other and back.
 _ROUNDING = 1.0 + 1e-6
+_NO_ENDS = np.empty(0)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """The prefills of the step.
+@compiled
+def let_in(step):
+    """The first of `ORDER` that the step has time for and that find slots and memory.
 
-    Attributes:
-        served: Their places, in the order of service.
-        offered: Waiting ones beyond the chunk, in case a prefix cache leaves budget over.
-        tokens: Of the chunk.
-        has_backlog: Whether some that can be on time must wait for a later step.
+    Lists them in `MAY`: `num_served` of them, in the order of service, with `chunk` tokens in all;
+    then `num_offered` waiting ones beyond the chunk, in case a prefix cache leaves budget over.
+    Sets `has_backlog`, whether some that can be on time must wait for a later step.
     """
-
-    served: IntArray
-    offered: IntArray
-    tokens: int
-    has_backlog: bool
-
-
-def let_in(judged: Judged, pace: Pace, *, is_blocked: bool) -> Entry:
-    """The first of `pace.order` that the step has time for and that find slots and memory.
-
-    Args:
-        judged: The requests.
-        pace: The step.
-        is_blocked: Whether nobody may start for the time being.
-    """
-    order, tuning = pace.order, judged.tuning
-    may = admissible(judged, order[: tuning.num_examined], is_blocked=is_blocked)
-    if judged.state.chunks_prefills:
-        served, tokens, is_cut = _first_that_fit(judged, may, pace.limit_s)
+    at, tuning, may = step.at, step.tuning, step.lists[MAY]
+    num_order = min(at.num_order, tuning.num_examined)
+    count = find_admissible(step, step.lists[ORDER], num_order)
+    is_cut = False
+    if at.chunks_prefills:
+        is_cut = _take_first_that_fit(step, count)
     else:
-        (served, tokens), is_cut = _whole(judged, may, pace.limit_s), False
-    has_backlog = is_cut or len(served) < len(order)
-    offered, first = may[:0], judged.prefills.num_started
+        _take_whole(step, count)
+    at.has_backlog = is_cut or at.num_served < at.num_jobs
     # Budget is left over if those served hit a cache, not if they have begun.
-    if judged.state.chunks_prefills and (served >= first).any():
-        offered = may[len(served) : len(served) + tuning.num_spare_offers]
-        offered = offered[offered >= first]
-    return Entry(served, offered, tokens, has_backlog)
+    at.num_offered, is_one_starting = 0, False
+    for i in range(at.num_served):
+        is_one_starting = is_one_starting or may[i] >= at.num_started
+    if at.chunks_prefills and is_one_starting:
+        for i in range(at.num_served, min(count, at.num_served + tuning.num_spare_offers)):
+            if may[i] >= at.num_started:
+                may[at.num_served + at.num_offered] = may[i]
+                at.num_offered += 1
 
 
-def tokens_in(
-    judged: Judged, limit_s: float, room: int, has: float, ends: Sequence[float] = ()
-) -> int:
+@compiled
+def tokens_in(step, limit_s, room, has, ends):
     """Tokens of a chunk, at most `room`, beside the decodes on course in a step of `limit_s`.
 
     Args:
-        judged: The requests.
         limit_s: Time for the step, seconds.
         room: Tokens.
         has: Tokens that the request has computed.
@@ -74,101 +58,155 @@ def tokens_in(
     """
     if room <= 0 or math.isinf(limit_s):
         return max(0, room)
-    tokens = _most_tokens(judged, limit_s, has)
-    tuning = judged.tuning
-    step = judged.tile if tokens >= tuning.many_tiles * judged.tile else tuning.sub_tile
-    rounded = tokens // step * step
-    num_whole = bisect.bisect_right(ends, tokens * _ROUNDING)
-    if num_whole:
-        rounded = max(rounded, ends[num_whole - 1])
-    return int(min(room, rounded))
+    tokens, tuning = most_tokens(step.at, limit_s, has), step.tuning
+    is_long = tokens >= tuning.many_tiles * tuning.tile
+    multiple = tuning.tile if is_long else tuning.sub_tile
+    rounded = float(tokens // multiple * multiple)
+    for end in ends:
+        if end <= tokens * _ROUNDING:
+            rounded = max(rounded, end)
+    return min(room, int(rounded))
 
 
-def _most_tokens(judged: Judged, limit_s: float, has: float) -> float:
-    """Tokens of a prompt beside the decodes on course for which `limit_s` is enough time."""
-    decodes = judged.decodes
-    return judged.state.cost.max_prefill_tokens(
-        limit_s, decodes.num_alive, int(decodes.ctx_alive), has
-    )
-
-
-def _first_that_fit(judged: Judged, order: IntArray, limit_s: float) -> tuple[IntArray, int, bool]:
-    """The first of `order` that a step of `limit_s` has time for, their tokens in it, and whether
-    one of them needs more."""
-    if not len(order):
-        return order, 0, False
-    prefills, room = judged.prefills, judged.token_room
-    ends = list(itertools.accumulate(prefills.chunk[order].tolist()))
-    tokens = tokens_in(judged, limit_s, room, float(prefills.has[order[0]]), ends)
+@compiled
+def _take_first_that_fit(step, count):
+    """Serve the first of `MAY` that a step of `limit_s` has time for; whether one needs more."""
+    at, may = step.at, step.lists[MAY]
+    at.num_served = at.chunk = 0
+    if not count:
+        return False
+    ends = np.empty(count)
+    total = 0.0
+    for i in range(count):
+        total += step.prefills[may[i]].chunk
+        ends[i] = total
+    has = step.prefills[may[0]].has
+    tokens = tokens_in(step, at.limit_s, token_room(at), has, ends)
     if not tokens:
-        return order[:0], 0, False
-    last = min(len(order) - 1, bisect.bisect_left(ends, tokens))
-    served = order[: last + 1]
-    is_cut = tokens < ends[last] or bool((prefills.chunk[served] < prefills.new[served]).any())
-    return served, int(min(tokens, ends[last])), is_cut
+        return False
+    is_cut = False
+    while at.num_served < count and (at.num_served == 0 or ends[at.num_served - 1] < tokens):
+        prefill = step.prefills[may[at.num_served]]
+        is_cut = is_cut or prefill.chunk < prefill.new
+        at.num_served += 1
+    last = ends[at.num_served - 1]
+    at.chunk = int(min(float(tokens), last))
+    return is_cut or tokens < last
 
 
-def _whole(judged: Judged, order: IntArray, limit_s: float) -> tuple[IntArray, int]:
-    """Of `order` those that go whole into a step of `limit_s`, and their tokens.
+@compiled
+def _take_whole(step, count):
+    """Serve those of `MAY` that go whole into a step of `limit_s`.
 
     One that is too long is in nobody's way. The most urgent one goes alone, in a longer step,
     once all decodes can make up for that by their predicted ends.
     """
-    if not len(order):
-        return order, 0
-    prefills, decodes = judged.prefills, judged.decodes
-    first, room = int(order[0]), float(judged.token_room)
-    if not math.isinf(limit_s):
-        room = min(room, _most_tokens(judged, limit_s, float(prefills.has[first])) * _ROUNDING)
-    taken = []
-    for place in order.tolist():
-        if prefills.chunk[place] <= room:
-            taken.append(place)
-            room -= prefills.chunk[place]
-    if taken[:1] != [first]:
-        need_s = judged.mixed_s + float(prefills.service_s[first])
-        if need_s <= decodes.most_lent_s():
-            taken = [first]
-    return np.array(taken, dtype=np.int64), int(prefills.chunk[taken].sum())
+    at, may = step.at, step.lists[MAY]
+    at.num_served = at.chunk = 0
+    if not count:
+        return
+    first, room = may[0], float(token_room(at))
+    if not math.isinf(at.limit_s):
+        has = step.prefills[first].has
+        room = min(room, most_tokens(at, at.limit_s, has) * _ROUNDING)
+    is_first_in = step.prefills[first].chunk <= room
+    for i in range(count):
+        place = may[i]
+        if step.prefills[place].chunk <= room:
+            room -= step.prefills[place].chunk
+            may[at.num_served] = place
+            at.num_served += 1
+            at.chunk += int(step.prefills[place].chunk)
+    if not is_first_in and at.mixed_s + step.prefills[first].service_s <= most_lent_s(step):
+        may[0], at.num_served, at.chunk = first, 1, int(step.prefills[first].chunk)
 
 
 # Slots and memory ---------------------------------------------------------------------------
 
 
-def admissible(judged: Judged, candidates: IntArray, *, is_blocked: bool) -> IntArray:
-    """Those that have begun, and the first waiting ones that find slots and memory."""
-    state, num_started = judged.state, judged.prefills.num_started
-    waiting = [place for place in candidates.tolist() if place >= num_started]
-    if not waiting:
-        return candidates
-    count = 0
-    if state.has_ranks or not is_blocked:
-        count = max(0, min(len(waiting), judged.num_open_slots))
-        count = _num_with_memory(judged, waiting[:count])
-    if count == len(waiting):
-        return candidates
-    out = set(waiting[count:])
-    left: IntArray = candidates[[place not in out for place in candidates.tolist()]]
-    return left
+@compiled
+def find_admissible(step, line, count):
+    """List in `MAY` those of a line that have begun, and its first waiting ones that find slots
+    and memory; how many."""
+    at, may = step.at, step.lists[MAY]
+    num_waiting = 0
+    for i in range(count):
+        num_waiting += line[i] >= at.num_started
+    num_starts = 0
+    if at.has_ranks or not step.account.is_blocked:
+        num_starts = max(0, min(num_waiting, open_slots(at)))
+        num_starts = _num_with_memory(step, line, count, num_starts)
+    num_may = 0
+    for i in range(count):
+        if line[i] >= at.num_started:
+            num_starts -= 1
+        if line[i] < at.num_started or num_starts >= 0:
+            may[num_may] = line[i]
+            num_may += 1
+    return num_may
 
 
-def _num_with_memory(judged: Judged, waiting: list[int]) -> int:
-    """How many of `waiting` may start before the predicted peak of KV memory is too high."""
-    state, decodes, prefills = judged.state, judged.decodes, judged.prefills
-    need = sum(float(prefills.size[place]) for place in waiting) / state.block_size
-    used = 1.0 - (state.num_free_blocks - need) / max(1, state.num_blocks)
-    if not len(waiting) or used <= judged.tuning.memory_threshold:
-        return len(waiting)
-    alive, started = decodes.alive, prefills.rows[: prefills.num_started]
-    growing = np.concatenate([decodes.rows[alive], started])
-    ahead = np.zeros(len(growing) + len(waiting), dtype=np.int64)
-    ahead[: len(alive)] = decodes.ahead[alive]
-    rows = np.concatenate([growing, prefills.rows[waiting]])
-    most = state.table.num_prompt[rows] + state.table.num_output[rows] + ahead
-    most = most + state.most_remaining(rows, ahead)
-    capacity = judged.tuning.planned_memory * state.num_blocks * state.block_size
-    if most.sum() < capacity:  # all of it at once: no peak is higher
-        return len(waiting)
-    left = state.likely_remaining(rows, ahead)
-    places = np.array(waiting) - prefills.num_started
-    return num_that_fit(state, growing, places, left, ahead, share=judged.tuning.planned_memory)
+@compiled
+def _num_with_memory(step, line, count, num_starts):
+    """How many waiting ones may start before the predicted peak of KV memory is too high."""
+    at, tuning = step.at, step.tuning
+    need, num_found = 0.0, 0
+    for i in range(count):
+        if line[i] >= at.num_started and num_found < num_starts:
+            need += step.prefills[line[i]].new + step.prefills[line[i]].has
+            num_found += 1
+    used = 1.0 - (at.num_free_blocks - need / at.block_size) / max(1, at.num_blocks)
+    if not num_starts or used <= tuning.memory_threshold or not len(step.likely):
+        return num_starts
+    capacity = tuning.planned_memory * at.num_blocks * at.block_size
+    held, counts = np.zeros(_NUM_BUCKETS), np.zeros(_NUM_BUCKETS)
+    left = np.zeros(_NUM_BUCKETS)
+    num_growing = 0
+    for place in range(at.num_decodes):
+        decode = step.decodes[place]
+        if not decode.is_lost:
+            _add(step, decode.row, decode.ahead, place, held, counts, left)
+            num_growing += 1
+    for place in range(at.num_started):
+        _add(step, step.prefills[place].row, 0, at.num_decodes + place, held, counts, left)
+        num_growing += 1
+    num_found = 0
+    for i in range(count):
+        if line[i] >= at.num_started and num_found < num_starts:
+            row = step.prefills[line[i]].row
+            _add(step, row, 0, at.num_decodes + line[i], held, counts, left)
+            if _peak_tokens(held, counts, left) > capacity:
+                return num_found if num_found or num_growing else 1
+            num_found += 1
+    return num_starts
+
+
+#: Output lengths that are left are sorted into so many classes, eight for each factor of two.
+_NUM_BUCKETS = 18 * 8
+
+
+@compiled
+def _add(step, row, ahead, place, held, counts, left):
+    """Count a request, with each of the equally likely values of what it will still add."""
+    request = step.requests[row]
+    used = request.num_prompt + request.num_output + ahead
+    for value in step.likely[place]:
+        bucket = min(_NUM_BUCKETS - 1, int(8.0 * math.log2(max(value, 1.0))))
+        held[bucket] += used
+        counts[bucket] += 1.0
+        left[bucket] += value
+
+
+@compiled
+def _peak_tokens(held, counts, left):
+    """Largest KV need, in tokens, until every request has finished, as `base.peak_tokens`.
+
+    Requests with nearly the same left end together here, at the mean of it.
+    """
+    used = num = peak = 0.0
+    for bucket in range(_NUM_BUCKETS - 1, -1, -1):
+        if counts[bucket]:
+            used += held[bucket]
+            num += counts[bucket]
+            peak = max(peak, used + num * (left[bucket] / counts[bucket]))
+    return peak / 5.0

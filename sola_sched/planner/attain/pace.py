@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
 import numpy as np
 
-from sola_sched.core.state import BoolArray, FloatArray, IntArray
-from sola_sched.planner.attain.loops import load
-from sola_sched.planner.attain.lost import Judged
+from sola_sched.core.compiled import compiled
+from sola_sched.core.traffic import NUM_ENOUGH
+from sola_sched.planner.attain.lost import is_rejected, most_lent_s
+from sola_sched.planner.attain.records import NEAR, ORDER
+from sola_sched.planner.attain.times import chunk_s, decode_s
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """The length of the step, and whom it is for.
-
-    Attributes:
-        order: Places of the prefills that can be on time, in the order of service.
-        num_on_time: So many of them, from the first, are on time together.
-        limit_s: The longest step, seconds.
-    """
-
-    order: IntArray
-    num_on_time: int
-    limit_s: float
-
-
-def find_pace(judged: Judged, *, rejects: bool) -> Pace:
+@compiled
+def find_pace(step):
     """The longest step that keeps all decodes on course, and the most prefills on time in such.
 
     A step ends before the deadline of its first prefill: nobody gets a token earlier. Where
@@ -34,126 +22,226 @@ def find_pace(judged: Judged, *, rejects: bool) -> Pace:
     somebody is lost already they do so only if all that comes can be served: past that the time
     lent is missing later.
 
-    Args:
-        judged: The requests.
-        rejects: Whether those that are too late for their first token will not be there any more.
+    Sets `limit_s`, and lists in `ORDER` the first prefills that can be on time, in the order of
+    service: `num_on_time` of them are so together.
     """
-    prefills, limit_s = judged.prefills, judged.decodes.slack_s
-    candidates = prefills.feasible
-    if rejects:
-        candidates = prefills.without_rejected(candidates)
-    jobs = Jobs(judged, candidates)
-    if not jobs.count:
-        return Pace(jobs.near, 0, limit_s)
-    num_on_time, kept = jobs.keep(limit_s)
-    if num_on_time < jobs.count:
-        is_anybody_lost = judged.decodes.num_lost or prefills.hopeless.any()
-        if not is_anybody_lost or _is_sustained(judged):
-            need_s = jobs.all_on_time_s()
-            if need_s < judged.decodes.most_lent_s():
-                num_on_time, limit_s = jobs.count, need_s
-    order = jobs.order(num_on_time, kept)
-    if num_on_time:
-        limit_s = min(limit_s, first_due_s(judged, order[0]))
-    return Pace(order, num_on_time, limit_s)
+    at, tuning = step.at, step.tuning
+    at.limit_s = at.slack_s
+    for place in range(at.num_prefills):
+        prefill = step.prefills[place]
+        prefill.is_job = prefill.is_feasible and not is_rejected(step, place)
+    find_jobs(step, 0.0)
+    at.num_on_time = at.num_order = 0
+    if not at.num_jobs:
+        return
+    kept = np.zeros(at.num_near, np.bool_)
+    at.num_on_time = keep_on_time(step, at.limit_s, kept)
+    if at.num_on_time < at.num_jobs and tuning.lends:
+        is_anybody_lost = at.num_alive < at.num_decodes or at.num_hopeless > 0
+        if not is_anybody_lost or (tuning.lends_past_lost and _is_sustained(step)):
+            need_s = _all_on_time_s(step)
+            if need_s < most_lent_s(step):
+                at.num_on_time, at.limit_s = at.num_jobs, need_s
+    _put_in_order(step, kept)
+    if at.num_on_time and tuning.ends_with_first:
+        first = step.prefills[step.lists[ORDER, 0]]
+        need_s = at.mixed_s + first.service_s
+        at.limit_s = min(at.limit_s, max(first.due_s, need_s))
 
 
-def _is_sustained(judged: Judged) -> bool:
+@compiled
+def _is_sustained(step):
     """Whether what comes can be served at the pace of the tightest target, and TPOT is tight.
 
-    Where it is not, steps within the schedules have room for any prompt that is worth it.
+    Where it is not, steps within the schedules have room for any prompt that is worth it. The
+    compiled form of `RecentTraffic.load`.
     """
-    state, decodes = judged.state, judged.decodes
-    load = state.traffic.load(
-        state.now_s,
-        float(decodes.token_s[decodes.alive].min(initial=np.inf)),
-        tokens_per_step=state.accepted_per_decode,
-        decode_s=lambda count, ctx: float(state.cost.decode_s(count, ctx)),
-        prefill_s=lambda tokens: float(state.cost.prefill_marginal_s(tokens, 0.0)),
-    )
-    return load is not None and load.total <= 1.0 and load.decodes >= judged.tuning.near
+    at, pace_s = step.at, np.inf
+    for place in range(at.num_decodes):
+        if not step.decodes[place].is_lost:
+            pace_s = min(pace_s, step.decodes[place].token_s)
+    if at.num_came < NUM_ENOUGH or math.isnan(at.mean_output) or not 0.0 < pace_s < np.inf:
+        return False
+    rate_per_s = at.num_came / max(at.now_s - at.first_came_s, 1e-9)
+    num_decodes = rate_per_s * at.mean_output / at.per_step * pace_s
+    ctx = num_decodes * (at.mean_prompt + 0.5 * at.mean_output)
+    decodes = decode_s(at, num_decodes, ctx) / pace_s
+    total = decodes + rate_per_s * chunk_s(at, at.mean_prompt, 0.0)
+    return total <= 1.0 and decodes >= step.tuning.near
 
 
-def first_due_s(judged: Judged, first: int) -> float:
-    """When a step with this prefill first has to end: by its deadline, if it can."""
-    need_s = judged.mixed_s + float(judged.prefills.service_s[first])
-    return max(float(judged.prefills.deadline_s[first]), need_s)
+# Which prefills are on time together ------------------------------------------------------------
 
 
-class Jobs:
-    """The prefills that can be on time, each by itself; the first deadlines are looked at.
+@compiled
+def find_jobs(step, delay_s):
+    """List in `NEAR` the first of those marked `is_job`, by class and deadline; count them all.
 
     Args:
-        judged: The requests.
-        candidates: Which prefills.
-        delay_s: They begin so much later.
-
-    Attributes:
-        near: Places of the first ones by class and deadline.
-        count: How many there are.
+        delay_s: They begin so much later than after the decodes of a step.
     """
+    at, line = step.at, step.lists[NEAR]
+    most = min(step.tuning.num_examined, len(line))
+    keys, ranks = np.empty(most), np.empty(most)
+    at.num_jobs = at.num_near = 0
+    for place in range(at.num_prefills):
+        prefill = step.prefills[place]
+        if prefill.is_job:
+            at.num_jobs += 1
+            at.num_near = _insert_by_rank(
+                line, at.num_near, most, place, ranks, float(prefill.rank), keys, prefill.due_s
+            )
+    total_s = 0.0
+    for i in range(at.num_near):
+        total_s += step.prefills[line[i]].service_s
+    at.delay_s = at.decode_s + delay_s
+    # The step ends with the deadline of its first prefill. Where one could hold many, those who
+    # are to be on time are so a step early, or steps would end with one each.
+    is_short = total_s / max(1, at.num_near) < at.mixed_s
+    at.lead_s = at.mixed_s if is_short and step.tuning.leads else 0.0
 
-    def __init__(self, judged: Judged, candidates: BoolArray, delay_s: float = 0.0) -> None:
-        self.judged, self.candidates = judged, candidates
-        prefills, state = judged.prefills, judged.state
-        (places,) = candidates.nonzero()
-        self.count = len(places)
-        first = np.lexsort((prefills.deadline_s[places], prefills.rank[places]))
-        self.near: IntArray = places[first[: judged.tuning.num_examined]]
-        self.delay_s = judged.decodes.decode_s + delay_s
-        # The step ends with the deadline of its first prefill. Where one could hold many, those
-        # who are to be on time are so a step early, or steps would end with one each.
-        mean_s = prefills.service_s[self.near].sum() / max(1, len(self.near))
-        self.lead_s = judged.mixed_s if mean_s < judged.mixed_s else 0.0
-        #: What serving each costs for what it is worth, seconds.
-        self.weight_s: FloatArray = prefills.service_s / state.table.weight[prefills.rows]
 
-    def keep(self, limit_s: float) -> tuple[int, BoolArray]:
-        """The most of `near` that are on time together in steps of `limit_s`: how many, and which.
+@compiled
+def _insert_by_rank(line, count, most, place, ranks, rank, keys, key):
+    """As `records.insert`, by rank and then by key."""
+    if count == most:
+        last = count - 1
+        if rank > ranks[last] or (rank == ranks[last] and not key < keys[last]):
+            return count
+        count -= 1
+    at = count
+    while at > 0 and (rank < ranks[at - 1] or (rank == ranks[at - 1] and key < keys[at - 1])):
+        line[at], ranks[at], keys[at] = line[at - 1], ranks[at - 1], keys[at - 1]
+        at -= 1
+    line[at], ranks[at], keys[at] = place, rank, key
+    return count + 1
 
-        All a step early, if that is possible; else as many as are on time at all.
-        """
-        kept = np.zeros(len(self.near), dtype=np.bool_)
-        share = max(self.judged.tuning.least_share, 1.0 - self.judged.mixed_s / max(limit_s, 1e-9))
-        count = self._keep(0.0, self.judged.prefills.service_s, share, kept)
-        if count < len(kept):
-            count = self._keep(self.lead_s, self.weight_s, share, kept)
-            if not count and self.lead_s:
-                count = self._keep(0.0, self.weight_s, share, kept)
-        return count, kept
 
-    def all_on_time_s(self) -> float:
-        """The shortest steps in which all are on time together, seconds; inf if there are none."""
-        prefills, near = self.judged.prefills, self.near
-        num_starts = np.count_nonzero(near >= prefills.num_started)
-        if len(near) < self.count or num_starts > self.judged.num_open_slots:
-            return np.inf
-        left_s = prefills.deadline_s[near] - self.delay_s
-        share = float((prefills.service_s[near].cumsum() / np.maximum(left_s, 1e-9)).max())
-        cost, mixed_s = self.judged.state.cost, self.judged.mixed_s
-        longest_s = mixed_s + float(cost.prefill_marginal_s(self.judged.token_room, 0.0))
-        return mixed_s / (1.0 - share) if mixed_s < (1.0 - share) * longest_s else np.inf
+@compiled
+def keep_on_time(step, limit_s, kept):
+    """Mark the most of `NEAR` that are on time together in steps of `limit_s`; how many.
 
-    def _keep(self, lead_s: float, weight_s: FloatArray, share: float, kept: BoolArray) -> int:
-        prefills = self.judged.prefills
-        count: int = load().keep_on_time(
-            self.near, prefills.service_s, prefills.deadline_s, weight_s, prefills.rank,
-            share, self.delay_s + lead_s, kept,
-        )  # fmt: skip
-        return count
+    All a step early, if that is possible; else as many as are on time at all.
+    """
+    at = step.at
+    share = max(step.tuning.least_share, 1.0 - at.mixed_s / max(limit_s, 1e-9))
+    count = _keep(step, share, 0.0, False, kept)
+    if count < at.num_near:
+        count = _keep(step, share, at.lead_s, True, kept)
+        if not count and at.lead_s:
+            count = _keep(step, share, 0.0, True, kept)
+    return count
 
-    def order(self, num_kept: int, kept: BoolArray) -> IntArray:
-        """All by class: those kept, by deadline, then the others; by cost if it gets to them."""
-        judged, prefills = self.judged, self.judged.prefills
-        if num_kept == self.count:
-            return self.near
-        first = self.near[kept]
-        far = self.candidates.copy()
-        far[self.near] = False
-        late = np.concatenate([self.near[~kept], far.nonzero()[0]])
-        if float(prefills.new[first].sum()) < judged.token_room:
-            late = late[self.weight_s[late].argsort(kind="stable")]
-        order: IntArray = np.concatenate([first, late])
-        if judged.state.has_ranks:
-            order = order[prefills.rank[order].argsort(kind="stable")]
-        return order
+
+@compiled
+def _keep(step, share, lead_s, is_weighed, kept):
+    """Mark the most jobs that can be on time; how many.
+
+    Source: Moore and Hodgson (1968), for the fewest late jobs on one machine: take the jobs by
+    deadline and, whenever the last one taken would be late, give up the one that costs most: time,
+    or time for what it is worth. Nobody is given up for one of a lower class.
+
+    Args:
+        share: Share of its time that the machine has for them.
+        lead_s: They are to end so much before their deadlines, seconds.
+        is_weighed: Whether costs are weighed.
+    """
+    at, jobs, prefills = step.at, step.lists[NEAR], step.prefills
+    busy_s, num_kept = 0.0, 0
+    for last in range(at.num_near):
+        job = prefills[jobs[last]]
+        kept[last] = True
+        num_kept += 1
+        busy_s += job.service_s
+        while busy_s > share * (job.due_s - (at.delay_s + lead_s)):
+            worst, most_s = -1, 0.0
+            for i in range(last + 1):
+                other = prefills[jobs[i]]
+                cost_s = other.weight_s if is_weighed else other.service_s
+                if kept[i] and other.rank == job.rank and (worst < 0 or cost_s > most_s):
+                    worst, most_s = i, cost_s
+            if worst < 0:  # what a higher class has kept is too much by itself
+                break
+            kept[worst] = False
+            num_kept -= 1
+            busy_s -= prefills[jobs[worst]].service_s
+    return num_kept
+
+
+@compiled
+def _all_on_time_s(step):
+    """The shortest steps in which all are on time together, seconds; inf if there are none."""
+    at, near = step.at, step.lists[NEAR]
+    num_starts, busy_s, share = 0, 0.0, -np.inf
+    for i in range(at.num_near):
+        prefill = step.prefills[near[i]]
+        num_starts += near[i] >= at.num_started
+        busy_s += prefill.service_s
+        share = max(share, busy_s / max(prefill.due_s - at.delay_s, 1e-9))
+    if at.num_near < at.num_jobs or num_starts > open_slots(at):
+        return np.inf
+    longest_s = at.mixed_s + chunk_s(at, float(token_room(at)), 0.0)
+    return at.mixed_s / (1.0 - share) if at.mixed_s < (1.0 - share) * longest_s else np.inf
+
+
+@compiled
+def _put_in_order(step, kept):
+    """List in `ORDER`, by class, those on time, by deadline, then the others.
+
+    Those by what they cost, if the step gets to them.
+    """
+    at, near, order = step.at, step.lists[NEAR], step.lists[ORDER]
+    if at.num_on_time == at.num_jobs:
+        at.num_order = at.num_near
+        for i in range(at.num_near):
+            order[i] = near[i]
+        return
+    most = min(step.tuning.num_examined, len(order))
+    keys, ranks = np.empty(most), np.empty(most)
+    count, tokens = 0, 0.0
+    for i in range(at.num_near):
+        if kept[i]:
+            prefill = step.prefills[near[i]]
+            tokens += prefill.new
+            count = _insert_by_rank(
+                order, count, most, near[i], ranks, float(prefill.rank), keys, -np.inf
+            )
+            prefill.is_job = False
+    gets_there = tokens < token_room(at)
+    for i in range(at.num_near):
+        if not kept[i]:
+            count = _add_late(step, near[i], gets_there, count, most, ranks, keys)
+    for place in range(at.num_prefills):
+        if step.prefills[place].is_job:
+            count = _add_late(step, place, gets_there, count, most, ranks, keys)
+    at.num_order = count
+
+
+@compiled
+def _add_late(step, place, gets_there, count, most, ranks, keys):
+    prefill = step.prefills[place]
+    prefill.is_job = False
+    key = prefill.weight_s if gets_there else 0.0
+    rank = float(prefill.rank)
+    return _insert_by_rank(step.lists[ORDER], count, most, place, ranks, rank, keys, key)
+
+
+# Room -------------------------------------------------------------------------------------------
+
+
+@compiled
+def token_room(at):
+    """Tokens of the step that the decodes on course leave over."""
+    return at.max_num_tokens - at.num_alive * at.tokens_per_decode
+
+
+@compiled
+def free_slots(at):
+    """Slots that nobody holds."""
+    return at.max_num_running - (at.num_decodes + at.num_started)
+
+
+@compiled
+def open_slots(at):
+    """Slots that nobody holds who can still meet its targets."""
+    return at.max_num_running - at.num_alive - at.num_kept

@@ -9,9 +9,9 @@ from __future__ import annotations
 import heapq
 import math
 
+from sola_sched.core.compiled import compiled
 from sola_sched.planner.attain import AttainTuning
 from sola_sched.prediction.length import NUM_LEVELS
-from sola_sched.simulator.cluster.fast.jit import compiled
 from sola_sched.simulator.cluster.fast.state import DUE, SAFETY, append, discard, lose
 from sola_sched.simulator.cluster.fast.times import decode_s
 

@@ -17,10 +17,10 @@ import math
 
 import numpy as np
 
+from sola_sched.core.compiled import compiled
 from sola_sched.core.traffic import NUM_ENOUGH
 from sola_sched.planner.attain import AttainTuning
 from sola_sched.simulator.cluster.fast import course
-from sola_sched.simulator.cluster.fast.jit import compiled
 from sola_sched.simulator.cluster.fast.state import (
     DECODES,
     HELD,

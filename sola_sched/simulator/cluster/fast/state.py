@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sola_sched.core.compiled import compiled
 from sola_sched.prediction.length import NUM_LEVELS
-from sola_sched.simulator.cluster.fast.jit import compiled
 
 #: Lists: those that wait, in order, and, for `sola_sched`, those that wait behind them, being late;
 #: those that run, by admission, and of them the ones whose prompt is under way, that decode, that

@@ -11,9 +11,9 @@ import math
 
 import numpy as np
 
+from sola_sched.core.compiled import compiled, entry
 from sola_sched.prediction.length import NUM_LEVELS
 from sola_sched.simulator.cluster.fast import course, prompts
-from sola_sched.simulator.cluster.fast.jit import compiled, entry
 from sola_sched.simulator.cluster.fast.state import (
     CHUNKS,
     DECODES,

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from sola_sched.core.compiled import compiled
 from sola_sched.errors import ConfigError
 from sola_sched.prediction.length import FloatArray
-from sola_sched.simulator.cluster.fast.jit import compiled
 from sola_sched.simulator.cluster.step_model import TYPICAL_CTX, BatchTime
 from sola_sched.simulator.steps.tables import StepTables
 from sola_sched.simulator.steps.time import DecodeOnly, MeasuredStepTime, StepTimeModel

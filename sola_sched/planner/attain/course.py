@@ -1,0 +1,222 @@
+"""One plan from its requests to its decisions: the compiled functions that Python calls."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from sola_sched.core.compiled import compiled, entry
+from sola_sched.core.state import PREFILL
+from sola_sched.planner.attain.alone import find_prompts_alone
+from sola_sched.planner.attain.best_effort import find_victims, serve_lost
+from sola_sched.planner.attain.entry import let_in
+from sola_sched.planner.attain.lost import gather, judge_decodes, judge_prefills, spare_one
+from sola_sched.planner.attain.pace import find_pace
+from sola_sched.planner.attain.records import (
+    ADMIT,
+    CHOSEN,
+    LOST,
+    MAY,
+    PREEMPT,
+    REJECT,
+    RUN,
+    Step,
+)
+from sola_sched.planner.attain.times import decode_s
+
+#: What `look` finds: nothing to decide; or a pipeline to run, for which output lengths of
+#: prefills, and equally likely ones of all, are wanted as well.
+SETTLED, OPEN, WANTS_PREFILLS, WANTS_LIKELY = 0, 1, 2, 4
+#: What a plan is about, as in `StepPlan.problem`.
+PROBLEMS = ("attain", "overload", "stalled", "prompts")
+_ATTAIN, _OVERLOAD, _STALLED, _PROMPTS = range(len(PROBLEMS))
+
+_NO_LIFTS = np.empty(0, dtype=np.int64)
+_NO_LIKELY = np.empty((0, 5))
+
+
+@entry
+def look(
+    at, tuning, account, requests, decodes, prefills, lists, lifts, running, ahead, waiting,
+    num_victims,
+):  # fmt: skip
+    """List the requests of a step, and say what is wanted to plan it.
+
+    Args:
+        at ... lifts: As in `Step`.
+        running, ahead, waiting: As in `StepState`.
+        num_victims: Rows that give way, in `PREEMPT`.
+    """
+    step = Step(at[0], tuning[0], account[0], requests, decodes, prefills, lists, lifts, _NO_LIKELY)
+    did_wait, step.account.did_wait = step.account.did_wait, False
+    if not num_victims and _is_settled(step, running, waiting):
+        if len(waiting):
+            step.account.unseen_s += step.at.elapsed_s
+        return SETTLED
+    step.account.did_wait = did_wait
+    gather(step, running, ahead, waiting, num_victims)
+    wanted, need = OPEN, 0
+    for place in range(step.at.num_prefills):
+        request = requests[step.prefills[place].row]
+        if request.num_output or request.e2e_due_s < np.inf:
+            wanted |= WANTS_PREFILLS
+        if place >= step.at.num_started:
+            need += max(request.prefill_target, request.num_computed + 1)
+    used = 1.0 - (step.at.num_free_blocks - need / step.at.block_size) / max(1, step.at.num_blocks)
+    if step.at.num_waiting and used > step.tuning.memory_threshold:
+        wanted |= WANTS_LIKELY
+    return wanted
+
+
+@compiled
+def _is_settled(step, running, waiting):
+    """Nothing can be decided: only decodes, all served within their targets, no free slot."""
+    at = step.at
+    is_full = len(running) >= at.max_num_running
+    if at.has_e2e or not len(running) or (len(waiting) and (step.tuning.rejects or not is_full)):
+        return False
+    ctx, shortest_s, could_give_way, could_if_due = 0, np.inf, False, False
+    for row in running:
+        request = step.requests[row]
+        if request.phase == PREFILL:
+            return False
+        ctx += request.num_prompt + request.num_output
+        shortest_s = min(shortest_s, request.tpot_s)
+        could_give_way = could_give_way or request.first_token_s > request.due_s
+        could_if_due = could_if_due or math.isinf(min(request.due_s, request.tpot_s))
+    bare_s = decode_s(at, len(running), ctx)
+    if not bare_s <= step.tuning.keep * shortest_s * at.per_step:
+        return False
+    if not len(waiting):
+        return True
+    # One that is late, or has no target, could give its slot to one that is still on time.
+    if could_give_way:
+        return False
+    if could_if_due:
+        for row in waiting:
+            if step.requests[row].due_s < np.inf:
+                return False
+    return True
+
+
+@entry
+def decide(
+    at, tuning, account, requests, decodes, prefills, lists, lifts, likely, left, left_prefills,
+    num_victims,
+):  # fmt: skip
+    """Plan the step that `look` has listed; what it is about, as in `PROBLEMS`.
+
+    Args:
+        at ... likely: As in `Step`.
+        left: Output tokens that are expected of the decodes after those in flight, >= 1.
+        left_prefills: The same of the prefills, if they are wanted.
+        num_victims: As in `look`.
+    """
+    step = Step(at[0], tuning[0], account[0], requests, decodes, prefills, lists, lifts, likely)
+    for place in range(len(left)):
+        step.decodes[place].left = left[place]
+    for place in range(len(left_prefills)):
+        step.prefills[place].left = left_prefills[place]
+    step.at.num_run, step.at.num_admit, step.at.num_reject = 0, 0, 0
+    step.at.num_preempt, step.at.budget = num_victims, 0
+    did_wait, step.account.did_wait = step.account.did_wait, False
+    judge_decodes(step)
+    judge_prefills(step)
+    if step.tuning.rejects:
+        spare_one(step)
+    find_pace(step)
+    if not did_wait and not num_victims:
+        num_alone = find_prompts_alone(step)
+        if num_alone:
+            step.account.did_wait = True
+            step.account.unseen_s += step.at.elapsed_s
+            return _without_decodes(step, num_alone)
+    let_in(step)
+    serve_lost(step)
+    return _put_together(step)
+
+
+@compiled
+def _without_decodes(step, count):
+    """A step of the first prefills of `MAY` and nothing else."""
+    tokens = 0.0
+    for i in range(count):
+        place = step.lists[MAY, i]
+        tokens += step.prefills[place].new
+        _add(step, place)
+    step.at.budget = int(tokens)
+    return _PROMPTS
+
+
+@compiled
+def _add(step, place):
+    """Put a prefill into the plan: it runs, or is admitted."""
+    at, row = step.at, step.prefills[place].row
+    if place < at.num_started:
+        step.lists[RUN, at.num_run] = row
+        at.num_run += 1
+    else:
+        step.lists[ADMIT, at.num_admit] = row
+        at.num_admit += 1
+
+
+@compiled
+def _put_together(step):
+    """The plan of a step with decodes."""
+    at, lists = step.at, step.lists
+    _add_alive(step)
+    num_alive = at.num_run
+    for i in range(at.lost_run):
+        lists[RUN, at.num_run] = step.decodes[lists[LOST, i]].row
+        at.num_run += 1
+    num_decodes, tokens = at.num_run, at.lost_tokens
+    if not at.is_alone:
+        tokens += at.chunk
+        for i in range(at.num_served):
+            _add(step, lists[MAY, i])
+    for i in range(at.num_chosen):
+        _add(step, lists[CHOSEN, i])
+    num_before = at.num_preempt
+    find_victims(step)
+    if at.num_preempt > num_before:
+        _take_out(step, num_alive, num_before)
+    if step.tuning.rejects:
+        for place in range(at.num_started, at.num_prefills):
+            if step.prefills[place].is_hopeless:
+                lists[REJECT, at.num_reject] = step.prefills[place].row
+                at.num_reject += 1
+    num_offered = 0 if at.is_alone else at.num_offered
+    if not at.num_run and not at.num_admit and not num_offered:
+        at.num_preempt = 0
+        return _STALLED
+    for i in range(at.num_served, at.num_served + num_offered):
+        _add(step, lists[MAY, i])
+    budget = min(num_decodes * at.tokens_per_decode + tokens, at.max_num_tokens)
+    at.budget = max(1, int(budget))
+    if at.num_run == at.num_running == num_decodes and not at.num_preempt:
+        at.num_run = -1  # all of them, as they stand
+    return _OVERLOAD if at.num_on_time < at.num_jobs else _ATTAIN
+
+
+@compiled
+def _add_alive(step):
+    for place in range(step.at.num_decodes):
+        if not step.decodes[place].is_lost:
+            step.lists[RUN, step.at.num_run] = step.decodes[place].row
+            step.at.num_run += 1
+
+
+@compiled
+def _take_out(step, first, num_before):
+    """Those who leave run no more, from a place of `RUN` on."""
+    at, run = step.at, step.lists[RUN]
+    count = first
+    for i in range(first, at.num_run):
+        is_victim = False
+        for j in range(num_before, at.num_preempt):
+            is_victim = is_victim or step.lists[PREEMPT, j] == run[i]
+        if not is_victim:
+            run[count] = run[i]
+            count += 1
+    at.num_run = count
