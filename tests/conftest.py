@@ -10,6 +10,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -17,11 +18,19 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 
+from sola_sched.core import kept_code
 from sola_sched.vllm_adapter.guard import Guard
 
 # How long an example takes depends on what else the machine does; times are for `-m timing`.
 settings.register_profile("no_deadline", deadline=None)
 settings.load_profile("no_deadline")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile the policy once, or every process would at its first test."""
+    if not hasattr(config, "workerinput") and not kept_code.is_ready():
+        command = [sys.executable, "-P", "-m", "sola_sched.vllm_adapter.first_start"]
+        subprocess.run(command, check=True)
 
 
 def _has_gpu() -> bool:

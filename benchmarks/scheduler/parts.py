@@ -83,7 +83,7 @@ class TimedSola(TurnsMixin, SolaSchedulerMixin, _Timed):
         for part, names in _METHODS.items():
             for name in names:
                 setattr(self, name, watch.timed(part, getattr(self, name)))
-        planner = self.sola_planner
+        planner: Any = self.sola_planner
         setattr(planner, "plan", watch.timed("plan", planner.plan))  # noqa: B010
         for name in ("count_step", "send"):
             setattr(self._telemetry, name, watch.timed("metrics", getattr(self._telemetry, name)))

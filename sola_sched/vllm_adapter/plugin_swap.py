@@ -15,6 +15,7 @@ from typing import Any
 
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.config.swap import CONNECTOR
+from sola_sched.vllm_adapter import first_start
 from sola_sched.vllm_adapter.names import lacking
 from sola_sched.vllm_adapter.plugin_options import read_options
 from sola_sched.vllm_adapter.support import refuse_others
@@ -43,8 +44,9 @@ def register_swap(is_ours: Any) -> None:
     @wraps(original)
     def extended(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_steered = is_ours(self.scheduler_cls)
-        if is_steered:  # before anything that takes long
-            read_options(self.additional_config)
+        # Before anything that takes long.
+        if is_steered and read_options(self.additional_config).policy == "attain":
+            first_start.start()
         model_config = original(self, *args, **kwargs)
         if is_steered:
             refuse_others(model_config)

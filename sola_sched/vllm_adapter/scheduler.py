@@ -32,6 +32,7 @@ from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.planner import Planner, make_planner, pass_through
 from sola_sched.reports import load
 from sola_sched.reports.log import IntervalLog, engine_stats, waits_for_slots_alone
+from sola_sched.vllm_adapter import first_start
 from sola_sched.vllm_adapter.booking import BookingMixin, tells_of_failed_loads
 from sola_sched.vllm_adapter.engine_facts import differences, facts_of
 from sola_sched.vllm_adapter.guard import Guard
@@ -54,6 +55,8 @@ _LOOKUPS_PER_STEP = 4
 #: A look-up takes time for each block found, up to a microsecond. So many may be found at a step on
 #: average; after a longer look-up the next ones wait.
 _BLOCKS_PER_STEP = 256
+#: Steps between two looks whether the policy has been compiled.
+_LOOK_EVERY = 8
 #: Plans between two estimates of the waits: where swapping goes by them, and where nobody does.
 _REVIEW_PLANS, _REPORT_PLANS = 16, 128
 #: Weight of one plan in so many in the running means.
@@ -114,6 +117,7 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
         self._start_sessions()
         self._start_steering()
         self._next_lookup, self._lookup_debt = 0, 0
+        self._num_unplanned = 0  # steps while the policy was compiled
         self._has_stepped_aside = False
         self._num_in_flight = 0  # steps scheduled and not yet updated
         self._stalled = False
@@ -150,10 +154,26 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
         )
         tell = logger.warning if self.sola_support.own_order else logger.info
         tell("sola_sched: %s", self.sola_support)
+        if self.sola_planner is None:
+            logger.info(
+                "sola_sched: the policy is being compiled, once on this machine, which takes about "
+                "half a minute; until then steps are in vLLM's own order"
+            )
 
-    def _new_planner(self) -> Planner:
-        """The planner, at start and whenever the state is built anew."""
+    def _new_planner(self) -> Planner | None:
+        """The planner, at start and whenever the state is built anew; None while it is compiled."""
+        if self.sola_config.policy == "attain" and first_start.is_compiling():
+            return None
         return make_planner(self.sola_config)
+
+    def _look_for_planner(self) -> None:
+        """Plan from now on, if the policy has been compiled; looked for every few steps."""
+        self._num_unplanned += 1
+        if self._num_unplanned % _LOOK_EVERY:
+            return
+        self.sola_planner = self._new_planner()
+        if self.sola_planner is not None:
+            logger.info("sola_sched: the policy has been compiled: steps are planned from now on")
 
     def _new_cost_model(self) -> CostModel:
         """The profile's, which says what is wrong with it; an empty one that learns without."""
@@ -204,6 +224,8 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
             self.waiting.begin_step(self._seams.drained_first())
         self._settle_loads()
         self._is_throttled = bool(args[0] if args else kwargs.get("throttle_prefills", False))
+        if self.sola_planner is None:
+            self._look_for_planner()
         plan = self._guarded_plan()
         with self._applied(plan):
             output = super().schedule(*args, **kwargs)
@@ -226,6 +248,8 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
         """Why the step with this plan is in vLLM's own order; empty if it is not."""
         if plan.problem not in (NEUTRAL.problem, "stalled"):
             return ""
+        if self.sola_planner is None:
+            return "compiling"
         if self.sola_guard.is_aside:
             return "aside"
         if self.sola_support.own_order:
@@ -313,7 +337,8 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
         if self.sola_predictions is not None:
             for req_id, prediction in self.sola_predictions.poll():
                 self.sola_monitor.predicted(req_id, prediction)
-        if self.sola_support.own_order or self._stalled or self._is_paused():
+        planner = self.sola_planner
+        if planner is None or self.sola_support.own_order or self._stalled or self._is_paused():
             return NEUTRAL
         if self._seams.defers_prefills(self._is_throttled):
             return BETWEEN_PREFILLS
@@ -336,7 +361,7 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
         self._expect_loads(state)
         plan = pass_through(
             state,
-            self.sola_planner.plan(state),
+            planner.plan(state),
             with_swaps=self._with_swaps,
             resuming=list(map(self._tokens_to_resume, self._seams.resuming())),
         )

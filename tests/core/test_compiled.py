@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sola_sched.core import compiled
+from sola_sched.core import kept_code
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 
@@ -32,15 +32,17 @@ for seed in range(50):
 def test_machine_code_of_other_sources_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    source, changed = tmp_path / "tuning.py", tmp_path / "changed.py"
+    before = kept_code._digest()
+    (tmp_path / "planner" / "attain").mkdir(parents=True)
+    source = tmp_path / "planner" / "attain" / "tuning.py"
     source.write_text("near = 0.5")
-    changed.write_text("near = 0.7")
-    folder = compiled.folder_of([source])
+    monkeypatch.setattr(kept_code, "_PACKAGE", tmp_path)
+    digest = kept_code._digest()
+    source.write_text("near = 0.7")
 
-    assert folder.is_relative_to(tmp_path)
-    assert compiled.folder_of([changed]) != folder
-    assert compiled.folder_of([source]) == folder
+    assert len({before, digest, kept_code._digest()}) == 3
+    source.write_text("near = 0.5")
+    assert kept_code._digest() == digest
 
 
 def test_functions_work_where_nothing_can_be_kept(tmp_path: Path) -> None:

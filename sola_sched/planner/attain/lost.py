@@ -262,10 +262,10 @@ def _judge_prefill(at, tuning, prefill, request):
     if at.max_chunk:  # the steps that a long prompt takes before its last one count
         prefill.chunk = min(todo, float(at.max_chunk))
         more_s = (math.ceil(todo / prefill.chunk) - 1.0) * at.mixed_s
-        if prefill.is_feasible and more_s > 0.0:
-            if tuning.prefill_margin * (need_s + more_s) > left_s:
-                prefill.is_feasible = False
-                prefill.is_hopeless = prefill.is_hopeless or is_first
+        is_late = more_s > 0.0 and tuning.prefill_margin * (need_s + more_s) > left_s
+        if prefill.is_feasible and is_late:
+            prefill.is_feasible = False
+            prefill.is_hopeless = is_first
         left_s -= more_s
     prefill.due_s = left_s
 

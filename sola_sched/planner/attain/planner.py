@@ -61,7 +61,7 @@ class AttainPlanner:
         self._account = records_of(ACCOUNT, 1)
         self._account["spared"] = -1
         self._at = records_of(STEP, 1)
-        self._given = self._at[list(GIVEN)]
+        self._given = self._at[GIVEN]
         self._reserve(1)
         _warm_up(self)
 

@@ -31,7 +31,7 @@ from sola_sched.planner.attain.tuning import AttainTuning
 #: - lost_run, num_chosen, lost_tokens, is_alone, is_blocked: of `best_effort`.
 #: - num_run, num_admit, num_preempt, num_reject, budget: of the plan; num_run is -1 for all as
 #:   they stand.
-STEP = np.dtype([
+_STEP = [
     ("now_s", "f8"), ("elapsed_s", "f8"), ("per_step", "f8"), ("prefill_share", "f8"),
     ("max_num_tokens", "i8"), ("max_num_running", "i8"), ("num_free_blocks", "i8"),
     ("num_blocks", "i8"), ("block_size", "i8"), ("tokens_per_decode", "i8"), ("max_chunk", "i8"),
@@ -54,9 +54,10 @@ STEP = np.dtype([
     ("starting", "f8"),
     ("num_run", "i8"), ("num_admit", "i8"), ("num_preempt", "i8"), ("num_reject", "i8"),
     ("budget", "i8"),
-], align=True)  # fmt: skip
+]  # fmt: skip
+STEP = np.dtype(_STEP, align=True)
 #: The fields that are given; the others are found.
-GIVEN = STEP.names[: STEP.names.index("num_running")]
+GIVEN = [name for name, _ in _STEP[: _STEP.index(("num_running", "i8"))]]
 
 #: A decode of the step; times in seconds.
 #:
@@ -168,7 +169,7 @@ def insert(line, count, most, place, keys, key):
 @compiled
 def is_in(line, count, row):
     """Whether a row is among the first ones of a line."""
-    for place in range(count):
+    for place in range(count):  # noqa: SIM110 (numba has no `any`)
         if line[place] == row:
             return True
     return False

@@ -22,13 +22,13 @@ class AttainTuning:
             (0.4).
         num_examined: Prefills among which those on time are chosen, by deadline; bounds the time of
             a plan. Those that come later cannot be on time while so many are in front of them.
-        catching_up: A decode behind its schedule catches up by steps that are so far from a bare one
-            to what it sustains.
-        leads, lends, lends_past_lost, ends_with_first, blocks, serves_lost_together: Mechanisms that
-            `python benchmarks/run.py mechanisms` leaves out, one at a time: those on time are so a
-            step early; decodes lend of their later time, and do so where somebody is lost already;
-            a step ends before the deadline of its first prefill; nobody starts while the oldest
-            lost request finds no room; short prompts of the lost share a step.
+        catching_up: A decode behind its schedule catches up by steps that are so far from bare
+            ones to what it sustains.
+        leads, lends, lends_past_lost, ends_with_first, blocks, serves_lost_together: Mechanisms
+            that `python benchmarks/run.py mechanisms` leaves out, one at a time: those on time are
+            so a step early; decodes lend of their later time, and do so where somebody is lost
+            already; a step ends before the deadline of its first prefill; nobody starts while the
+            oldest lost request finds no room; short prompts of the lost share a step.
         num_spare_offers: Waiting requests offered beyond the chunk, for prefix-cache hits.
         memory_threshold: Use of KV memory above which the peak is predicted (SOLA 6.4).
         planned_memory: Share of the KV memory that the peak of the expected need may take. Above 1:

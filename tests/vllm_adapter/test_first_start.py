@@ -1,0 +1,91 @@
+"""The first start on a machine: the policy is compiled while the engine serves in its own order."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from virtual_runs import make_small_engine, step_until, warm_up
+
+import sola_sched
+from sola_sched.core import kept_code
+from sola_sched.simulator import VirtualRequest
+from sola_sched.vllm_adapter import first_start
+
+pytestmark = pytest.mark.vllm
+
+COMPILE = [sys.executable, "-P", "-m", "sola_sched.vllm_adapter.first_start"]
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a new process."""
+    kept_code.folder.cache_clear()
+    monkeypatch.delenv("SOLA_SCHED_COMPILES", raising=False)
+    yield
+    kept_code.folder.cache_clear()
+
+
+def test_steps_are_in_vllms_order_until_the_policy_has_been_compiled(monkeypatch) -> None:
+    num_looks = 0
+
+    def is_compiling() -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return num_looks < 6
+
+    monkeypatch.setattr(first_start, "is_compiling", is_compiling)
+    engine = make_small_engine(sola_sched.Scheduler, {"ttft_s": 1.0, "tpot_s": 0.05})
+    assert engine.scheduler.sola_planner is None
+    warm_up(engine)
+    for number in range(8):
+        engine.add(VirtualRequest(f"r{number}", engine.clock.now, prompt_len=200, output_len=40))
+        step_until(engine, lambda: False)
+
+    assert all(engine.record(f"r{number}").is_finished for number in range(8))
+    assert num_looks == 6
+    stats = engine.scheduler.sola_stats()
+    assert sum(stats["problems"].values()) > 20, "planned since"
+    assert not stats["failures"]
+
+
+def test_where_the_cache_is_read_only_code_is_kept_elsewhere(monkeypatch, tmp_path, fresh) -> None:
+    (tmp_path / "home").touch()  # no folder can be made below it, by root either
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    assert kept_code.folder().parents[1] == tmp_path / f"sola_sched-{os.getuid()}"
+    assert not kept_code.is_ready()
+    kept_code.set_ready()
+    assert kept_code.is_ready()
+
+
+def test_nothing_is_started_where_the_policy_has_been_compiled(monkeypatch, fresh) -> None:
+    assert kept_code.is_ready(), "the test run compiles it first"
+    monkeypatch.setattr(subprocess, "Popen", None)
+
+    first_start.start()
+
+    assert not first_start.is_compiling()
+
+
+@pytest.mark.slow
+def test_a_process_of_its_own_compiles_and_then_the_engine_plans(
+    monkeypatch, tmp_path: Path, fresh
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first_start.start()
+    started = os.environ.get("SOLA_SCHED_COMPILES")
+    subprocess.run(COMPILE, check=True)  # waits for the one that was started, or does its work
+
+    assert started == "1"
+    assert kept_code.is_ready()
+    assert not first_start.is_compiling()
+    assert list((tmp_path / "sola_sched" / "compiled").rglob("*decide*.nbc"))
