@@ -3,16 +3,19 @@
 SOLA (Hong et al., MLSys 2025) minimizes the worst latency. Under overload "worst first" spends the
 accelerator on requests that are lost already, and loses others with them. This planner keeps SOLA's
 means - order, chunk size, peak memory, a cost model corrected online - and maximizes the number of
-requests that meet all their targets, each counted as what it is worth. One plan is a pipeline; each
-part has a module and a result:
+requests that meet all their targets, each counted as what it is worth. One plan is a pipeline of
+modules:
 
-    lost         who is lost?                       -> Judged (Decodes, Prefills)
-    pace         how long may the step be,
-                 and which prefills are on time?    -> Pace
+    lost         who is lost?
+    pace         how long may the step be, and which prefills are on time?
     alone        (prompts without decodes, if all decodes can wait for them)
-    entry        who gets in: chunk, slots, memory  -> Entry
-    best_effort  what do the lost get?              -> Share
-    planner      the plan put together              -> StepPlan
+    entry        who gets in: chunk, slots, memory
+    best_effort  what do the lost get?
+    course       all of it, and the plan put together
+    planner      from a `StepState` to the records (`records`) and back to a `StepPlan`
+
+Numba compiles them. Each function takes the step (`Step`), reads what those before it have found
+there, and writes down what it finds.
 
 Glossary:
 
