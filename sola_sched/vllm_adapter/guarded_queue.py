@@ -65,9 +65,12 @@ class GuardedQueue(RequestQueue):
         self._next = None
 
     def plan(self, items: Iterable[Request]) -> None:
-        """As `PlannedQueue.plan`; may raise, then `unplan` follows."""
-        self._shown, self._has_told = list(items), False
+        """As `PlannedQueue.plan`; may raise, then `unplan` follows.
+
+        After a failure nothing is hidden any more: vLLM's own queue goes on in its own order.
+        """
         if self._planned is not None:
+            self._shown, self._has_told = list(items), False
             self._planned.plan(self._shown)
 
     def unplan(self) -> None:

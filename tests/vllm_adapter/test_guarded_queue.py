@@ -309,3 +309,24 @@ def test_who_was_said_to_wait_under_a_plan_does_so_after_a_failure(
     assert not queue, "nobody else until the step has ended"
     queue.unplan()
     assert queue
+
+
+@pytest.mark.injects_failures
+@pytest.mark.parametrize("policy", POLICIES)
+def test_steps_after_a_failure_hide_nobody(policy: SchedulingPolicy) -> None:
+    """What a plan shows, as for adapters, is for our queue: vLLM's own may go on without it."""
+    requests = make_requests()
+    queue = make_guarded(policy, lambda: list(requests), lambda *_: None)
+    for request in requests:
+        queue.add_request(request)
+    with mock.patch.object(PlannedQueue, "__len__", side_effect=_InjectedError):
+        assert len(queue) == NUM_REQUESTS
+    order = list(queue)
+    queue.plan(order[3:5])
+
+    assert queue
+    assert list(queue) == order
+    assert queue.peek_request() is queue.pop_request() is order[0]
+    assert queue, "the others wait"
+    queue.unplan()
+    assert len(queue) == NUM_REQUESTS - 1
