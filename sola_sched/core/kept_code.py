@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -27,13 +28,13 @@ _READY = "ready"
 def folder() -> Path:
     """Of these sources as they are now, on this processor, with these versions.
 
-    In the user's cache; where nothing can be written there, in one of the user's own for temporary
-    files.
+    In the user's cache; where nothing can be written there, in a folder of the user's own for
+    temporary files. It may not be there, if neither can be written: then nothing is kept.
     """
     name = _digest()
-    for parent in (user_cache_dir(), _temporary()):
-        path = parent / "compiled" / name
+    for parent in (user_cache_dir, _temporary):
         try:
+            path = parent() / "compiled" / name
             path.mkdir(parents=True, exist_ok=True)
         except OSError:
             continue
@@ -53,8 +54,12 @@ def set_ready() -> None:
 
 
 def _temporary() -> Path:
+    """A folder that nobody else can write to, or has put there: what lies in it is run."""
     path = Path(tempfile.gettempdir()) / f"sola_sched-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
+    facts = path.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
+        raise PermissionError(f"{path} must be a folder of this user's that nobody else can write.")
     return path
 
 

@@ -37,12 +37,14 @@ def is_compiling() -> bool:
     """Whether the policy of this engine is still being compiled elsewhere."""
     if not os.environ.get(_VARIABLE) or kept_code.is_ready():
         return False
-    with open(kept_code.folder() / "lock", "w") as lock:
-        try:
+    try:
+        with open(kept_code.folder() / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False  # it failed, or could keep nothing: this process compiles
+    except BlockingIOError:
+        return True
+    except OSError:  # nothing can be kept
+        return False
+    return False  # the other process has failed: this one compiles
 
 
 def compile_all() -> None:

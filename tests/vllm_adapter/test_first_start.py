@@ -67,6 +67,26 @@ def test_where_the_cache_is_read_only_code_is_kept_elsewhere(monkeypatch, tmp_pa
     assert kept_code.is_ready()
 
 
+def test_no_code_is_taken_from_a_folder_that_others_can_write(monkeypatch, tmp_path, fresh) -> None:
+    (tmp_path / "home").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / f"sola_sched-{os.getuid()}").mkdir()
+    (tmp_path / f"sola_sched-{os.getuid()}").chmod(0o777)
+
+    assert not kept_code.folder().exists()
+
+
+def test_an_engine_starts_where_nothing_can_be_kept(monkeypatch, tmp_path, fresh) -> None:
+    (tmp_path / "home").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "home"))
+    monkeypatch.setenv("SOLA_SCHED_COMPILES", "1")
+
+    assert not kept_code.is_ready()
+    assert not first_start.is_compiling()
+
+
 def test_nothing_is_started_where_the_policy_has_been_compiled(monkeypatch, fresh) -> None:
     assert kept_code.is_ready(), "the test run compiles it first"
     monkeypatch.setattr(subprocess, "Popen", None)
