@@ -32,7 +32,6 @@ SETTLED, OPEN, WANTS_PREFILLS, WANTS_LIKELY = 0, 1, 2, 4
 PROBLEMS = ("attain", "overload", "stalled", "prompts")
 _ATTAIN, _OVERLOAD, _STALLED, _PROMPTS = range(len(PROBLEMS))
 
-_NO_LIFTS = np.empty(0, dtype=np.int64)
 _NO_LIKELY = np.empty((0, 5))
 
 
@@ -49,12 +48,11 @@ def look(
         num_victims: Rows that give way, in `PREEMPT`.
     """
     step = Step(at[0], tuning[0], account[0], requests, decodes, prefills, lists, lifts, _NO_LIKELY)
-    did_wait, step.account.did_wait = step.account.did_wait, False
     if not num_victims and _is_settled(step, running, waiting):
+        step.account.did_wait = False
         if len(waiting):
             step.account.unseen_s += step.at.elapsed_s
         return SETTLED
-    step.account.did_wait = did_wait
     gather(step, running, ahead, waiting, num_victims)
     wanted, need = OPEN, 0
     for place in range(step.at.num_prefills):

@@ -66,7 +66,8 @@ GIVEN = [name for name, _ in _STEP[: _STEP.index(("num_running", "i8"))]]
 #: - bank_s: time until the next token is due; < 0 behind the schedule.
 #: - token_s: target for a step: TPOT x tokens of a step.
 #: - sustain_s: longest mean step with which it meets TPOT at its predicted end.
-#: - is_lost: it missed a target or cannot meet one any more.
+#: - is_lost: it missed a target or cannot meet one any more. is_safe: lost, and nobody displaces
+#:   it in this step.
 DECODE = np.dtype([
     ("row", "i8"), ("ahead", "i8"), ("ctx", "i8"), ("left", "f8"), ("bank_s", "f8"),
     ("token_s", "f8"), ("sustain_s", "f8"), ("is_lost", "?"), ("is_safe", "?"),
@@ -83,11 +84,11 @@ DECODE = np.dtype([
 #:   request is worth.
 #: - is_feasible: it can still end in time; false without a target.
 #: - is_hopeless: it waits for its first token and cannot get it in time any more.
-#: - is_job: it is one of those among which `pace` chooses. is_taken: found before.
+#: - is_job: it is one of those among which `pace` chooses.
 PREFILL = np.dtype([
     ("row", "i8"), ("rank", "i8"), ("left", "f8"), ("due_s", "f8"), ("new", "f8"), ("has", "f8"),
     ("chunk", "f8"), ("service_s", "f8"), ("weight_s", "f8"), ("is_feasible", "?"),
-    ("is_hopeless", "?"), ("is_job", "?"), ("is_taken", "?"),
+    ("is_hopeless", "?"), ("is_job", "?"),
 ], align=True)  # fmt: skip
 
 #: What spans steps.
