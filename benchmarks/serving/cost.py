@@ -20,7 +20,8 @@ from harness.markdown import markdown
 from harness.resumable import Row
 from harness.setup import Outcome, Setup
 from serving.engine_alone import EngineAlone
-from serving.served import Answers, Served, Subject
+from serving.process import Answers, EngineProcess
+from serving.served import Served
 
 STOCK, STOCK_BARE = "vLLM", "vLLM, no statistics"
 #: What vLLM spins for before it sleeps: others would share the cores with it.
@@ -116,7 +117,7 @@ def _measured(setup: Setup) -> Iterator[Row]:
 
 
 def _rounds(
-    subjects: Mapping[str, Subject], setup: Setup, seed: int, num_tokens: int
+    subjects: Mapping[str, EngineProcess], setup: Setup, seed: int, num_tokens: int
 ) -> Iterator[Row]:
     """All subjects in turn, once in each round, every second one back."""
     rng = random.Random(seed)
@@ -125,7 +126,7 @@ def _rounds(
         loads = []
         for number in range(setup.options["num_rounds"]):
             loads.append(os.getloadavg()[0])
-            order = list(subjects) if number % 2 == 0 else list(reversed(subjects))
+            order = list(subjects) if number % 2 == 0 else list(subjects)[::-1]
             for name in order:
                 subjects[name].answer(num_clients, _WARM_TOKENS, rng.randrange(2**31))
                 answers = subjects[name].answer(num_clients, num_tokens, rng.randrange(2**31))

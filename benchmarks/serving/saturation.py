@@ -154,5 +154,5 @@ def _run(case: Case) -> Row:
         "num_completed": sum(record.completed for record in outcome.records),
         "tokens_per_s": sum(len(r.token_times_s) for r in outcome.records) / outcome.duration_s,
         "cost_model_error": outcome.scheduler.cost_model_error
-        if spec.kind == "sola" else None,
+        if spec.kind == "sola" and outcome.scheduler else None,
     }  # fmt: skip

@@ -4,70 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
-import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any
 
 from cluster.clients import cpu_s, wait_for
 from cluster.servers import free_port
-
-#: Options that an operator may leave alone, so that vLLM chooses: threads and cores among them.
-_LEFT_TO_VLLM = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_LOGGING_LEVEL")
-_ENVIRONMENT = {
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-PROMPT_TOKENS = 32
-#: Ids of the tiny model's tokens that are text.
-TEXT_IDS = range(40, 100)
+from serving.process import Answers, EngineProcess, prompt_of
 
 
-@dataclass(frozen=True)
-class Answers:
-    """What requests were answered with.
-
-    Attributes:
-        token_s: Mean time between two tokens of a request.
-        cpu_s: Processor time for each token of all requests.
-    """
-
-    token_s: float
-    cpu_s: float
-
-
-class Subject(Protocol):
-    """What is measured; a context manager that starts and ends it."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *raised: Any) -> None: ...
-
-    def wait(self) -> None:
-        """Until it is up."""
-
-    def answer(self, num_clients: int, num_tokens: int, seed: int) -> Answers:
-        """Requests of so many clients at once, each of so many tokens."""
-
-
-def environment() -> dict[str, str]:
-    """Of an engine's process, with what vLLM chooses itself."""
-    kept = {name: value for name, value in os.environ.items() if name not in _LEFT_TO_VLLM}
-    return kept | _ENVIRONMENT
-
-
-class Served:
+class Served(EngineProcess):
     """One `vllm serve`.
 
     Args:
@@ -77,28 +27,10 @@ class Served:
 
     def __init__(self, model_dir: Path, arguments: Mapping[str, Any]) -> None:
         self._port = free_port()
-        self._command = [
+        super().__init__([
             *(sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(model_dir)),
             *("--host", "127.0.0.1", "--port", str(self._port), *_flags(arguments)),
-        ]
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            self._log = stack.enter_context(tempfile.TemporaryFile())
-            self._process = subprocess.Popen(
-                self._command, stdout=self._log, stderr=self._log, env=environment()
-            )
-            stack.callback(self._stop)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
+        ])  # fmt: skip
 
     def wait(self) -> None:
         """Until it is up."""
@@ -106,9 +38,9 @@ class Served:
 
     def answer(self, num_clients: int, num_tokens: int, seed: int) -> Answers:
         """Requests of so many clients at once, each of so many tokens."""
-        before_s = cpu_s([self._process.pid])
+        before_s = cpu_s([self.process.pid])
         times_s = asyncio.run(self._ask(num_clients, num_tokens, seed))
-        spent_s = cpu_s([self._process.pid]) - before_s
+        spent_s = cpu_s([self.process.pid]) - before_s
         return Answers(sum(times_s) / len(times_s), spent_s / (num_clients * num_tokens))
 
     async def _ask(self, num_clients: int, num_tokens: int, seed: int) -> list[float]:
@@ -138,27 +70,18 @@ class Served:
             is_whole = is_whole or line.startswith(b"data: [DONE]")
         writer.close()
         if not is_whole:
-            raise RuntimeError(f"a stream must end with [DONE]; the server's log:\n{self._tail()}")
+            raise RuntimeError(f"a stream must end with [DONE]; the server's log:\n{self.log()}")
         return (last_s - first_s) / (num_tokens - 1)
 
     def _is_up(self) -> bool:
-        if self._process.poll() is not None:
-            raise RuntimeError(f"vllm serve must start; its log:\n{self._tail()}")
+        if self.process.poll() is not None:
+            raise RuntimeError(f"vllm serve must start; its log:\n{self.log()}")
         with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/v1/models", timeout=10):
             return True
 
-    def _tail(self) -> str:
-        self._log.seek(0)
-        return self._log.read()[-3000:].decode(errors="replace")
-
     def _stop(self) -> None:
-        self._process.terminate()
-        self._process.wait(60)
-
-
-def prompt_of(rng: random.Random) -> list[int]:
-    """Ids of a prompt that no cache has."""
-    return [rng.choice(TEXT_IDS) for _ in range(PROMPT_TOKENS)]
+        self.process.terminate()
+        self.process.wait(60)
 
 
 def _flags(arguments: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from sola_sched.bench.backends.clock import CLOCKS
 from sola_sched.bench.data.datasets import DATASET_NAMES
 from sola_sched.bench.report.results import METRIC_NAMES
 from sola_sched.config.flags import (
+    base_url,
     json_object,
     natural_int,
     port,
@@ -283,7 +284,8 @@ def _engine_group(group: Any) -> None:
 
 def _server_group(group: Any) -> None:
     add = group.add_argument
-    add("--base-url", help="e.g. http://localhost:8000; overrides --host and --port")
+    add("--base-url", type=base_url,
+        help="e.g. http://localhost:8000; overrides --host and --port")  # fmt: skip
     add("--host", default="127.0.0.1")
     add("--port", type=port, default=8000)
     add("--endpoint", default="/v1/completions")

@@ -10,6 +10,7 @@ import urllib.parse
 from typing import Any, NoReturn
 
 from sola_sched.config.rules import shown
+from sola_sched.errors import ConfigError
 
 _MAX_DIGITS = 18
 _MAX_PORT = 65535
@@ -86,23 +87,31 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def server_url(text: str) -> str:
-    """``http://HOST:PORT``, without a slash at its end.
+    """``http://HOST:PORT``, without a slash at its end; with a user it is refused."""
+    return _url(text, "http://HOST:PORT", may_have_path=False)
 
-    A user or a password is refused, and not shown: addresses of servers are written into logs and
-    answers.
+
+def base_url(text: str) -> str:
+    """``http://HOST:PORT/PATH``, without a slash at its end; with a user it is refused."""
+    return _url(text, "http://HOST:PORT/PATH", may_have_path=True)
+
+
+def refuse_user(text: str, rule: str) -> None:
+    """Refuse an address with a user or a password.
+
+    Addresses of servers are written into logs and answers.
+
+    Args:
+        text: The address.
+        rule: How the message begins, e.g. "URLs must be".
+
+    Raises:
+        ConfigError: There is one, which the message does not show.
     """
     if "@" in text:
-        raise argparse.ArgumentTypeError(
-            f"must be http://HOST:PORT without a user and password (got {without_user(text)!r}); "
-            "give keys in headers"
+        raise ConfigError(
+            f"{rule} without a user and password (got {without_user(text)!r}); give keys in headers"
         )
-    if not _is_server(text):
-        is_short = "://" not in text and _is_server(f"http://{text}")
-        advice = f"write http://{text}" if is_short else "correct it"
-        raise argparse.ArgumentTypeError(
-            f"must be http://HOST:PORT without a path (got {text!r}); {advice}"
-        )
-    return text.rstrip("/")
 
 
 def without_user(text: str) -> str:
@@ -132,11 +141,25 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _is_server(text: str) -> bool:
+def _url(text: str, form: str, *, may_have_path: bool) -> str:
+    try:
+        refuse_user(text, f"must be {form}")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not _is_server(text, may_have_path):
+        is_short = "://" not in text and _is_server(f"http://{text}", may_have_path)
+        advice = f"write http://{text}" if is_short else "correct it"
+        without = "" if may_have_path else " without a path"
+        raise argparse.ArgumentTypeError(f"must be {form}{without} (got {text!r}); {advice}")
+    return text.rstrip("/")
+
+
+def _is_server(text: str, may_have_path: bool) -> bool:
     try:
         parts = urllib.parse.urlsplit(text)
         has_host = bool(parts.hostname) and parts.port != 0
     except ValueError:  # of the port, or of brackets
         return False
-    has_more = bool(parts.path.strip("/") or parts.query or parts.fragment)
+    has_more = bool(parts.query or parts.fragment)
+    has_more |= not may_have_path and bool(parts.path.strip("/"))
     return parts.scheme in ("http", "https") and has_host and not has_more

@@ -11,10 +11,10 @@ from typing import Any
 
 from sola_sched.cluster.reports import Reports
 from sola_sched.cluster.view import InstanceView, Refusal, RoutedRequest, Router
-from sola_sched.config.flags import without_user
+from sola_sched.config.flags import refuse_user
 from sola_sched.cost.file import Coefficients
 from sola_sched.cost.model import CostModel
-from sola_sched.errors import ConfigError, ReportError
+from sola_sched.errors import ReportError
 
 logger = logging.getLogger(__name__)
 
@@ -157,11 +157,7 @@ class Replicas:
             ConfigError: A URL has a user or a password, which would be shown in logs and answers.
         """
         for url in urls.values():
-            if "@" in url:
-                raise ConfigError(
-                    "URLs of replicas must have no user and no password (got "
-                    f"{without_user(url)!r}); give keys in headers."
-                )
+            refuse_user(url, "URLs of replicas must be")
         left = [r for r in self if urls.get(r.name) != r.url]
         for replica in left:
             self._leave(replica)

@@ -67,6 +67,11 @@ def test_any_flag_is_a_run_or_one_line(chosen: list[tuple[str, str]]) -> None:
         (["--random-range-ratio", "nan", "--dataset-name", "random"], r"in \[0, 1\)"),
         (["--burstiness", "1e-300"], "must lie at finite times"),
         (["--port", "99999999"], "--port.*0 to 65535"),
+        (["--base-url", "http://me:secret@h:1"], r"--base-url.*\(got '\.\.\.@h:1'\)"),
+        (
+            ["--base-url", "h:1/v2"],
+            "--base-url: must be http://HOST:PORT/PATH .*write http://h:1/v2",
+        ),
         (["--tokenizer", "/nowhere/at/all"], "'--tokenizer' must"),
     ],
 )

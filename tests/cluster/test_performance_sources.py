@@ -1,4 +1,4 @@
-"""Samples from step profiles, live steps, results of `vllm bench` and measured tables."""
+"""Samples from step profiles, results of `vllm bench` and measured tables."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from sola_sched.cluster.performance import (
     fit_performance,
     load_performance,
     samples_of_bench,
-    samples_of_steps,
 )
 from sola_sched.cluster.performance.from_profile import fit_profile
 from sola_sched.cluster.performance.from_tables import kernel_steps, splitwise_steps
 from sola_sched.cluster.performance.model import KvUse
-from sola_sched.cost.fit import StepShape
 from sola_sched.errors import DatasetError, ProfileError
 from sola_sched.simulator import load_step_profile, profile_names
 
@@ -54,33 +52,6 @@ def test_a_profile_without_memory_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ProfileError, match="must tell num_blocks"):
         fit_profile(load_step_profile(str(path)))
-
-
-def _shape(prefill: int = 0, decodes: int = 0, ctx: int = 0) -> StepShape:
-    return StepShape(
-        prefill_tokens=prefill,
-        prefill_ctx_tokens=0.0,
-        prefill_sq_tokens=float(prefill) ** 2,
-        num_decodes=decodes,
-        decode_ctx_tokens=ctx,
-    )
-
-
-def test_live_steps_give_the_model_that_made_them() -> None:
-    true = make_model()
-    steps = [(_shape(prefill=n), float(true.prefill_s(n))) for n in (50, 300, 900)]
-    steps += [
-        (_shape(decodes=b, ctx=b * ctx), float(true.decode_s(b, b * ctx)))
-        for b in (1, 4, 16)
-        for ctx in (100, 1000)
-    ]
-    steps.append((_shape(prefill=100, decodes=3, ctx=300), 99.0))  # mixed: left out
-
-    model, _ = fit_performance("live", *samples_of_steps(steps), KvUse(1.0))
-
-    assert model.prefill.per_token_s == pytest.approx(true.prefill.per_token_s)
-    assert model.decode.per_ctx_s == pytest.approx(true.decode.per_ctx_s)
-    assert model.decode.base_s == pytest.approx(true.decode.base_s)
 
 
 def _run_batches(path: Path) -> None:

@@ -168,7 +168,7 @@ def _sent(replicas: Replicas, req_id: str) -> Replica:
 def test_a_url_with_a_password_is_refused_and_not_shown(url: str) -> None:
     replicas = replicas_of()
 
-    with pytest.raises(ConfigError, match="no user and no password") as caught:
+    with pytest.raises(ConfigError, match="without a user and password") as caught:
         replicas.sync({"b": url})
 
     assert "s3cret" not in str(caught.value)

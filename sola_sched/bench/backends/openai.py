@@ -67,7 +67,7 @@ class OpenAIBackend:
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
-        self._url = options.base_url.rstrip("/") + options.endpoint
+        self._url = options.base_url + options.endpoint
         self.model_id, self.max_model_len = asyncio.run(self._first_model())
         self.tokenizer_id = options.tokenizer or self.model_id
         self._num_runs = 0
@@ -187,7 +187,7 @@ class OpenAIBackend:
 
     async def _first_model(self) -> tuple[str, int | None]:
         """Name and context length of the model, once the server answers."""
-        url = self.options.base_url.rstrip("/") + "/v1/models"
+        url = self.options.base_url + "/v1/models"
         deadline_s = time.perf_counter() + self.options.ready_timeout_s
         timeout = aiohttp.ClientTimeout(total=_READY_TIMEOUT_S)
         async with self._session() as session:

@@ -11,7 +11,6 @@ from sola_sched.cluster.performance.files import (
 from sola_sched.cluster.performance.fitting import FitError, fit_performance
 from sola_sched.cluster.performance.from_bench import samples_of_bench
 from sola_sched.cluster.performance.from_profile import samples_of_profile
-from sola_sched.cluster.performance.from_steps import samples_of_steps
 from sola_sched.cluster.performance.model import (
     DecodeTime,
     KvUse,
@@ -37,6 +36,5 @@ __all__ = [
     "performance_names",
     "samples_of_bench",
     "samples_of_profile",
-    "samples_of_steps",
     "save_performance",
 ]

@@ -109,7 +109,7 @@ def _memory(profile: StepProfileLike) -> tuple[int, int]:
     if profile.num_blocks is None or profile.max_model_len is None or not known[2]:
         raise ProfileError(
             f"Profile {profile.name!r} must tell num_blocks, max_model_len and kv_bytes_per_token "
-            f"(got {known}); take one of the package, or fit to live steps and give the memory."
+            f"(got {known}); take one of the package."
         )
     # One block is vLLM's null block.
     return (profile.num_blocks - 1) * profile.block_size, profile.max_model_len

@@ -47,30 +47,13 @@ class _Columns:
 
 
 @dataclass(frozen=True)
-class PrefillSamples(_Columns):
-    """Steps that prefill whole prompts and nothing else; one entry a step.
-
-    Attributes:
-        num_requests: Prompts in the step [n].
-        longest: Tokens of the longest of them [n].
-        total_tokens: Tokens of all of them [n].
-        seconds: Time of the step [n].
-    """
-
-    num_requests: FloatArray
-    longest: FloatArray
-    total_tokens: FloatArray
-    seconds: FloatArray
-
-
-@dataclass(frozen=True)
-class DecodeSamples(_Columns):
-    """Steps in which requests decode and nothing else happens; one entry a step.
+class _StepSamples(_Columns):
+    """Steps in which all requests do the same; one entry a step.
 
     Attributes:
         num_requests: Requests in the step [n].
-        longest: Longest of their contexts, tokens [n].
-        total_tokens: Sum of their contexts, tokens [n].
+        longest: Tokens of the longest prompt, or of the longest context of a decode [n].
+        total_tokens: Sum of all prompts, or of all contexts [n].
         seconds: Time of the step [n].
     """
 
@@ -78,6 +61,14 @@ class DecodeSamples(_Columns):
     longest: FloatArray
     total_tokens: FloatArray
     seconds: FloatArray
+
+
+class PrefillSamples(_StepSamples):
+    """Steps that prefill whole prompts and nothing else."""
+
+
+class DecodeSamples(_StepSamples):
+    """Steps in which requests decode and nothing else happens."""
 
 
 @dataclass(frozen=True)
