@@ -42,8 +42,7 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument
     add("--model", required=True, choices=sorted(MODELS))
-    add("--gpu", required=True, nargs="+", metavar="TYPE=PRICE",
-        help=f"GPU types ({', '.join(GPUS)}) with prices per GPU and hour")  # fmt: skip
+    add_gpus(parser)
     add("--slo", required=True, nargs="+", metavar="METRIC:MS", help="e.g. ttft:1000 tpot:60")
     add("--slo-class", action="append", default=[], metavar="NAME:SHARE:TTFT_MS:TPOT_MS",
         help="as in the benchmark: a share of the requests with its own targets")  # fmt: skip
@@ -75,6 +74,12 @@ def build_parser() -> Parser:
     add("--disable-tqdm", action="store_true", help="no progress bar")
     dataset_group(parser.add_argument_group("requests"))
     return parser
+
+
+def add_gpus(parser: Parser, known: Collection[str] = GPUS) -> None:
+    """Types of GPUs, of those that there are, and prices; `parse_prices` reads them."""
+    parser.add_argument("--gpu", required=True, nargs="+", metavar="TYPE=PRICE",
+        help=f"GPU types ({', '.join(known)}) with prices per GPU and hour")  # fmt: skip
 
 
 def parse_prices(items: Sequence[str], known: Collection[str] = GPUS) -> dict[str, float]:

@@ -29,7 +29,7 @@ from sola_sched.cluster.sharing.unserved import ServiceOutcome, score
 from sola_sched.config.flags import natural_int, positive_int
 from sola_sched.config.output_file import require_writable
 from sola_sched.errors import ConfigError, InfeasibleError
-from sola_sched.plan.args import parse_prices
+from sola_sched.plan.args import add_gpus, parse_prices
 from sola_sched.plan.deploy import serve_config_of
 from sola_sched.plan.descriptions import KEYS, make_arrivals, make_service, parse_service
 from sola_sched.plan.fast_error import OF_SERVICES, unchecked
@@ -215,8 +215,7 @@ def _parser() -> Parser:
     add("--service", action="append", default=[], metavar="KEY=VALUE,...",
         help=f"a service; keys {', '.join(KEYS)}; targets in ms, lengths in tokens")  # fmt: skip
     add("--services", type=Path, metavar="FILE", help="JSON: a list of objects with these keys")
-    add("--gpu", required=True, nargs="+", metavar="TYPE=PRICE",
-        help=f"GPU types ({', '.join(GPUS)}) with prices per GPU and hour")  # fmt: skip
+    add_gpus(parser, GPUS)
     add("--gpus-per-node", type=positive_int, default=8)
     add("--max-gpus", type=positive_int, default=64, help="in all (default: 64)")
     add("--most-sharing", type=positive_int, default=2, help="services of a group (default: 2)")
