@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from sola_sched.config.policies import PolicyTraits
-from sola_sched.core.state import FloatArray, IntArray, StepPlan, StepState
+from sola_sched.core.state import DECODE, FloatArray, IntArray, StepPlan, StepState
 
 #: Share of the KV cache that may be planned for; the rest absorbs partly filled blocks.
 PLANNABLE = 0.97
@@ -126,34 +126,70 @@ def priority_victims(state: StepState) -> IntArray:
     return victims
 
 
-def memory_victims(state: StepState) -> IntArray:
-    """Running rows that must give way so that a waiting one of a higher class finds memory.
+def with_memory_victims(
+    state: StepState,
+    planned: StepPlan,
+    plan: Callable[[StepState, IntArray], StepPlan],
+    left_of: Callable[[IntArray], FloatArray],
+    share: float = PLANNABLE,
+) -> StepPlan | None:
+    """A plan in which lower classes give way so that a higher one finds memory.
 
-    They are the fewest, of the lowest classes and the latest arrivals, without which the first
-    waiting request fits: its prompt into the free blocks, and its predicted peak beside those of
-    all who stay. None if it fits as it is, or not even in place of all that are below it.
+    Args:
+        state: The step's state.
+        planned: The plan in which nobody gives way for memory.
+        plan: Plans the step without the rows that it is given.
+        left_of, share: What the planner takes the peak of memory from, as in `num_that_fit`.
+
+    Returns:
+        None where `planned` stands: nobody waits for the memory of a lower class, or would be
+        admitted in its place.
     """
-    table, rows, waiting = state.table, state.running, state.waiting
-    if not state.has_classes or not len(rows) or not len(waiting):
-        return rows[:0]
-    first = np.lexsort((table.arrival_s[waiting], table.priority[waiting]))[:1]
-    lower = rows[table.priority[rows] > table.priority[waiting[first]]]
+    table, waiting, admit = state.table, state.waiting, planned.admit
+    if not state.has_classes or not len(state.running) or not len(waiting) or admit is None:
+        return None
+    priority = table.priority
+    highest = priority[waiting].min()
+    if highest >= priority[state.running].max():
+        return None
+    admitted = admit[priority[admit] == highest]
+    first = int(waiting[np.lexsort((table.arrival_s[waiting], priority[waiting]))[0]])
+    if len(admitted):
+        first = int(admitted[0])
+        if _num_short(state, first) <= blocks_held(state, planned.preempt).sum():
+            return None
+    victims = _memory_victims(state, first, left_of, share)
+    if not len(victims):
+        return None
+    better = plan(state, victims)
+    is_useful = better.admit is not None and (priority[better.admit] == highest).any()
+    return better if is_useful else None
+
+
+def _memory_victims(
+    state: StepState, first: int, left_of: Callable[[IntArray], FloatArray], share: float
+) -> IntArray:
+    """The fewest running rows without which a waiting one finds memory.
+
+    They are of the lowest classes, the latest arrivals first. Its prompt fits into what is free
+    then, and its predicted peak beside those of all who stay. None if it fits as it is, or not even
+    in place of all that are below it.
+    """
+    table, rows = state.table, state.running
+    lower = rows[table.priority[rows] > table.priority[first]]
     lower = lower[np.lexsort((-table.arrival_s[lower], -table.priority[lower]))]
-    tokens = np.maximum(
-        table.num_computed[lower], table.num_prompt[lower] + table.num_output[lower]
-    )
-    freed = np.concatenate([[0], (tokens // state.block_size).cumsum()])
-    short = int(table.prefill_target[waiting[first]][0]) // state.block_size + 1
-    short -= state.num_free_blocks
+    freed = np.concatenate([[0], blocks_held(state, lower).cumsum()])
+    short = _num_short(state, first)
+    (place,) = np.nonzero(state.waiting == first)
 
     def fits(count: int) -> bool:
         if freed[count] < short:
             return False
         stay = rows[~np.isin(rows, lower[:count])]
-        left = state.remaining(np.concatenate([stay, waiting[first]]))
-        return num_that_fit(state, stay, first, left) == 1
+        left = left_of(np.append(stay, first))
+        return num_that_fit(state, stay, place, left, share=share) == 1
 
-    if not len(lower) or fits(0) or not fits(len(lower)):
+    if fits(0) or not fits(len(lower)):
         return rows[:0]
     low, high = 0, len(lower)  # not fits(low); fits(high)
     while high - low > 1:
@@ -161,6 +197,24 @@ def memory_victims(state: StepState) -> IntArray:
         low, high = (low, middle) if fits(middle) else (middle, high)
     victims: IntArray = lower[:high]
     return victims
+
+
+def _num_short(state: StepState, row: int) -> int:
+    """Blocks that the prompt of a waiting row takes beyond those that are free."""
+    num_blocks = int(state.table.prefill_target[row]) // state.block_size + 1
+    return num_blocks - state.num_free_blocks
+
+
+def blocks_held(state: StepState, rows: IntArray) -> IntArray:
+    """KV blocks that running rows give back when they leave."""
+    table = state.table
+    tokens = np.where(
+        table.phase[rows] == DECODE,
+        table.num_prompt[rows] + table.num_output[rows],
+        table.num_computed[rows],
+    )
+    blocks: IntArray = tokens // state.block_size
+    return blocks
 
 
 def with_useful_victims(

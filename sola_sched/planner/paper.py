@@ -14,9 +14,9 @@ from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.state import DECODE, FloatArray, IntArray, StepPlan, StepState
 from sola_sched.planner.base import (
     learning,
-    memory_victims,
     num_that_fit,
     priority_victims,
+    with_memory_victims,
     with_useful_victims,
 )
 
@@ -56,15 +56,18 @@ class PaperPlanner:
             return StepPlan()
         if not state.cost.is_ready:
             return learning(state)
-        victims = memory_victims(state)
-        if len(victims):
-            ratios, priority = self._ratios.copy(), state.table.priority
-            plan = self._plan(state, victims)
-            admit = state.waiting[:0] if plan.admit is None else plan.admit
-            if (priority[admit] < priority[victims].min()).any():
-                return plan
-            self._ratios = ratios
-        return with_useful_victims(state, priority_victims(state), self._plan)
+        ratios = self._ratios
+
+        def attempt(state: StepState, victims: IntArray) -> StepPlan:
+            self._ratios = ratios.copy()
+            return self._plan(state, victims)
+
+        plan = with_useful_victims(state, priority_victims(state), attempt)
+        noted = self._ratios
+        better = with_memory_victims(state, plan, attempt, state.remaining)
+        if better is None:
+            self._ratios = noted
+        return better or plan
 
     def _plan(self, state: StepState, victims: IntArray) -> StepPlan:
         table, rows = state.table, state.running

@@ -145,7 +145,7 @@ def test_no_class_loses_its_kv_to_a_lower_one(policy: str, async_scheduling: boo
     assert engine.scheduler.inversions == []
 
 
-@pytest.mark.parametrize("policy", ["paper", "alise", "doubling"])
+@pytest.mark.parametrize("policy", ["attain", "paper", "alise", "doubling"])
 def test_a_high_class_waits_for_no_memory_of_a_low_one(policy: str) -> None:
     """Twelve requests of a low class fill the memory and go on for seconds."""
     engine = make_engine(sola_sched.Scheduler, {"policy": policy, "ttft_s": 1.0, "tpot_s": 0.05})

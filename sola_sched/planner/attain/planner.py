@@ -27,7 +27,13 @@ from sola_sched.planner.attain.records import (
     Step,
 )
 from sola_sched.planner.attain.tuning import AttainTuning
-from sola_sched.planner.base import learning, priority_victims, with_useful_victims
+from sola_sched.planner.base import (
+    blocks_held,
+    learning,
+    priority_victims,
+    with_memory_victims,
+    with_useful_victims,
+)
 
 _NO_LIFTS: IntArray = np.empty(0, dtype=np.int64)
 _NO_LEFT: FloatArray = np.empty(0)
@@ -85,22 +91,26 @@ class AttainPlanner:
             return StepPlan()
         if not state.cost.is_ready:
             return learning(state)
-        victims = priority_victims(state)
-        if not len(victims):
-            return self._plan(state, victims)
+        if not state.has_classes:
+            return self._plan(state, state.running[:0])
         earned = self._account.copy()
 
         def attempt(state: StepState, victims: IntArray) -> StepPlan:
             self._account[:] = earned
             return self._plan(state, victims)
 
-        return with_useful_victims(state, victims, attempt)
+        plan = with_useful_victims(state, priority_victims(state), attempt)
+        spent, share = self._account.copy(), float(self._tuning[0]["planned_memory"])
+        better = with_memory_victims(state, plan, attempt, state.likely_remaining, share)
+        if better is None:
+            self._account[:] = spent
+        return better or plan
 
     def _plan(self, state: StepState, victims: IntArray) -> StepPlan:
         """Plan a step in which `victims` give way."""
         if state.table.capacity > len(self._decodes):
             self._reserve(state.table.capacity)
-        self._fill_in(state)
+        self._fill_in(state, victims)
         lifts = _NO_LIFTS if state.lifts is None else state.lifts
         num_victims = len(victims)
         self._lists[PREEMPT, :num_victims] = victims
@@ -129,14 +139,16 @@ class AttainPlanner:
             likely = state.likely_remaining(rows, ahead)
         return likely, left, left_prefills
 
-    def _fill_in(self, state: StepState) -> None:
-        """What is given of a step."""
-        cost = state.cost
+    def _fill_in(self, state: StepState, victims: IntArray) -> None:
+        """What is given of a step in which `victims` give back what they hold."""
+        cost, num_free = state.cost, state.num_free_blocks
+        if len(victims):
+            num_free += int(blocks_held(state, victims).sum())
         linear, gamma = cost.coefficients, cost.gamma
         self._given[0] = (
             state.now_s, state.elapsed_s, state.accepted_per_decode, state.prefill_share,
-            state.max_num_tokens, state.max_num_running, state.num_free_blocks,
-            state.num_blocks, state.block_size, state.tokens_per_decode, state.max_chunk or 0,
+            state.max_num_tokens, state.max_num_running, num_free, state.num_blocks,
+            state.block_size, state.tokens_per_decode, state.max_chunk or 0,
             state.chunks_prefills, state.has_e2e, state.has_ranks,
             state.reload_s_per_token != math.inf,
             linear.a0, linear.b0, linear.c0, linear.a1, linear.b1, linear.c1, linear.d0,

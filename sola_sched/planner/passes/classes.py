@@ -12,6 +12,7 @@ import dataclasses
 import numpy as np
 
 from sola_sched.core.state import DECODE, IntArray, StepPlan, StepState, blocks_of_step
+from sola_sched.planner.base import blocks_held
 
 #: Above every class.
 _NOBODY = np.iinfo(np.int64).min
@@ -132,25 +133,13 @@ def _leaving(
     prefills = run[~is_decode]
     new = int((table.prefill_target[prefills] - table.num_computed[prefills]).sum())
     need += min(new, budget) // size + 2 * len(prefills)
-    short = need - state.num_free_blocks - int(_blocks(state, preempt).sum())
+    short = need - state.num_free_blocks - int(blocks_held(state, preempt).sum())
     if short <= 0:
         return stay[:0]
     order = np.lexsort((-table.arrival_s[stay], ~is_held, -table.priority[stay]))
-    count = int(_blocks(state, stay[order]).cumsum().searchsorted(short)) + 1
+    count = int(blocks_held(state, stay[order]).cumsum().searchsorted(short)) + 1
     order = order[:count][table.priority[stay[order[:count]]] > table.priority[run].min()]
     # The last of these that run are left to the engine.
     (held,) = is_held[order].nonzero()
     leaving: IntArray = stay[order[: int(held[-1]) + 1 if len(held) else 0]]
     return leaving
-
-
-def _blocks(state: StepState, rows: IntArray) -> IntArray:
-    """KV blocks that rows give back."""
-    table = state.table
-    tokens = np.where(
-        table.phase[rows] == DECODE,
-        table.num_prompt[rows] + table.num_output[rows],
-        table.num_computed[rows],
-    )
-    blocks: IntArray = tokens // state.block_size
-    return blocks
