@@ -4,6 +4,6 @@
 Serve, `engine` is vLLM's own server inside a replica.
 
 May import: errors, config, cost, prediction, core, proxy, reports, length_predictor, cluster.
-Third party: aiohttp, multidict, numpy, prometheus_client, pydantic (ray_app),
+Third party: aiohttp, msgspec, multidict, numpy, prometheus_client, pydantic (ray_app),
 ray (__main__, ray_*), uvicorn (engine), vllm (engine).
 """

@@ -15,6 +15,9 @@ from sola_sched.serving.resuming import events
 from sola_sched.serving.resuming.rewrite import Rewrite
 from sola_sched.serving.resuming.transcript import Transcript
 
+#: Bytes of a stream's events that may be unread: to read them takes about a millisecond.
+_MOST_UNREAD = 2**16
+
 
 class Client(Protocol):
     """Who has sent the request."""
@@ -61,6 +64,7 @@ class Outgoing:
         self._is_stream = call.is_stream  # looked at for each event
         self._protocol = protocol_of(call.path)
         self._unread: list[bytes] = []  # events that are not in the transcript yet
+        self._num_unread = 0  # bytes of these
         self._transcript = Transcript()
         self._last = b""
 
@@ -78,6 +82,7 @@ class Outgoing:
         """All that was sent of a stream that can be resumed."""
         self._transcript.read(self._unread)
         self._unread.clear()
+        self._num_unread = 0
         return self._transcript
 
     def lengths(self) -> tuple[list[int] | None, int]:
@@ -123,6 +128,9 @@ class Outgoing:
         if not changed:
             return b""
         self._unread.append(changed)
+        self._num_unread += len(changed)
+        if self._num_unread > _MOST_UNREAD:  # or much would be read at once when a replica is lost
+            self.sent()
         return changed if self._call.wants_ids else events.without_token_ids(changed)
 
     async def write(self, status: int, headers: MultiMapping[str], data: bytes) -> None:

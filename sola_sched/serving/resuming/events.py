@@ -6,16 +6,21 @@ import json
 import re
 from typing import Any
 
+import msgspec
+
 DONE = b"data: [DONE]\n\n"
 #: How vLLM begins a chunk of a completion or a chat; neither an error nor an end does.
 CHUNK = b'data: {"id":'
 _PREFIX = b"data: "
-#: An empty line ends an event; lines may end in each of three ways.
-_END = re.compile(rb"\n\r?\n|\r\r")
+#: An empty line ends an event; lines may end in each of three ways. Patterns that begin with one
+#: certain byte are searched for many times as fast as others.
+_EMPTY_LINE = re.compile(rb"\n\r?\n")
+_EMPTY_LINE_OF_RETURNS = b"\r\r"
 _LINE = re.compile(rb"\r\n|\n|\r")
 #: The ids of tokens, as a key: in a string its quotes would follow a backslash.
-_TOKEN_IDS = re.compile(rb'(?<=[{, ])"(prompt_token_ids|token_ids)": ?\[[\d, ]*\]')
+_TOKEN_IDS = re.compile(rb'"(?<=[{, ]")(prompt_token_ids|token_ids)": ?\[[\d, ]*\]')
 _NO_IDS = rb'"\1":null'
+_DECODER = msgspec.json.Decoder()
 _ERROR = re.compile(rb'(?:event: ?error\r?\n)?data: ?\{\s*"error"')
 
 
@@ -36,18 +41,28 @@ class EventSplitter:
         is_one = data.endswith(b"\n\n") and data.find(b"\n\n") == len(data) - 2
         if is_one and not self._kept and b"\r" not in data:
             return [data]  # as vLLM writes one
-        if data and not _END.search(self._tail + data):
+        if data and _end(self._tail + data, 0) is None:
             self._kept.append(data)
             self._tail = (self._tail + data)[-2:]
             return []
         data = b"".join((*self._kept, data))
         events, begin = [], 0
-        for end in _END.finditer(data):
-            events.append(data[begin : end.end()])
-            begin = end.end()
+        while (end := _end(data, begin)) is not None:
+            events.append(data[begin:end])
+            begin = end
         self._kept = [data[begin:]] if begin < len(data) else []
         self._tail = data[begin:][-2:]
         return events
+
+
+def _end(data: bytes, begin: int) -> int | None:
+    """Where the event that begins there ends; None if its end is not there."""
+    found = _EMPTY_LINE.search(data, begin)
+    most = len(data) if found is None else found.start()
+    returns = data.find(_EMPTY_LINE_OF_RETURNS, begin, most)
+    if returns >= 0:
+        return returns + len(_EMPTY_LINE_OF_RETURNS)
+    return None if found is None else found.end()
 
 
 def data_of(event: bytes) -> bytes:
@@ -87,10 +102,14 @@ def is_of_client(event: bytes) -> bool:
 
 def parse(event: bytes) -> dict[str, Any] | None:
     """The JSON object of an event; None for any other event."""
+    data = data_of(event)
     try:
-        value = json.loads(data_of(event))
-    except (ValueError, RecursionError):
-        return None
+        value = _DECODER.decode(data)
+    except (ValueError, RecursionError):  # it may be what `json` reads, as an infinite number
+        try:
+            value = json.loads(data)
+        except (ValueError, RecursionError):
+            return None
     return value if isinstance(value, dict) else None
 
 

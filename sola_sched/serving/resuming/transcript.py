@@ -10,6 +10,7 @@ from sola_sched.serving.resuming import events
 
 #: Text of a choice: of completions, and of a chat's delta.
 TEXT_FIELDS = ("text", "content", "reasoning", "reasoning_content")
+_MOST_PIECES = 1000
 
 
 @dataclass(slots=True)
@@ -18,7 +19,6 @@ class ChoiceSent:
 
     Attributes:
         token_ids: Of its output.
-        texts: By field.
         finish_reason: None while it goes on.
         num_logprobs: Tokens, of prompt and output, with which log probabilities came.
         text_offsets: Where the text of each of these begins, and at last that of the next one;
@@ -31,7 +31,6 @@ class ChoiceSent:
     """
 
     token_ids: list[int] = field(default_factory=list)
-    texts: dict[str, str] = field(default_factory=dict)
     finish_reason: str | None = None
     num_logprobs: int = 0
     text_offsets: list[int] = field(default_factory=list)
@@ -39,11 +38,17 @@ class ChoiceSent:
     has_all_ids: bool = True
     num_told: int | None = 0
     num_before: int = 0
+    _pieces: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def has_text(self) -> bool:
         """Whether any text was sent."""
-        return any(self.texts.values())
+        return bool(self._pieces)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """All text, by field."""
+        return {name: "".join(pieces) for name, pieces in self._pieces.items()}
 
     def add(self, choice: Mapping[str, Any]) -> None:
         """One more part."""
@@ -53,7 +58,10 @@ class ChoiceSent:
         for name in TEXT_FIELDS:
             if text := part.get(name):
                 has_text = True
-                self.texts[name] = self.texts.get(name, "") + text
+                pieces = self._pieces.setdefault(name, [])
+                pieces.append(text)
+                if len(pieces) > _MOST_PIECES:  # one text takes less room
+                    pieces[:] = ["".join(pieces)]
         if has_text:
             self.num_before = len(self.token_ids)
             self.num_told = self.num_before + 1 if len(ids) == 1 else None
