@@ -63,11 +63,12 @@ async def _raw(path: str, sent: bytes, *, is_cut: bool) -> tuple[bytes, Exceptio
         async with TestServer(gateway.app(), host="127.0.0.1") as own:
             url = str(own.make_url("")).rstrip("/")
             try:
-                await (_responses(url) if "responses" in path else _claude(url))
+                if (ask := _CLIENTS.get(path)) is not None:
+                    await ask(url)
             except (anthropic.APIError, openai.APIError) as error:
                 raised = error
             async with aiohttp.ClientSession() as session, session.post(
-                url + path, json={"stream": True}
+                url + path, json={"stream": True, "stop": ["x"]}
             ) as reply:  # fmt: skip
                 return await reply.read(), raised
 
@@ -84,6 +85,32 @@ async def _responses(url: str) -> None:
     async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="k", max_retries=0) as client:
         async for _ in await client.responses.create(model="m", input="hi", stream=True):
             pass
+
+
+async def _chat(url: str) -> None:
+    async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="k", max_retries=0) as client:
+        asked = [{"role": "user", "content": "hi"}]
+        # With a stop string and without a seed it cannot come from another replica.
+        async for _ in await client.chat.completions.create(
+            model="m", messages=asked, stream=True, stop=["x"]
+        ):  # fmt: skip
+            pass
+
+
+async def _completion(url: str) -> None:
+    async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="k", max_retries=0) as client:
+        async for _ in await client.completions.create(
+            model="m", prompt="hi", stream=True, stop=["x"]
+        ):  # fmt: skip
+            pass
+
+
+_CLIENTS = {
+    "/v1/messages": _claude,
+    "/v1/responses": _responses,
+    "/v1/chat/completions": _chat,
+    "/v1/completions": _completion,
+}
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
@@ -105,6 +132,33 @@ def test_a_lost_stream_raises_in_its_clients_package_and_ends_with_whole_events(
     assert last["error"]["message"]
     if path == "/v1/responses":
         assert last["sequence_number"] == 5
+
+
+def _chunk(**choice: Any) -> bytes:
+    chunk = {"id": "c", "object": "o", "created": 1, "model": "m",
+             "choices": [{"index": 0, "finish_reason": None, **choice}]}  # fmt: skip
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+@pytest.mark.parametrize("half", [b"", b'data: {"id": "c", "cho'])
+@pytest.mark.parametrize(
+    ("path", "event"),
+    [
+        ("/v1/chat/completions", _chunk(delta={"content": "The "})),
+        ("/v1/completions", _chunk(text="The ")),
+    ],
+)
+def test_a_lost_stream_of_tokens_raises_in_its_clients_package_and_has_its_end(
+    path: str, event: bytes, half: bytes, is_cut: bool
+) -> None:
+    raw, raised = asyncio.run(_raw(path, event + half, is_cut=is_cut))
+
+    assert isinstance(raised, openai.APIError)
+    assert "the rest of this answer cannot come from another one" in raised.message
+    assert raw.startswith(event + b'data: {"error":')
+    assert raw.endswith(b"\n\ndata: [DONE]\n\n")
+    assert raw.count(b"data: ") == 3
 
 
 COHERE = [b'data: {"type":"content-delta","index":0,"delta":{}}\n\n']

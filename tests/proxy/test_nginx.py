@@ -1,13 +1,17 @@
-"""The example with nginx before the gateway: TLS, keys, and streams that are not held back."""
+"""The page's example with nginx before the gateway: TLS, keys, streams that are not held back."""
 
 from __future__ import annotations
 
 import asyncio
-import shlex
+import os
+import re
 import shutil
+import signal
 import socket
 import ssl
-import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,61 +21,76 @@ pytest.importorskip("aiohttp")
 
 import aiohttp
 from fake_replica import FakeReplica, output_of
-from gateway_clients import gateway_before
 
-from sola_sched.proxy.keys import keys_of
-
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cluster" / "nginx.conf"
-NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
+ROOT = Path(__file__).resolve().parents[2]
+PATHS = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/usr/local/sbin"
 
 pytestmark = [
-    pytest.mark.skipif(NGINX is None, reason="needs nginx"),
-    pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl"),
+    pytest.mark.skipif(shutil.which(program, path=PATHS) is None, reason=f"needs {program}")
+    for program in ("nginx", "openssl", "curl")
 ]
 
 
-def _with_files(folder: Path, gateway_url: str) -> tuple[Path, int]:
-    """The example beside a certificate, before a gateway elsewhere; and its port."""
-    command = (
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 30 -subj /CN=localhost "
-        "-addext subjectAltName=DNS:localhost -keyout key.pem -out cert.pem"
-    )
-    subprocess.run(shlex.split(command), cwd=folder, check=True, capture_output=True)
-    (folder / "nginx-tmp").mkdir()
+def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    text = EXAMPLE.read_text(encoding="utf-8")
-    assert "127.0.0.1:8000" in text
-    assert "listen 8443" in text
-    text = text.replace("127.0.0.1:8000", gateway_url.removeprefix("http://"))
-    config = folder / "nginx.conf"
-    config.write_text(text.replace("listen 8443", f"listen 127.0.0.1:{port}"), encoding="utf-8")
-    return config, port
+        port: int = free.getsockname()[1]
+    return port
 
 
-def test_streams_with_a_key_pass_through_nginx_event_by_event(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("# of tests\nsecret\n", encoding="utf-8")
-    keys = keys_of(None, tmp_path / "keys")
-    fake = FakeReplica(token_s=0.05)
-    body: dict[str, Any] = {"model": "m", "prompt": "hi", "max_tokens": 10, "stream": True}
+def _replaced(text: str, **others: str) -> str:
+    """The text with other addresses, all of which must be there."""
+    for old, new in others.items():
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+def _commands(folder: Path, replica_url: str) -> tuple[str, int]:
+    """The page's commands, on ports that are free; and nginx's port."""
+    page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```bash\n(.*?nginx.*?)```", page, flags=re.S)
+    port, gateway_port = _free_port(), _free_port()
+    example = Path("examples", "cluster", "nginx.conf")
+    (folder / example).parent.mkdir(parents=True)
+    text = (ROOT / example).read_text(encoding="utf-8")
+    text = _replaced(text, **{"127.0.0.1:8000": f"127.0.0.1:{gateway_port}",
+                              "listen 8443": f"listen 127.0.0.1:{port}"})  # fmt: skip
+    (folder / example).write_text(text, encoding="utf-8")
+    others = {"http://localhost:8001": replica_url, "--port 8000": f"--port {gateway_port}",
+              "localhost:8443": f"localhost:{port}"}  # fmt: skip
+    return _replaced(block, **others), port
+
+
+@asynccontextmanager
+async def _running(commands: str, folder: Path) -> AsyncIterator[str]:
+    """Run them and what they start; gives what they have written."""
+    process = await asyncio.create_subprocess_exec(
+        "bash", "-e", "-c", f"{commands}\necho; echo the end; wait", cwd=folder,
+        env=os.environ | {"PATH": PATHS}, stdout=asyncio.subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        yield (await process.stdout.readuntil(b"the end\n")).decode()
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        await process.wait()
+
+
+def test_the_pages_example_runs_and_streams_pass_event_by_event(tmp_path: Path) -> None:
+    fake, folder = FakeReplica(token_s=0.05), tmp_path / "tls"
 
     async def test() -> None:
-        async with gateway_before(fake, keys=keys) as client:
-            config, port = await asyncio.to_thread(_with_files, tmp_path, client.url)
-            nginx = await asyncio.create_subprocess_exec(
-                str(NGINX), "-e", "stderr", "-p", str(tmp_path), "-c", str(config)
-            )
-            try:
-                await talk(f"https://localhost:{port}")
-            finally:
-                nginx.terminate()
-                await nginx.wait()
+        async with fake.running():
+            commands, port = _commands(tmp_path, fake.url)
+            async with _running(commands, tmp_path) as written:
+                assert '"id": "fake"' in written
+                await talk(f"https://localhost:{port}", (folder / "keys").read_text().strip())
 
-    async def talk(url: str) -> None:
-        trust = ssl.create_default_context(cafile=tmp_path / "cert.pem")
-        headers = {"Authorization": "Bearer secret", "X-Forwarded-For": "6.6.6.6"}
+    async def talk(url: str, key: str) -> None:
+        trust = ssl.create_default_context(cafile=folder / "cert.pem")
+        headers = {"Authorization": f"Bearer {key}", "X-Forwarded-For": "6.6.6.6"}
+        body: dict[str, Any] = {"model": "m", "prompt": "hi", "max_tokens": 10, "stream": True}
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trust)) as session:
-            await _until_it_listens(session, url)
             async with session.post(f"{url}/v1/completions", json=body) as reply:
                 assert reply.status == 401
             async with session.post(f"{url}/v1/completions", json=body, headers=headers) as reply:
@@ -90,13 +109,3 @@ def test_streams_with_a_key_pass_through_nginx_event_by_event(tmp_path: Path) ->
         assert output_of("hi", 1) in text.decode()
 
     asyncio.run(asyncio.wait_for(test(), 60))
-
-
-async def _until_it_listens(session: aiohttp.ClientSession, url: str) -> None:
-    while True:
-        try:
-            async with session.get(f"{url}/health") as reply:
-                assert reply.status == 200
-                return
-        except aiohttp.ClientConnectorError:
-            await asyncio.sleep(0.05)

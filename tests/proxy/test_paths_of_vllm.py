@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import typing
+from contextlib import AsyncExitStack
 from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +15,17 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from aiohttp import web
+from gateway_clients import QUICK, until
+from listeners import ask, post, run, serving, status_of, upstream
+
+from sola_sched.cluster.routers import RoundRobin
+from sola_sched.colocation.door import Door
+from sola_sched.colocation.sleeping import SleepOptions
 from sola_sched.proxy.errors import RefusedError
 from sola_sched.proxy.front import HEALTH
 from sola_sched.proxy.paths import PASSED, find
+from sola_sched.serving.gateway import Gateway
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "security.md"
 #: What vLLM has only with a setting that a test cannot give everywhere.
@@ -132,3 +142,44 @@ def test_paths_of_the_operator_pass_as_they_are_written() -> None:
 
 def test_health_is_its_own() -> None:
     assert sorted_paths()[HEALTH].startswith("its own")
+
+
+def _asked(path: str) -> bytes:
+    """A request for a path, with the method of those that pass."""
+    body = json.dumps({"model": "a", "prompt": "p"}).encode()
+    asked = post(path.replace("{response_id}", "resp_1"), body)
+    return asked.replace(b"POST", b"GET", 1) if PASSED.get(path) == "GET" else asked
+
+
+@pytest.mark.parametrize("which", ["gateway", "door"])
+def test_what_the_table_says_is_what_reaches_a_server(which: str) -> None:
+    reached: set[str] = set()
+    table = sorted_paths()
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/is_sleeping":  # the door itself asks
+            return web.json_response({"is_sleeping": False})
+        reached.add(request.path)
+        return web.json_response({})
+
+    async def test() -> None:
+        async with AsyncExitStack() as stack:
+            server = await stack.enter_async_context(upstream(answer))
+            if which == "gateway":
+                gateway = Gateway(RoundRobin(), QUICK)
+                gateway.sync({"r": server})
+                url = await stack.enter_async_context(serving(gateway.app(), gateway.front))
+                await until(lambda: all(r.has_feed is not None for r in gateway.replicas))
+            else:
+                door = Door({"a": server}, SleepOptions())
+                url = await stack.enter_async_context(serving(door.app(), door.front))
+            for path, what in table.items():
+                reached.clear()
+                status = status_of(await ask(url, _asked(path)))
+                is_own = which == "door" and path == "/v1/models"
+                passes = what.startswith("passed") and not is_own
+                expected = path.replace("{response_id}", "resp_1")
+                assert reached == ({expected} if passes else set()), path
+                assert (status == 200) == (passes or is_own), path
+
+    run(test)
