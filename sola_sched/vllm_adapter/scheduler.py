@@ -33,6 +33,7 @@ from sola_sched.planner import Planner, make_planner, pass_through
 from sola_sched.reports import load
 from sola_sched.reports.log import IntervalLog, engine_stats, waits_for_slots_alone
 from sola_sched.vllm_adapter import first_start
+from sola_sched.vllm_adapter.adapter_slots import leave_out, with_late_refused
 from sola_sched.vllm_adapter.booking import BookingMixin, tells_of_failed_loads
 from sola_sched.vllm_adapter.engine_facts import differences, facts_of
 from sola_sched.vllm_adapter.guard import Guard
@@ -356,6 +357,9 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
             chunks_prefills=self.scheduler_config.enable_chunked_prefill,
             max_chunk=self._seams.max_chunk(),
         )
+        left_out = state.waiting[:0]
+        if self.lora_config:
+            left_out = leave_out(state, self.requests, self._seams)
         if self._seams.caches_prefixes:
             self._expect_cached(state.waiting)
         self._expect_loads(state)
@@ -365,6 +369,8 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
             with_swaps=self._with_swaps,
             resuming=list(map(self._tokens_to_resume, self._seams.resuming())),
         )
+        if len(left_out) and self.sola_config.overload == "reject":
+            plan = with_late_refused(state, plan, left_out)
         self._num_plans += 1
         if self._num_plans % _REVIEW_PLANS == 1 and state.cost.is_ready:
             if self.sola_swap is not None or self._num_plans % _REPORT_PLANS == 1:

@@ -296,21 +296,36 @@ class Seams:
             if status == RequestStatus.WAITING:
                 request.num_preemptions = 0
 
-    def within_max_loras(self, requests: Iterable[Any]) -> list[Any]:
-        """Those of `requests` whose adapters fit beside those of all who run or hold KV.
+    def lack_adapter_slots(self, requests: Iterable[Any]) -> list[bool]:
+        """Of each of `requests`, whether its adapter waits until another one's slot comes free."""
+        lora_config, active = self._scheduler.lora_config, self._active_adapters()
+        is_full = len(active) >= lora_config.max_loras
+        return [
+            is_full
+            and bool(request.lora_request)
+            and request.lora_request.lora_int_id not in active
+            for request in requests
+        ]
+
+    def _active_adapters(self) -> set[int]:
+        """The adapters of all who run or hold KV.
 
         vLLM counts the adapters of the requests that it sees in a step. Held ones must count too,
         and those whose KV is being loaded, which vLLM admits by itself when it is there: a later
         step could need more adapters than there are slots for.
         """
-        lora_config = getattr(self._scheduler, "lora_config", None)
-        if not lora_config:
-            return list(requests)
-        active = {
+        return {
             request.lora_request.lora_int_id
             for request in (*self._scheduler.running, *self._holding_kv())
             if request.lora_request
         }
+
+    def within_max_loras(self, requests: Iterable[Any]) -> list[Any]:
+        """Those of `requests` whose adapters fit beside those of all who run or hold KV."""
+        lora_config = getattr(self._scheduler, "lora_config", None)
+        if not lora_config:
+            return list(requests)
+        active = self._active_adapters()
         allowed = []
         for request in requests:
             if request.lora_request:

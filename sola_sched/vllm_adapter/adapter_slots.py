@@ -1,0 +1,34 @@
+"""Requests whose LoRA adapter waits until another one's slot comes free: no plan is made for them.
+
+A plan that counts on them would keep time, slots and memory for requests that vLLM then passes
+over, and displace others for nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from sola_sched.core.state import IntArray, StepPlan, StepState
+from sola_sched.vllm_adapter.versions import Seams
+
+
+def leave_out(state: StepState, requests: Mapping[str, Any], seams: Seams) -> IntArray:
+    """Take them out of those that wait in `state`; their rows."""
+    waiting, req_id = state.waiting, state.table.req_id
+    if not len(waiting):
+        return waiting
+    lacks = np.array(seams.lack_adapter_slots(requests[req_id[row]] for row in waiting.tolist()))
+    state.waiting = waiting[~lacks]
+    rows: IntArray = waiting[lacks]
+    return rows
+
+
+def with_late_refused(state: StepState, plan: StepPlan, rows: IntArray) -> StepPlan:
+    """The plan that also refuses those of `rows` whose first token is overdue."""
+    table = state.table
+    is_late = (table.due_s[rows] <= state.now_s) & (table.num_output[rows] == 0)
+    return dataclasses.replace(plan, reject=np.concatenate([plan.reject, rows[is_late]]))
