@@ -189,7 +189,9 @@ class Delivery:
                     if self._owner_key is not None and reply.status == HTTPStatus.OK:
                         self._owners.learn(self._owner_key, replica)
                     is_stream = (
-                        reply.content_type == _EVENT_STREAM and reply.status == HTTPStatus.OK
+                        reply.content_type == _EVENT_STREAM
+                        and reply.status == HTTPStatus.OK
+                        and "Content-Encoding" not in reply.headers  # events that can be read
                     )
                     headers = passed_back(reply.headers, replica.url, keeps_length=not is_stream)
                     if is_stream:

@@ -105,14 +105,22 @@ class Outgoing:
                 if events.is_comment(event):  # of the server; its engine may have stalled
                     out.append(event)
                     continue
-                if self._is_stream and events.is_error(event) and not events.is_of_client(event):
+                if self._is_failure(event):
                     failure = event.decode(errors="replace").strip()
                     return Part(b"".join(out), tells, is_last, failure)
+                if self._is_stream and events.is_error(event):  # the client's own is the end
+                    return Part(b"".join((*out, event, events.DONE)), True, True, None)
                 is_last |= self._is_last(event)
             if changed := self._changed(event):
                 tells = True
                 out.append(changed)
         return Part(b"".join(out), tells, is_last, None)
+
+    def _is_failure(self, event: bytes) -> bool:
+        """Whether it is an error in place of an answer that another replica may have."""
+        if self._is_stream:
+            return events.is_error(event) and not events.is_of_client(event)
+        return not self._last and self._protocol.is_error(event)
 
     def _is_last(self, event: bytes) -> bool:
         if self._is_stream:

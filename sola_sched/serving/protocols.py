@@ -35,6 +35,10 @@ class Protocol:
         """Whether a stream is complete with this event."""
         return (events.parse(event) or {}).get("type") in self.endings
 
+    def is_error(self, event: bytes) -> bool:
+        """Whether it tells of an error, where that is told by an event's type."""
+        return "error" in self.endings and (events.parse(event) or {}).get("type") == "error"
+
 
 class Messages(Protocol):
     """Anthropic's API."""

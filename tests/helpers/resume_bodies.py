@@ -14,6 +14,9 @@ _USAGE = {"stream_options": {"include_usage": True}}
 _EACH = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 #: Characters of the byte-level tokenizer that are printable ASCII.
 ASCII = list(range(3, 3 + 94))
+#: Its tokens that are bytes. A special one within a character, which no trained model would write,
+#: makes a text that cannot be matched with its tokens.
+BYTES = list(range(3, 3 + 256))
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ BODIES = [
     _completion("completion, stop tokens", stop_token_ids=[77, 78, 79], return_token_ids=True),
     _completion("completion, stream_interval 3", stream_interval=3, return_token_ids=True),
     _completion("completion, seed", temperature=..., seed=5),
-    _completion("sampled completion", temperature=..., **_USAGE),
+    _completion("sampled completion", temperature=..., allowed_token_ids=BYTES, **_USAGE),
     _completion("sampled completion, log probabilities", temperature=1, logprobs=1, may_fail=True),
     _completion("sampled completions of two prompts", temperature=1, prompt=["to be", "or not"],
                 may_fail=True),

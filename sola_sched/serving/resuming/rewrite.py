@@ -6,7 +6,7 @@ from typing import Any
 
 from sola_sched.serving.resuming import events
 from sola_sched.serving.resuming.asked import Asked
-from sola_sched.serving.resuming.transcript import TEXT_FIELDS, ChoiceSent, Transcript
+from sola_sched.serving.resuming.transcript import ODD_EVENT, TEXT_FIELDS, ChoiceSent, Transcript
 
 
 class DivergedError(Exception):
@@ -25,7 +25,10 @@ class Rewrite:
         chunk = events.parse(event)
         if chunk is None:
             return event
-        rewritten = self.chunk(chunk)
+        try:
+            rewritten = self.chunk(chunk)
+        except ODD_EVENT as error:
+            raise DivergedError(f"an event must be as vLLM writes them ({error})") from error
         return events.write(rewritten) if rewritten is not None else b""
 
     def chunk(self, chunk: dict[str, Any]) -> dict[str, Any] | None:

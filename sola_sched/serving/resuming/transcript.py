@@ -11,6 +11,8 @@ from sola_sched.serving.resuming import events
 #: Text of a choice: of completions, and of a chat's delta.
 TEXT_FIELDS = ("text", "content", "reasoning", "reasoning_content")
 _MOST_PIECES = 1000
+#: What reading an event raises that is not as vLLM writes them.
+ODD_EVENT = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
 @dataclass(slots=True)
@@ -57,6 +59,8 @@ class ChoiceSent:
         has_text = False
         for name in TEXT_FIELDS:
             if text := part.get(name):
+                if not isinstance(text, str):
+                    raise TypeError(f"{name!r} must be a text (got {text!r:.80})")
                 has_text = True
                 pieces = self._pieces.setdefault(name, [])
                 pieces.append(text)
@@ -66,7 +70,7 @@ class ChoiceSent:
             self.num_before = len(self.token_ids)
             self.num_told = self.num_before + 1 if len(ids) == 1 else None
             self.has_all_ids &= bool(ids)
-        self.token_ids += ids
+        self.token_ids += _numbers(ids)
         self.has_tool_calls |= bool(part.get("tool_calls"))
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
         self._add_logprobs(choice.get("logprobs") or {})
@@ -92,12 +96,14 @@ class Transcript:
         prompt_ids: The prompt as the engine had it; None where it was not told.
         choices: By index.
         has_usage: Whether the last part of it, the usage, was sent.
+        is_readable: Whether all of it was as vLLM writes it.
     """
 
     head: dict[str, Any] = field(default_factory=dict)
     prompt_ids: list[int] | None = None
     choices: dict[int, ChoiceSent] = field(default_factory=dict)
     has_usage: bool = False
+    is_readable: bool = True
 
     @classmethod
     def of(cls, sent: Iterable[bytes]) -> Transcript:
@@ -110,7 +116,10 @@ class Transcript:
         """More events."""
         for event in sent:
             if (chunk := events.parse(event)) is not None:
-                self.add(chunk)
+                try:
+                    self.add(chunk)
+                except ODD_EVENT:
+                    self.is_readable = False
 
     def add(self, chunk: Mapping[str, Any]) -> None:
         """One more chunk."""
@@ -119,12 +128,27 @@ class Transcript:
             self.head = {name: chunk[name] for name in names if name in chunk}
         choices = chunk.get("choices") or ()
         self.has_usage |= not choices and bool(chunk.get("usage"))
-        self.prompt_ids = chunk.get("prompt_token_ids") or self.prompt_ids
+        self._add_prompt(chunk)
         for choice in choices:
-            self.prompt_ids = choice.get("prompt_token_ids") or self.prompt_ids
+            self._add_prompt(choice)
             self.choices.setdefault(choice.get("index", 0), ChoiceSent()).add(choice)
+
+    def _add_prompt(self, part: Mapping[str, Any]) -> None:
+        if ids := part.get("prompt_token_ids"):
+            self.prompt_ids = _numbers(ids)
 
     @property
     def num_tokens(self) -> int:
         """Output tokens that were sent, of all choices."""
         return sum(len(choice.token_ids) for choice in self.choices.values())
+
+
+def _numbers(ids: Any) -> list[int]:
+    """Token ids.
+
+    Raises:
+        TypeError: They are none.
+    """
+    if ids and not (isinstance(ids, list) and all(type(each) is int for each in ids)):
+        raise TypeError(f"token ids must be a list of numbers (got {ids!r:.80})")
+    return ids or []
