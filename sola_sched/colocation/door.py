@@ -27,7 +27,7 @@ from sola_sched.proxy.keys import Keys
 from sola_sched.proxy.limits import Limits
 from sola_sched.proxy.owners import Owners, of_response, response_id
 from sola_sched.proxy.paths import RESPONSES, Passage, target
-from sola_sched.proxy.upstream import Upstream
+from sola_sched.proxy.upstream import Upstream, reason
 
 logger = logging.getLogger(__name__)
 
@@ -173,8 +173,11 @@ class Door:
                     async with self.dormitory.awake(name):
                         await self._ask(answer, passage, data, name)
         except WakeError as error:
+            why = reason(error.failure, self._urls[error.name])
             raise RefusedError(
-                HTTPStatus.SERVICE_UNAVAILABLE, str(error), {"Retry-After": "10"}
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"{error.name!r} could not be woken: {why}",
+                {"Retry-After": "10"},
             ) from error
         except LateError as error:
             if answer.has_begun:
@@ -235,11 +238,11 @@ class Door:
                     )
                 )
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                logger.warning("the server of %s cannot be reached: %r", name, error)
                 is_late = isinstance(error, TimeoutError)
                 raise RefusedError(
                     HTTPStatus.GATEWAY_TIMEOUT if is_late else HTTPStatus.BAD_GATEWAY,
-                    f"the server of {name!r} cannot be reached: "
-                    f"{str(error) or type(error).__name__}",
+                    f"the server of {name!r} cannot be reached: {reason(error)}",
                 ) from error
             await answer.start(reply.status, passed_back(reply.headers, url, keeps_length=True))
             try:

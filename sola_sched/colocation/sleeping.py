@@ -22,7 +22,16 @@ logger = logging.getLogger("sola_sched.colocation")
 
 
 class WakeError(RuntimeError):
-    """A service could not be woken."""
+    """A service could not be woken.
+
+    Args:
+        name: Of the service.
+        failure: Why.
+    """
+
+    def __init__(self, name: str, failure: Exception) -> None:
+        super().__init__(f"{name!r} could not be woken: {failure}")
+        self.name, self.failure = name, failure
 
 
 class Sleeper(Protocol):
@@ -147,7 +156,7 @@ class Dormitory:
                 if not service.num_waiting:
                     service.failure = None
         if failure is not None:
-            raise WakeError(f"{name!r} could not be woken: {failure}") from failure
+            raise WakeError(name, failure) from failure
         try:
             yield
         finally:

@@ -8,7 +8,9 @@ once, over a new connection.
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
+import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
@@ -25,6 +27,26 @@ _SHORT = 2**16
 _LONGEST_LINE = 2**16
 #: Whether the connection that a task has got last had been used before.
 _is_used_before: ContextVar[bool] = ContextVar("_is_used_before", default=False)
+
+
+def reason(error: Exception, url: str = "") -> str:
+    """Why a server has not answered, as clients may know it: without its address.
+
+    Args:
+        url: Of the server, which the error may name.
+    """
+    if isinstance(error, aiohttp.ClientConnectorError):
+        number = error.os_error.errno or 0
+        why = f" ({os.strerror(number)})" if number in errno.errorcode else ""
+        return f"no connection could be made{why}"
+    if isinstance(error, TimeoutError):
+        return "it has not answered in time"
+    if isinstance(error, aiohttp.ClientResponseError):
+        return "its answer is no HTTP"
+    if isinstance(error, aiohttp.ClientError | ConnectionError):
+        return "the connection broke off"
+    text = str(error)
+    return (text.replace(url, "it") if url else text) or type(error).__name__
 
 
 class Upstream:

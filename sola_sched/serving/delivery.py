@@ -23,7 +23,7 @@ from sola_sched.config.slo import BEGAN_KEY, RESUMED_KEY, WAITED_KEY
 from sola_sched.proxy.headers import passed_back
 from sola_sched.proxy.json_object import encoded, replaced
 from sola_sched.proxy.owners import Owners, of_response, response_id
-from sola_sched.proxy.upstream import Upstream
+from sola_sched.proxy.upstream import Upstream, reason
 from sola_sched.serving.arrivals import ATTEMPT_HEADER
 from sola_sched.serving.call import Call, Lengths
 from sola_sched.serving.options import GatewayOptions
@@ -312,8 +312,9 @@ class Delivery:
         self._avoid.add(replica.position)
         if isinstance(error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError):
             self._replicas.failed(replica, self._options.avoid_s)
-        what = str(error) or type(error).__name__
-        logger.warning("request %s on %s: %s", self._call.request_id, replica.name, what)
+        told = str(error) or type(error).__name__
+        logger.warning("request %s on %s: %s", self._call.request_id, replica.name, told)
+        what = reason(error)
         if self._has_arrived and not self._call.is_repeatable:
             await self.give_up(f"it may have been done, and must not be done twice: {what}")
             return True

@@ -110,6 +110,40 @@ def test_an_address_that_takes_no_connection_costs_the_limit_of_connecting() -> 
     asyncio.run(asyncio.wait_for(test(), 20))
 
 
+BAD_ANSWERS = [
+    b"", b"hello\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n{}",
+    b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}",
+    b"HTTP/1.1 200 OK\r\nX: " + b"a" * 100_000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", [None, *BAD_ANSWERS])
+def test_clients_are_not_told_where_replicas_are(answer: bytes | None) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer or b"")
+        writer.close()
+
+    async def test() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        if answer is None:
+            server.close()
+        gateway = Gateway(RoundRobin(), replace(QUICK, max_failures=1))
+        gateway.sync({"r": f"http://localhost:{port}"})
+        async with (
+            serving(gateway.app(), gateway.front) as url,
+            ClientSession() as session,
+            session.post(url + PATH, json={"prompt": "p"}) as reply,
+        ):
+            message = (await reply.json())["error"]["message"]
+            assert reply.status in (502, 503)
+        server.close()
+        assert not any(each in message for each in (str(port), "127.0.0.1", "localhost", "::1"))
+        assert not message.endswith(": ")
+
+    run(test)
+
+
 @pytest.mark.parametrize(
     ("path", "error", "good"),
     [
