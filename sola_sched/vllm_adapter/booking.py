@@ -25,6 +25,7 @@ from sola_sched.errors import SloError
 from sola_sched.length_predictor.client import PredictionClient
 from sola_sched.reports.log import IntervalLog
 from sola_sched.vllm_adapter.guard import Guard
+from sola_sched.vllm_adapter.prefix_lookups import PrefixLookups
 from sola_sched.vllm_adapter.versions import WAITS_FOR_INPUT, Seams
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class BookingMixin(_Host):
     sola_guard: Guard
     sola_monitor: StateMonitor
     sola_predictions: PredictionClient | None
+    _lookups: PrefixLookups
     _seams: Seams
     _counts: dict[str, int]
     _interval_log: IntervalLog
@@ -136,7 +138,7 @@ class BookingMixin(_Host):
         self._interval_log.begin(arrival_s)
         num_cached = request.num_computed_tokens
         if self._seams.caches_prefixes:
-            num_cached = max(num_cached, self._seams.num_cached_tokens(request))
+            num_cached = max(num_cached, self._lookups.arrived(request))
         self.sola_monitor.add(
             request.request_id,
             num_prompt_tokens=request.num_prompt_tokens,

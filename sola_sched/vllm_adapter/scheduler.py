@@ -8,6 +8,7 @@ what it hid. See `docs/design.md` for the seams and the rules they follow.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import threading
 import time
@@ -25,7 +26,7 @@ from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.ewt import update_waits
 from sola_sched.core.live import LiveRequest
 from sola_sched.core.monitor import StateMonitor
-from sola_sched.core.state import IntArray, StepPlan
+from sola_sched.core.state import StepPlan
 from sola_sched.cost.model import CostModel
 from sola_sched.length_predictor.client import make_client
 from sola_sched.length_predictor.histogram import LengthHistogram
@@ -38,6 +39,7 @@ from sola_sched.vllm_adapter.booking import BookingMixin, tells_of_failed_loads
 from sola_sched.vllm_adapter.engine_facts import differences, facts_of
 from sola_sched.vllm_adapter.guard import Guard
 from sola_sched.vllm_adapter.guarded_queue import GuardedQueue
+from sola_sched.vllm_adapter.prefix_lookups import PrefixLookups
 from sola_sched.vllm_adapter.sessions import SessionsMixin
 from sola_sched.vllm_adapter.steering import BETWEEN_PREFILLS, NEUTRAL, SteeringMixin, place_of
 from sola_sched.vllm_adapter.support import refuse_others, support_of
@@ -51,11 +53,6 @@ logger = init_logger("vllm.sola_sched")
 
 
 _id_of = operator.attrgetter("request_id")
-#: Waiting requests whose prefix is looked up in the cache at a step; a new one is at once.
-_LOOKUPS_PER_STEP = 4
-#: A look-up takes time for each block found, up to a microsecond. So many may be found at a step on
-#: average; after a longer look-up the next ones wait.
-_BLOCKS_PER_STEP = 256
 #: Steps between two looks whether the policy has been compiled.
 _LOOK_EVERY = 8
 #: Plans between two estimates of the waits: where swapping goes by them, and where nobody does.
@@ -117,7 +114,7 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
         self._start_booking()
         self._start_sessions()
         self._start_steering()
-        self._next_lookup, self._lookup_debt = 0, 0
+        self._lookups = PrefixLookups(self._seams, self.block_size)
         self._num_unplanned = 0  # steps while the policy was compiled
         self._has_stepped_aside = False
         self._num_in_flight = 0  # steps scheduled and not yet updated
@@ -361,7 +358,7 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
         if self.lora_config:
             left_out = leave_out(state, self.requests, self._seams)
         if self._seams.caches_prefixes:
-            self._expect_cached(state.waiting)
+            self._lookups.step(state.waiting, self.requests, self.sola_monitor)
         self._expect_loads(state)
         plan = pass_through(
             state,
@@ -371,6 +368,9 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
         )
         if len(left_out) and self.sola_config.overload == "reject":
             plan = with_late_refused(state, plan, left_out)
+        if len(plan.reject):
+            known = self._lookups.without_unknown(state, plan.reject)
+            plan = dataclasses.replace(plan, reject=known)
         self._num_plans += 1
         if self._num_plans % _REVIEW_PLANS == 1 and state.cost.is_ready:
             if self.sola_swap is not None or self._num_plans % _REPORT_PLANS == 1:
@@ -383,19 +383,6 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
     def _tokens_to_resume(self, request: Request) -> int:
         left = request.num_tokens - request.num_computed_tokens
         return left if left > 1 else self._tokens_per_decode
-
-    def _expect_cached(self, waiting: IntArray) -> None:
-        """Look up what the prefix cache holds of a few waiting requests, in turn."""
-        self._lookup_debt = max(0, self._lookup_debt - _BLOCKS_PER_STEP)
-        table = self.sola_monitor.table
-        for _ in range(min(len(waiting), _LOOKUPS_PER_STEP)):
-            if self._lookup_debt >= _BLOCKS_PER_STEP:
-                return
-            row = int(waiting[self._next_lookup % len(waiting)])
-            self._next_lookup += 1
-            num_cached = self._seams.num_cached_tokens(self.requests[table.req_id[row]])
-            self._lookup_debt += num_cached // self.block_size
-            self.sola_monitor.expect_cached(row, num_cached)
 
     def _is_paused(self) -> bool:
         state = getattr(self, "_pause_state", None)

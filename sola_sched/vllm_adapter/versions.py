@@ -259,6 +259,12 @@ class Seams:
         find = self._scheduler.kv_cache_manager.coordinator.find_longest_cache_hit
         return int(find(request.block_hashes, request.num_tokens - 1)[1])
 
+    def prefix_hash(self, request: Any, num_tokens: int) -> Any:
+        """The hash of its first tokens, a whole number of blocks; None if it has not so many."""
+        size = getattr(self._scheduler, "hash_block_size", self._scheduler.block_size)
+        place = num_tokens // size - 1
+        return request.block_hashes[place] if 0 <= place < len(request.block_hashes) else None
+
     def can_preempt(self, request: Any) -> bool:
         """Whether the request's blocks would be free at once (no step in flight writes them)."""
         check = getattr(self._scheduler, "_request_blocks_can_be_freed", None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("vllm")
@@ -12,7 +14,7 @@ from vllm.v1.request import Request
 
 import sola_sched
 from sola_sched.simulator import VirtualEngine, VirtualRequest
-from sola_sched.vllm_adapter.scheduler import _BLOCKS_PER_STEP
+from sola_sched.vllm_adapter.prefix_lookups import BLOCKS_PER_STEP
 
 pytestmark = pytest.mark.vllm
 
@@ -21,16 +23,31 @@ _NUM_STEPS = 200
 
 
 class Watched:
-    """An engine with all slots taken, where others wait whose prompts share a cached prefix.
+    """An engine with all slots taken, where others wait whose prompts have a cached prefix.
+
+    Args:
+        num_shared: Tokens of a prefix.
+        num_prefixes: Different ones, in turn.
+        num_waiting: Requests that come at once.
+        sola: Options.
 
     Attributes:
         found: Blocks found by each look-up of the planner's.
+        found_at_first: The same in the step in which they have come.
     """
 
-    def __init__(self, num_shared: int) -> None:
+    def __init__(
+        self,
+        num_shared: int,
+        *,
+        num_prefixes: int = 1,
+        num_waiting: int = 8,
+        sola: dict[str, Any] | None = None,
+    ) -> None:
+        self.num_waiting = num_waiting
         self.engine: VirtualEngine = make_small_engine(
             sola_sched.Scheduler,
-            {"ttft_s": 5.0, "tpot_s": 0.05},
+            {"ttft_s": 5.0, "tpot_s": 0.05} | (sola or {}),
             model={**TINY_MODEL, "max_position_embeddings": 65_536},
             enable_prefix_caching=True,
             num_blocks=6000,
@@ -38,20 +55,16 @@ class Watched:
             max_num_batched_tokens=8192,
             max_num_seqs=4,
         )
-        engine, shared = self.engine, _SHARED[:num_shared]
-        engine.add(VirtualRequest("first", 0.0, output_len=40, prompt_token_ids=shared))
+        engine = self.engine
+        prefixes = [[1 + i, *_SHARED[: num_shared - 1]] for i in range(num_prefixes)]
+        for i, shared in enumerate(prefixes):
+            engine.add(VirtualRequest(f"first{i}", 0.0, output_len=40, prompt_token_ids=shared))
         step_until(engine, lambda: False)
         now_s = engine.clock.now
         for i in range(4):
             engine.add(VirtualRequest(f"d{i}", now_s, output_len=800, prompt_len=50))
         for _ in range(20):
             engine.step()
-        for i in range(8):
-            prompt = [*shared, *[1 + i] * 200]
-            engine.add(
-                VirtualRequest(f"w{i}", engine.clock.now, output_len=5, prompt_token_ids=prompt)
-            )
-        engine.step()
         self.found: list[int] = []
         find = engine.scheduler._seams.num_cached_tokens
 
@@ -61,10 +74,17 @@ class Watched:
             return num_tokens
 
         engine.scheduler._seams.num_cached_tokens = watched
+        for i in range(num_waiting):
+            prompt = [*prefixes[i % num_prefixes], *[1 + i] * 200]
+            engine.add(
+                VirtualRequest(f"w{i}", engine.clock.now, output_len=5, prompt_token_ids=prompt)
+            )
+        engine.step()
+        self.found_at_first, self.found = self.found, []
 
     def expected(self) -> list[int]:
         table = self.engine.scheduler.sola_monitor.table
-        return [int(table.num_computed[table.row_of[f"w{i}"]]) for i in range(8)]
+        return [int(table.num_computed[table.row_of[f"w{i}"]]) for i in range(self.num_waiting)]
 
 
 def test_long_prefixes_are_looked_up_seldom_and_known_all_the_time() -> None:
@@ -75,7 +95,7 @@ def test_long_prefixes_are_looked_up_seldom_and_known_all_the_time() -> None:
         assert watched.expected() == [len(_SHARED)] * 8
 
     assert max(watched.found) == len(_SHARED) // 16
-    assert sum(watched.found) <= (_NUM_STEPS + 1) * _BLOCKS_PER_STEP + max(watched.found)
+    assert sum(watched.found) <= (_NUM_STEPS + 1) * BLOCKS_PER_STEP + max(watched.found)
     assert len(watched.found) >= 8  # each of them again
 
 
@@ -86,3 +106,24 @@ def test_short_prefixes_are_looked_up_at_each_step() -> None:
         watched.engine.step()
 
     assert len(watched.found) == 4 * 20
+
+
+def test_of_many_that_come_at_once_a_few_are_looked_up_and_the_answer_holds_for_all() -> None:
+    watched = Watched(len(_SHARED), num_waiting=60)
+
+    assert sum(watched.found_at_first) <= 2 * BLOCKS_PER_STEP + len(_SHARED) // 16
+    assert watched.expected() == [len(_SHARED)] * 60
+
+
+def test_nobody_is_refused_before_the_look_up() -> None:
+    """Their prompts are cached but for the end; computing them takes four times their target."""
+    watched = Watched(
+        20_000, num_prefixes=4, num_waiting=4, sola={"ttft_s": 0.5, "overload": "reject"}
+    )
+    assert watched.expected() == [20_000, 0, 0, 0]
+
+    for _ in range(5000 // BLOCKS_PER_STEP):
+        watched.engine.step()
+
+    assert watched.expected() == [20_000] * 4
+    assert watched.engine.scheduler.sola_stats()["num_rejected"] == 0
