@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import OrderedDict
 from typing import Generic, TypeVar
@@ -22,7 +23,7 @@ class Owners(Generic[Server]):
     """
 
     def __init__(self, most: int = _MOST) -> None:
-        self._servers: OrderedDict[str, Server] = OrderedDict()
+        self._servers: OrderedDict[bytes, Server] = OrderedDict()
         self._most = most
 
     def __len__(self) -> int:
@@ -30,14 +31,20 @@ class Owners(Generic[Server]):
 
     def of(self, key: str) -> Server | None:
         """The server, as far as it is known."""
-        return self._servers.get(key)
+        return self._servers.get(_digest(key))
 
     def learn(self, key: str, server: Server) -> None:
         """The server has it now."""
-        self._servers[key] = server
-        self._servers.move_to_end(key)
+        digest = _digest(key)
+        self._servers[digest] = server
+        self._servers.move_to_end(digest)
         if len(self._servers) > self._most:
             self._servers.popitem(last=False)
+
+
+def _digest(key: str) -> bytes:
+    """What is kept of a key, which a client may make long."""
+    return hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def of_response(response_id: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -39,6 +40,9 @@ _NOT_PASSED_ON = SLO_HEADERS | {
     ATTEMPT_HEADER, "accept-encoding", "content-encoding", "content-length", "expect", "host",
     "x-forwarded-for", "x-request-id",
 }  # fmt: skip
+_REQUEST_ID = "X-Request-Id"
+#: Characters of a client's name for a request: vLLM writes it into each event of a stream.
+_LONGEST_ID = 128
 _SESSION_HEADER = "X-Session-ID"
 #: Where a body has its prompt, the first that there is.
 _PROMPTS = ("messages", "prompt", "input")
@@ -124,7 +128,7 @@ class Call:
         passed = passed_on(headers, _NOT_PASSED_ON)
         if forwarded := forwarded_for(headers, peer):
             passed[FORWARDED_FOR] = forwarded
-        passed["X-Request-Id"] = request_id
+        passed[_REQUEST_ID] = request_id
         passed["Accept-Encoding"] = "identity"  # the gateway reads the events of a stream
         call = cls(method, path, passed, data, None, request_id, arrival_s)
         if passage is not None:
@@ -163,6 +167,12 @@ class Call:
             self.wants_ids = flag(body.get("return_token_ids"))
             if asks_for_ids(body):
                 self.body = body.replaced(return_token_ids=True)
+
+
+def request_id_of(headers: Mapping[str, str]) -> str:
+    """What a client calls its request, or a new name."""
+    name = headers.get(_REQUEST_ID, "")
+    return name if 0 < len(name) <= _LONGEST_ID else uuid.uuid4().hex
 
 
 def _form_without(data: bytes, content_type: str, names: frozenset[str]) -> bytes:

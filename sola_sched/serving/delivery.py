@@ -256,8 +256,10 @@ class Delivery:
                 if part.tells:
                     self._replicas.progressed(replica)
                 if part.failure is not None:
+                    self._replicas.erred(replica, self._options.avoid_s)
                     raise CutError(part.failure)
                 if is_whole and self._call.is_stream:
+                    self._replicas.served(replica)
                     self._learn()
                     return True
         except (aiohttp.ClientError, OSError):
@@ -266,6 +268,7 @@ class Delivery:
             return True
         if not is_whole and self._out.has_last_event:
             raise CutError("the stream ended without its end")
+        self._replicas.served(replica)
         with attempt.writing():
             await self._out.write(reply.status, headers, splitter.rest)
         return True
@@ -285,6 +288,10 @@ class Delivery:
             self._refusal = self._refusal or answer
             return False
         self._learn_stored(answer.body, replica)
+        if answer.status in _FAILURES:
+            self._replicas.erred(replica, self._options.avoid_s)
+        else:
+            self._replicas.served(replica)
         may_retry = self._call.is_repeatable and self._num_failures + 1 < self._options.max_failures
         if answer.status in _FAILURES and may_retry:
             raise CutError(f"HTTP {answer.status}: {answer.body[:200].decode(errors='replace')}")

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import time
-import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
@@ -25,7 +24,7 @@ from sola_sched.proxy.limits import Limits
 from sola_sched.proxy.owners import Owners
 from sola_sched.proxy.paths import Passage, target
 from sola_sched.proxy.upstream import Upstream
-from sola_sched.serving.call import Call, Lengths
+from sola_sched.serving.call import Call, Lengths, request_id_of
 from sola_sched.serving.delivery import Delivery
 from sola_sched.serving.feed import follow
 from sola_sched.serving.options import GatewayOptions
@@ -139,7 +138,7 @@ class Gateway:
                 target(request, passage),
                 request.headers,
                 data,
-                request_id=request.headers.get("X-Request-Id") or uuid.uuid4().hex,
+                request_id=request_id_of(request.headers),
                 arrival_s=arrival_s,
                 peer=request.remote,
                 passage=passage,

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 #: Limits of a replica that has not said what it is, beyond any request.
 _UNKNOWN = 2**31 - 1
 _LONG_AGO_S = 1e6
+#: Errors in a row, of an HTTP server that answers, after which others are asked.
+_MOST_ERRORS = 3
 #: What a request may take to an engine's queue.
 _DELIVERY_S = 0.02
 ANY_STEPS = CostModel.from_coefficients(
@@ -100,6 +102,7 @@ class Replica:
         counted: What its engine had counted when its metrics were last looked at.
         is_suspect: It has stalled, and has shown nothing since; it gets one request at a time.
         avoid_until_s: Nobody is sent there before, after a connection has failed.
+        num_errors: Requests in a row that it has answered with an error.
         alive_s: When it last was known to make progress, or was given its first request since.
         attempts: Requests that are there.
     """
@@ -116,6 +119,7 @@ class Replica:
     counted: bytes = b""
     is_suspect: bool = False
     avoid_until_s: float = 0.0
+    num_errors: int = 0
     alive_s: float = 0.0
     attempts: set[Attempt] = field(default_factory=set)
 
@@ -305,6 +309,18 @@ class Replicas:
     def failed(self, replica: Replica, avoid_s: float) -> None:
         """A connection to the replica has failed: it gets nothing for so long."""
         replica.avoid_until_s = self.clock() + avoid_s
+
+    def erred(self, replica: Replica, avoid_s: float) -> None:
+        """The replica has answered with an error of its own: one that often does gets nothing for
+        so long, if there is another. It would seem idle, and get most of all requests first."""
+        replica.num_errors += 1
+        others = (each for each in self if each is not replica)
+        if replica.num_errors >= _MOST_ERRORS and any(map(self.is_usable, others)):
+            self.failed(replica, avoid_s)
+
+    def served(self, replica: Replica) -> None:
+        """The replica has served a request."""
+        replica.num_errors = 0
 
     def silent(self, replica: Replica) -> None:
         """The replica does not answer; what runs there may go on yet."""

@@ -259,3 +259,59 @@ def test_whatever_servers_write_going_on_elsewhere_is_decided(
         out.rewrite = plan.rewrite
         with contextlib.suppress(DivergedError):
             out.taken([b"data: " + json.dumps(each).encode() + b"\n\n" for each in after])
+
+
+class Failing:
+    """A server that answers with an error until it is mended."""
+
+    def __init__(self, status: int = 500) -> None:
+        self.status, self.num_asked = status, 0
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        self.num_asked += 1
+        return web.json_response({}, status=self.status)
+
+
+def test_a_server_that_only_fails_is_asked_now_and_then_until_it_answers() -> None:
+    failing, good = Failing(), Failing(200)
+
+    async def test() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            urls = [await stack.enter_async_context(upstream(each)) for each in (failing, good)]
+            gateway = Gateway(RoundRobin(), replace(QUICK, avoid_s=0.3))
+            gateway.sync({f"r{i}": url for i, url in enumerate(urls)})
+            url = await stack.enter_async_context(serving(gateway.app(), gateway.front))
+            session = await stack.enter_async_context(ClientSession())
+
+            async def ask_often(num: int) -> None:
+                for _ in range(num):
+                    async with session.post(url + PATH, json={"prompt": "p"}) as reply:
+                        assert reply.status == 200
+
+            await ask_often(40)
+            assert failing.num_asked <= 12
+
+            failing.status = 200
+            await asyncio.sleep(0.35)
+            before = failing.num_asked
+            await ask_often(20)
+            assert failing.num_asked >= before + 8
+
+    run(test)
+
+
+def test_requests_that_fail_everywhere_keep_nobody_waiting() -> None:
+    failing = [Failing(), Failing()]
+
+    async def test() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            urls = [await stack.enter_async_context(upstream(each)) for each in failing]
+            gateway = Gateway(RoundRobin(), replace(QUICK, avoid_s=30.0, patience_s=30.0))
+            gateway.sync({f"r{i}": url for i, url in enumerate(urls)})
+            url = await stack.enter_async_context(serving(gateway.app(), gateway.front))
+            session = await stack.enter_async_context(ClientSession())
+            for _ in range(5):
+                async with session.post(url + PATH, json={"prompt": "p"}) as reply:
+                    assert reply.status == 500
+
+    run(test, limit_s=10.0)
