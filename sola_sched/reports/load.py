@@ -1,16 +1,11 @@
 """What an engine is doing, for a router: its requests, its memory, its step times.
 
-The names are those of `sola_sched.cluster.view.InstanceView`, which is made of it. As text it is
-JSON; arrays are base64 of little-endian 32-bit floats, since a report with many requests must cost
-the engine microseconds, and since banks may be infinite.
+The names are those of `sola_sched.cluster.view.InstanceView`, which is made of it.
 """
 
 from __future__ import annotations
 
-import base64
-import json
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -26,21 +21,12 @@ from sola_sched.core.state import (
     RequestTable,
     StepState,
 )
-from sola_sched.cost.file import Coefficients
 from sola_sched.cost.model import CostModel
-from sola_sched.errors import ReportError
+from sola_sched.reports.load_text import STEPS
 from sola_sched.reports.telemetry import is_lost
 
 FloatArray = NDArray[np.float64]
 
-_NUMBERS = ("kv_capacity_tokens", "max_num_seqs", "max_num_batched_tokens", "max_model_len",
-            "num_gpus", "kv_used_tokens", "num_waiting_lost",
-            "serves_lost_last")  # fmt: skip
-_ARRAYS = ("waiting_tokens", "waiting_outputs", "running_ctx", "running_prefill",
-           "running_outputs", "running_left", "running_bank_s", "running_lost")  # fmt: skip
-_STEPS = "step_coefficients"
-#: A coefficient of a step's time beyond this is nonsense.
-_LONGEST_S = 1e6
 _NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 
 
@@ -56,7 +42,7 @@ def load_of(
     block_size: int,
     serves_lost_last: bool,
 ) -> dict[str, Any]:
-    """The load of an engine: `_NUMBERS`, `_ARRAYS` and the coefficients of its step times.
+    """The load of an engine: numbers, arrays, and the coefficients of its step times.
 
     Args:
         monitor: Of its requests.
@@ -99,7 +85,7 @@ def load_of(
         "kv_used_tokens": (num_blocks - num_free_blocks) * block_size,
         "num_waiting_lost": int(is_lost(table, waiting, now_s).sum()),
         "serves_lost_last": serves_lost_last,
-        _STEPS: _folded(monitor.cost),
+        STEPS: _folded(monitor.cost),
         "waiting_tokens": table.num_prompt[waiting] + table.num_output[waiting],
         "waiting_outputs": state.remaining(waiting),
         "running_ctx": np.maximum(held - under_way, 0),
@@ -130,40 +116,3 @@ def _folded(cost: CostModel) -> list[float] | None:
         found.a0 * prefill, found.b0 * prefill, found.c0 * prefill, d0,
         found.a1 * decode, found.b1 * decode, c1, min(found.overlap, d0, c1),
     ]  # fmt: skip
-
-
-def to_json(load: Mapping[str, Any]) -> str:
-    """One line."""
-    plain = {name: load[name] for name in (*_NUMBERS, _STEPS)}
-    packed = {
-        name: base64.b64encode(np.asarray(load[name], dtype="<f4").tobytes()).decode()
-        for name in _ARRAYS
-    }
-    return json.dumps(plain | packed, separators=(",", ":"), allow_nan=False)
-
-
-def from_json(text: str | bytes) -> dict[str, Any]:
-    """What `to_json` wrote; arrays as float64, and under `model` a `CostModel` or None.
-
-    Raises:
-        ReportError: It is nothing of that kind. Whether the values can be true is not looked at.
-    """
-    try:
-        value = json.loads(text)
-        load = {name: value[name] for name in _NUMBERS}
-        for name in _ARRAYS:
-            load[name] = np.frombuffer(base64.b64decode(value[name], validate=True), "<f4").astype(
-                np.float64
-            )
-        steps = value[_STEPS]
-        load["model"] = None
-        if steps is not None:
-            seconds = [float(each) for each in steps]
-            if not max(map(abs, seconds)) < _LONGEST_S:
-                raise ValueError(f"'{_STEPS}' must be seconds below {_LONGEST_S:g}")
-            load["model"] = CostModel.from_coefficients(Coefficients(*seconds))
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise ReportError(
-            f"a load must be what `load.to_json` writes (got {text[:80]!r}: {error!r:.200})."
-        ) from None
-    return load

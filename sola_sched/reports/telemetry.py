@@ -42,7 +42,7 @@ class TelemetryReport:
         num_lost: Unfinished requests that cannot meet their targets any more.
         step_model_error: Mean relative error of the step-time model; None before any.
         prediction_error: Mean abs(log(predicted / true length)); None without predictions.
-        load: For routers, see `load.to_json`; None where it is not asked for or not known.
+        load: For routers, see `load_text.to_json`; None where it is not asked for or not known.
     """
 
     requests: dict[str, list[int]] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """The requests that come to one engine's server, counted at its door.
 
-A load report (`reports/load.py`) says what is there and not what came: a short request may come and
+A load report (`load_text.py`) says what is there and not what came: a short request may come and
 go between two of them. What is counted here is exact, whichever scheduler the engine has.
 """
 

@@ -1,7 +1,7 @@
 """The load of the engine, pushed to routers: `GET /sola/load` on vLLM's own server.
 
 Asked for with the option `load_interval_s`. The answer does not end. Each report of the scheduler
-is a line: its age in seconds and the load (`reports/load.py`), or `!` where the scheduler does not
+is a line: its age in seconds and the load (`load_text.py`), or `!` where the scheduler does not
 follow the engine. A line each second is empty, so that silence means something too.
 """
 

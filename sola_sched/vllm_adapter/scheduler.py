@@ -31,7 +31,7 @@ from sola_sched.cost.model import CostModel
 from sola_sched.length_predictor.client import make_client
 from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.planner import Planner, make_planner, pass_through
-from sola_sched.reports import load
+from sola_sched.reports import load, load_text
 from sola_sched.reports.log import IntervalLog, engine_stats, waits_for_slots_alone
 from sola_sched.vllm_adapter import first_start
 from sola_sched.vllm_adapter.adapter_slots import leave_out, with_late_refused
@@ -422,7 +422,7 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
 
     def _load(self) -> str:
         """What routers are told."""
-        return load.to_json(
+        return load_text.to_json(
             load.load_of(
                 self.sola_monitor,
                 max_num_seqs=self._seams.num_slots,

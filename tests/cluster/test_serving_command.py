@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
 import sys
 
 import pytest
@@ -171,3 +172,17 @@ def test_what_vllm_serve_would_refuse_is_refused_before_anything_starts(
     assert ended.value.code == 2
     *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith(message)
+
+
+def test_the_gateway_starts_without_compiled_code_and_vllm() -> None:
+    """Numba alone takes more memory than all the rest of a gateway."""
+    code = (
+        "import sys, sola_sched.serving.__main__;"
+        "print({'numba', 'torch', 'vllm', 'ray'} & sys.modules.keys() or 'none')"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+
+    assert done.stdout.strip() == "none"

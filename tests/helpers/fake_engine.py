@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from fake_replica import FakeReplica
 
-from sola_sched.reports.load import to_json
+from sola_sched.reports.load_text import to_json
 
 STEPS = [0.0, 0.0, 1e-4, 0.01, 1e-4, 1e-8, 0.01, 0.01]
 

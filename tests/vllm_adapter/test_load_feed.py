@@ -18,7 +18,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 import sola_sched
 from sola_sched.cluster.view import InstanceView
 from sola_sched.reports import carrier
-from sola_sched.reports.load import from_json
+from sola_sched.reports.load_text import from_json
 from sola_sched.reports.telemetry import TelemetryReport
 from sola_sched.simulator import StepTimeModel, StepTrace, VirtualEngine, VirtualRequest
 from sola_sched.vllm_adapter import load_feed
