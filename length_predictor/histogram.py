@@ -21,6 +21,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from sola_sched.prediction.length import LengthLines
+
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.integer]
 
@@ -160,6 +162,11 @@ class LengthHistogram:
         """
         self._refresh()
         return self._evaluate(self._mean_line, class_ids, num_output, max_tokens)
+
+    def lines(self) -> LengthLines:
+        """What `remaining` goes by now, for compiled code."""
+        self._refresh()
+        return LengthLines(self._bin_of, self._mean_line.reshape(2, -1, _NUM_BINS))
 
     def remaining_quantile(
         self, q: float, class_ids: IntArray, num_output: IntArray, max_tokens: IntArray

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sola_sched.core.compiled import IntArray, Records, entry
+from sola_sched.core.compiled import IntArray, Records, compiled, entry
 
 
 @entry
@@ -26,24 +26,29 @@ def shortest_tpot_s(requests: Records, rows: IntArray) -> float:
 
 
 @entry
-def begin(requests: Records, rows: IntArray) -> int:
-    """A step samples a token of each row; their prompt and output tokens, in sum."""
-    total = 0
-    for row in rows:
-        request = requests[row]
-        total += request.num_prompt + request.num_output
-        request.num_in_flight += 1
-    return total
+def begin(requests: Records, decodes: IntArray, sampled: IntArray) -> int:
+    """A step samples a token of each row; prompt and output tokens of those that decode, in sum."""
+    return _begin(requests, decodes, sampled)
 
 
 @entry
-def end(requests: Records, rows: IntArray, more: IntArray, gone: IntArray, now_s: float) -> None:
-    """The oldest step in flight has ended, and brought all rows that are not `gone` a token.
+def begin_and_end(
+    requests: Records,
+    decodes: IntArray,
+    sampled: IntArray,
+    ended: IntArray,
+    more: IntArray,
+    gone: IntArray,
+    now_s: float,
+) -> int:
+    """As `begin` of a step; then the oldest step in flight, perhaps the same one, has ended.
 
-    No tokens if `now_s` is NaN.
+    That one has brought each row of `ended` and `more` a token now, but for those that are `gone`;
+    no tokens if `now_s` is NaN.
     """
-    for place in range(len(rows) + len(more)):
-        row = rows[place] if place < len(rows) else more[place - len(rows)]
+    total = _begin(requests, decodes, sampled)
+    for place in range(len(ended) + len(more)):
+        row = ended[place] if place < len(ended) else more[place - len(ended)]
         is_gone = False
         for other in gone:
             is_gone = is_gone or other == row
@@ -56,6 +61,19 @@ def end(requests: Records, rows: IntArray, more: IntArray, gone: IntArray, now_s
             request.last_token_s = now_s
             if request.first_token_s != request.first_token_s:  # NaN: it is the first
                 request.first_token_s = now_s
+    return total
+
+
+@compiled
+def _begin(requests: Records, decodes: IntArray, sampled: IntArray) -> int:
+    total = 0
+    for row in decodes:
+        request = requests[row]
+        total += request.num_prompt + request.num_output
+        request.num_in_flight += 1
+    for row in sampled:
+        requests[row].num_in_flight += 1
+    return total
 
 
 @entry
@@ -74,6 +92,6 @@ def warm_up(requests: Records) -> None:
     none = np.empty(0, dtype=np.int64)
     sum_tokens(requests, none)
     shortest_tpot_s(requests, none)
-    begin(requests, none)
-    end(requests, none, none, none, 0.0)
+    begin(requests, none, none)
+    begin_and_end(requests, none, none, none, none, none, 0.0)
     deliver(requests, none, none, 0.0)

@@ -27,6 +27,7 @@ from sola_sched.core.state import (
     LengthModel,
     RequestTable,
     StepState,
+    rows_of,
 )
 from sola_sched.core.traffic import RecentTraffic
 from sola_sched.cost.model import CostModel, StepShape
@@ -40,14 +41,14 @@ _AVERAGING = 0.05
 _MOST_PRIORITY = 2**52
 
 _NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
+_NO_STEP = _NO_ROWS, _NO_ROWS
 _NO_SHAPE = StepShape(0, 0, 0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
 class _StepRecord:
     scheduled_s: float
-    decodes: IntArray  # rows that decode
-    sampled: list[int]  # rows whose prefill ends
+    rows: tuple[IntArray, IntArray]  # those that decode, and those whose prefill ends
     prefill: tuple[int, float, float] = (0, 0.0, 0.0)  # as in `StepShape`
     is_known: bool = True  # whether these are all that sample
     parts: tuple[FloatArray, BoolArray] | None = None  # of the services
@@ -57,8 +58,12 @@ class _StepRecord:
     shape: StepShape = _NO_SHAPE
     predicted_s: float = 0.0
 
+    @property
+    def num_sampled(self) -> int:
+        return len(self.rows[0]) + len(self.rows[1])
+
     def samples(self, row: int) -> bool:
-        return row in self.sampled or bool((self.decodes == row).any())
+        return any(bool((rows == row).any()) for rows in self.rows)
 
 
 class StateMonitor:
@@ -208,7 +213,7 @@ class StateMonitor:
         self._in_flight.clear()
         self._unsettled = None
         for rows in in_flight:
-            record = self._unsettled = _StepRecord(now, _NO_ROWS, rows, is_known=False)
+            record = self._unsettled = _StepRecord(now, (_NO_ROWS, rows_of(rows)), is_known=False)
             self._in_flight.append(record)
             self._settle()
 
@@ -299,8 +304,7 @@ class StateMonitor:
                 sampled.append(row)
         record = self._unsettled = _StepRecord(
             self.clock(),
-            decode_rows,
-            sampled,
+            (decode_rows, rows_of(sampled)),
             (new, float(squares), float(products)),
             parts=parts,
             chunks=chunks,
@@ -314,12 +318,12 @@ class StateMonitor:
         find its code displaced from the processor's caches by the engine's own.
         """
         record, self._unsettled = self._unsettled, None
-        if record is None:
-            return
-        ctx = self.table.begin(record.decodes)
-        for row in record.sampled:
-            self.table.num_in_flight[row] += 1
-        record.shape = StepShape(len(record.decodes), ctx, *record.prefill)
+        if record is not None:
+            self._weigh(record, self.table.begin(*record.rows))
+
+    def _weigh(self, record: _StepRecord, ctx: int) -> None:
+        """Predict the time of a step whose decodes have so many tokens in sum."""
+        record.shape = StepShape(len(record.rows[0]), ctx, *record.prefill)
         if self.cost.is_ready:
             record.predicted_s = self.cost.step_s(record.shape)
 
@@ -332,7 +336,7 @@ class StateMonitor:
         record = self._in_flight[0]
         if not record.is_known:
             return -1
-        return len(record.decodes) + len(record.sampled) - len(record.gone)
+        return record.num_sampled - len(record.gone)
 
     def completed(self, rows: IntArray | None = None, num_tokens: IntArray | None = None) -> None:
         """The oldest step in flight completed and delivered tokens.
@@ -342,9 +346,17 @@ class StateMonitor:
                 `num_expected` requests received one.
             num_tokens: Tokens per row, with `rows`.
         """
-        self._settle()
         now = self.clock()
         table, record = self.table, self._in_flight.popleft()
+        newest, self._unsettled = self._unsettled, None
+        ctx = table.begin_and_end(
+            _NO_STEP if newest is None else newest.rows,
+            record.rows,
+            record.gone,
+            now if rows is None else None,
+        )
+        if newest is not None:
+            self._weigh(newest, ctx)
         elapsed = now - self._last_update_s
         self._last_update_s = now
         self._elapsed_s += elapsed
@@ -359,7 +371,6 @@ class StateMonitor:
                 decode_s = self.cost.decode_s(shape.num_decodes, shape.decode_ctx_tokens)
                 share = max(0.0, 1.0 - float(decode_s) / record.predicted_s)
             self.prefill_share += _AVERAGING * (share - self.prefill_share)
-        table.end(record.decodes, record.sampled, record.gone, now if rows is None else None)
         if rows is None or num_tokens is None or not len(rows):
             return
         table.deliver(rows, now, num_tokens)
@@ -454,7 +465,7 @@ class StateMonitor:
     def _is_computing(self) -> bool:
         """Whether a step is in flight that is not empty."""
         return any(
-            len(record.decodes) or record.prefill[0] or not record.is_known
+            len(record.rows[0]) or record.prefill[0] or not record.is_known
             for record in self._in_flight
         )
 
@@ -509,7 +520,6 @@ class StateMonitor:
             now_s=start,
             table=table,
             running=rows,
-            num_ahead=table.num_in_flight[rows],
             waiting=self._waiting,
             lengths=self.lengths,
             cost=self.cost,

@@ -19,7 +19,13 @@ from sola_sched.core.compiled import BoolArray, FloatArray, IntArray, Records, r
 from sola_sched.core.services import Services
 from sola_sched.core.traffic import RecentTraffic
 from sola_sched.cost.model import CostModel
-from sola_sched.prediction.length import NUM_LEVELS, LengthPrediction, remaining_at, remaining_mean
+from sola_sched.prediction.length import (
+    NUM_LEVELS,
+    LengthLines,
+    LengthPrediction,
+    remaining_at,
+    remaining_mean,
+)
 
 __all__ = ["BoolArray", "FloatArray", "IntArray"]
 
@@ -193,22 +199,32 @@ class RequestTable:
         """The shortest TPOT target of these rows, inf for none."""
         return float(loops.shortest_tpot_s(self.records, rows))
 
-    def begin(self, rows: IntArray) -> int:
-        """A step that samples a token of each of these rows is in flight; their `num_tokens`."""
-        return int(loops.begin(self.records, rows))
-
-    def end(
-        self, rows: IntArray, more: Sequence[int], gone: Sequence[int], now_s: float | None
-    ) -> None:
-        """The step is not in flight any more, and has brought each of these rows a token.
+    def begin(self, decodes: IntArray, sampled: IntArray) -> int:
+        """A step that samples a token of each of these rows is in flight; `num_tokens` of decodes.
 
         Args:
-            rows, more: All that sampled.
-            gone: Those of them that have ended since: their rows may be another request's by now.
+            decodes: Rows that decode.
+            sampled: Rows whose prefill ends.
+        """
+        return int(loops.begin(self.records, decodes, sampled))
+
+    def begin_and_end(
+        self,
+        begun: tuple[IntArray, IntArray],
+        ended: tuple[IntArray, IntArray],
+        gone: Sequence[int],
+        now_s: float | None,
+    ) -> int:
+        """As `begin`; then the oldest step in flight has brought each of its rows a token.
+
+        Args:
+            begun, ended: Rows that decode and rows whose prefill ends, of both; perhaps one step.
+            gone: Those of the step that has ended that are not there any more: their rows may be
+                another request's by now.
             now_s: When it ended; None if the tokens are told by `deliver`.
         """
         end_s = math.nan if now_s is None else now_s
-        loops.end(self.records, rows, _rows_of(more), _rows_of(gone), end_s)
+        return int(loops.begin_and_end(self.records, *begun, *ended, rows_of(gone), end_s))
 
     def deliver(self, rows: IntArray, now_s: float, num_tokens: IntArray) -> None:
         """These rows, each once, have received so many output tokens now."""
@@ -244,7 +260,8 @@ class RequestTable:
             setattr(self, name, np.asarray(records[name]))
 
 
-def _rows_of(rows: Sequence[int]) -> IntArray:
+def rows_of(rows: Sequence[int]) -> IntArray:
+    """An array of them."""
     return np.array(rows, dtype=np.int64) if rows else _NO_ROWS
 
 
@@ -273,6 +290,9 @@ class LengthModel(Protocol):
         self, q: float, class_ids: NDArray[np.int32], num_output: IntArray, max_tokens: IntArray
     ) -> FloatArray:
         """Output tokens left (>= 1) that a share `q` of such requests does not exceed."""
+
+    def lines(self) -> LengthLines:
+        """What `remaining` goes by now; `NO_LINES` where it is not of this form."""
 
 
 def are_equal(rows: IntArray, others: IntArray) -> bool:
@@ -306,7 +326,6 @@ class StepState:
             table. With steps still in flight this lies ahead of the wall.
         table: Per-request columns.
         running: Rows of requests that hold a slot and KV, in the engine's order.
-        num_ahead: Output tokens in flight for each row of `running`, same length.
         waiting: Rows of requests without KV, any order.
         lengths: Output-length distribution; see `remaining`.
         cost: Step-time model.
@@ -335,7 +354,6 @@ class StepState:
     now_s: float
     table: RequestTable
     running: IntArray
-    num_ahead: IntArray
     waiting: IntArray
     lengths: LengthModel
     cost: CostModel
@@ -358,6 +376,12 @@ class StepState:
     traffic: RecentTraffic = field(default_factory=RecentTraffic)
     lifts: IntArray | None = None
     reload_s_per_token: float | None = math.inf
+
+    @property
+    def num_ahead(self) -> IntArray:
+        """Output tokens in flight for each row of `running`, same length."""
+        ahead: IntArray = self.table.num_in_flight[self.running]
+        return ahead
 
     @property
     def has_ranks(self) -> bool:

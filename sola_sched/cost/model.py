@@ -254,16 +254,8 @@ class CostModel:
         A mixed step costs at least what its decodes or its prefill would cost alone: that keeps
         the prediction monotone when the gammas of the kinds differ.
         """
-        chunks = self._chunks(shape)
-        decodes = self._decodes(shape)
-        gamma = self._gamma
-        if shape.num_decodes <= 0:
-            return gamma[PREFILL] * (chunks + self._d0) if shape.prefill_tokens > 0 else 0.0
-        alone = gamma[DECODE] * (decodes + self._c1)
-        if shape.prefill_tokens <= 0:
-            return alone
-        together = gamma[MIXED] * (chunks + decodes + self._mixed_constant)
-        return max(together, alone, gamma[PREFILL] * (chunks + self._d0))
+        kind = kind_of(shape)
+        return 0.0 if kind is None else self._predicted_s(kind, *self._bases_s(kind, shape))
 
     def paper_step_s(self, shape: StepShape) -> float:
         """Predicted time as published: C^p + C^d, each with its constant."""
@@ -324,19 +316,20 @@ class CostModel:
         self._num_steps += 1
         is_review_due = False
         if self._is_fitted:
+            bases_s = self._bases_s(kind, shape)
             if self._is_ready:
                 self._num_errors += 1
                 weight = max(1.0 / self._num_errors, _ERROR_WEIGHT)
-                error = abs(self.step_s(shape) - measured_s) / measured_s
+                error = abs(self._predicted_s(kind, *bases_s) - measured_s) / measured_s
                 self._error += weight * (error - self._error)
                 self._surprise = max(0.0, self._surprise + min(error, 1.0) - _USUAL_ERROR)
                 if self._review is not None:
                     is_review_due = self._review.add(kind, error)
-            base = self._base_s(kind, shape)
-            if base > 0.0:
-                self._correction.update(kind, measured_s / base)
+            base_s = bases_s[kind]
+            if base_s > 0.0:
+                self._correction.update(kind, measured_s / base_s)
                 if kind == MIXED:
-                    self._hold_parts(shape, measured_s)
+                    self._hold_parts(bases_s, measured_s)
         self._memory.add(kind, (*features_of(shape), measured_s))
         self._num_decodes_alone = self._num_decodes_alone + 1 if kind == DECODE else 0
         if self._review is None and self._num_decodes_alone == _DOUBTED_STEPS:
@@ -400,22 +393,29 @@ class CostModel:
     def _decodes(self, shape: StepShape) -> float:
         return self._a1 * shape.num_decodes + self._b1 * shape.decode_ctx_tokens
 
-    def _base_s(self, kind: int, shape: StepShape) -> float:
-        # C_0 of the kind that Eq. 5 compares with.
-        if kind == DECODE:
-            return self._decodes(shape) + self._c1
+    def _bases_s(self, kind: int, shape: StepShape) -> tuple[float, float, float]:
+        """C_0 of the prompts alone, of the decodes alone and of both: what the kind needs of it."""
+        prompts = self._chunks(shape) + self._d0 if kind != DECODE else 0.0
         if kind == PREFILL:
-            return self._chunks(shape) + self._d0
-        return self._chunks(shape) + self._decodes(shape) + self._mixed_constant
+            return prompts, 0.0, 0.0
+        decodes = self._decodes(shape)
+        together = self._chunks(shape) + decodes + self._mixed_constant if kind == MIXED else 0.0
+        return prompts, decodes + self._c1, together
 
-    def _hold_parts(self, shape: StepShape, measured_s: float) -> None:
+    def _predicted_s(self, kind: int, prompts: float, decodes: float, together: float) -> float:
+        """The time of a step of a kind, by its `_bases_s`."""
+        gamma = self._gamma
+        if kind == DECODE:
+            return gamma[DECODE] * decodes
+        if kind == PREFILL:
+            return gamma[PREFILL] * prompts
+        return max(gamma[MIXED] * together, gamma[DECODE] * decodes, gamma[PREFILL] * prompts)
+
+    def _hold_parts(self, bases_s: tuple[float, float, float], measured_s: float) -> None:
         """A mixed step took no less than its decodes or its prefill would alone: see `step_s`."""
-        for kind, base in (
-            (PREFILL, self._chunks(shape) + self._d0),
-            (DECODE, self._decodes(shape) + self._c1),
-        ):
-            if base > 0.0:
-                self._correction.at_most(kind, measured_s / base)
+        for kind in (PREFILL, DECODE):
+            if bases_s[kind] > 0.0:
+                self._correction.at_most(kind, measured_s / bases_s[kind])
 
     def _has_enough_steps(self) -> bool:
         prefill, decode, mixed = self._memory.num_added

@@ -1,6 +1,6 @@
 """The per-step optimization: `make_planner(config).plan(StepState) -> StepPlan`.
 
-May import: errors, config, cost, core.
+May import: errors, config, cost, core, prediction.
 Third party: numpy, scipy, numba (attain*).
 """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,6 +26,22 @@ NUM_LEVELS = len(LEVELS)
 #: What a prediction rests on: similar prompts, the decoder for prompts without any, the words of
 #: the prompt, the lengths of other requests, the truth (benchmarks only).
 SOURCES = ("neighbours", "decoder", "lexical", "histogram", "oracle")
+
+
+class LengthLines(NamedTuple):
+    """Expected lengths for compiled code: straight lines between bins of lengths.
+
+    Attributes:
+        bin_of: Bin of each number of generated tokens, the last one's for more, [n].
+        line: Intercepts and slopes, [2, num_classes, num_bins].
+    """
+
+    bin_of: IntArray
+    line: FloatArray
+
+
+#: Of a model that has none.
+NO_LINES = LengthLines(np.zeros(1, dtype=np.int64), np.empty((2, 0, 1)))
 
 
 @dataclass(frozen=True, eq=False)

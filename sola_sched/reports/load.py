@@ -55,7 +55,6 @@ def load_of(
         now_s=now_s,
         table=table,
         running=_NO_ROWS,
-        num_ahead=_NO_ROWS,
         waiting=_NO_ROWS,
         lengths=monitor.lengths,
         cost=monitor.cost,

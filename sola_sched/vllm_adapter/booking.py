@@ -194,6 +194,7 @@ class BookingMixin(_Host):
         if request.status.name == WAITS_FOR_INPUT:
             self._answered.add(request)
         if row is not None and self.sola_monitor.table.phase[row] == DECODE:
+            self._rows.left(row)
             self.sola_monitor.requeued(row, num_tokens=request.num_tokens, at_front=False)
 
     def _received(self, session: Request, following: Request) -> None:
@@ -228,6 +229,7 @@ class BookingMixin(_Host):
 
     def _displaced(self, request: Request) -> None:
         row = self.sola_monitor.table.row_of[request.request_id]
+        self._rows.left(row)
         self.sola_monitor.requeued(row, num_tokens=request.num_tokens, at_front=True)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
@@ -235,6 +237,7 @@ class BookingMixin(_Host):
         return super()._free_request(request, *args, **kwargs)
 
     def _has_ended(self, request: Request) -> None:
+        self._rows.left(self.sola_monitor.table.row_of[request.request_id])
         status = request.status
         by_itself = status in _BY_ITSELF
         if request in self._answered:  # a session ends: its last answer is whole
@@ -266,9 +269,10 @@ class BookingMixin(_Host):
         scheduled = output.num_scheduled_tokens
         num_running = len(self.running) - self._num_hidden
         all_run = len(scheduled) == num_running  # as nearly always: in the order of `running`
-        new = self._rows.new_in(self.running[:num_running]) if all_run else None
+        decodes = self._rows.known
+        new = self._rows.take_new(self.running, num_running) if all_run else None
         if new is not None and table.num_in_phase[DECODE] == len(self.running) - len(new):
-            decodes, prefills = self._rows.known, [table.row_of[r.request_id] for r in new]
+            prefills = new
         else:
             if all_run:
                 rows = self._rows.of(self.running)[:num_running]

@@ -45,7 +45,10 @@ def test_rows_are_those_of_the_list(steps: list[list[tuple[str, int]]]) -> None:
         for change, number in changes:
             place = number % max(1, len(running))
             if change == "go" and running:
-                others.append(running.pop(place))
+                gone = running.pop(place)
+                others.append(gone)
+                if number % 3:  # it may be told, or not
+                    rows.left(row_of[gone.request_id])
             elif change == "come" and others:
                 running.append(others.pop(number % len(others)))
             elif change == "front" and others:
@@ -71,12 +74,22 @@ def test_an_unchanged_list_has_the_same_array() -> None:
     assert rows.of(requests) is not first
 
 
+def test_whoever_was_told_too_early_is_found_again() -> None:
+    requests, row_of, rows = make(5)
+    first = rows.of(requests)
+    rows.left(row_of["r2"])
+    rows.left(row_of["r2"])  # and again, when it is not there
+    assert len(rows.known) == 4
+    assert rows.of(requests).tolist() == first.tolist()
+
+
 def test_only_those_who_come_are_looked_up() -> None:
     requests, row_of, rows = make(60)
     running = requests[:50]
     rows.of(running)
     row_of.count = 0
     for place in (0, 17, 40, 46):
+        rows.left(dict.__getitem__(row_of, running[place].request_id))
         del running[place]
     running += requests[50:53]
     rows.of(running)

@@ -7,10 +7,18 @@ from numpy.typing import NDArray
 
 from sola_sched.config.slo import SloTarget
 from sola_sched.config.sola_config import SolaConfig
-from sola_sched.core.state import DECODE, PREFILL, WAITING, RequestTable, StepPlan, StepState
+from sola_sched.core.state import (
+    DECODE,
+    PREFILL,
+    WAITING,
+    RequestTable,
+    StepPlan,
+    StepState,
+)
 from sola_sched.cost.model import CostModel, StepShape
 from sola_sched.planner import make_planner
 from sola_sched.planner.attain import AttainPlanner
+from sola_sched.prediction.length import NO_LINES, LengthLines
 
 NOW = 100.0
 #: Targets unless a test says otherwise.
@@ -25,6 +33,9 @@ class FixedLengths:
     def __init__(self, left: float = 50.0) -> None:
         self.left = left
         self.observed: list[tuple[int, int]] = []
+
+    def lines(self) -> LengthLines:
+        return NO_LINES
 
     def class_of(self, num_prompt_tokens: int, max_tokens: int, service: int = 0) -> int:
         return 0
@@ -173,7 +184,6 @@ class StateBuilder:
             "now_s": NOW,
             "table": self.table,
             "running": rows,
-            "num_ahead": np.zeros(len(rows), dtype=np.int64),
             "waiting": np.flatnonzero(self.table.phase == WAITING),
             "lengths": self.lengths,
             "cost": make_cost(),

@@ -47,7 +47,8 @@ def test_tokens_in_flight_are_no_tokens_left() -> None:
     b.waiting("long", waited_s=0.0, prompt=3000, slo=SloTarget(60.0))
     b.table.predict(row, LengthPrediction.exactly(12.0, "oracle"))
     assert make_attain().plan(b.build()).token_budget == 1 + 384  # two of 50 ms
-    ahead = make_attain().plan(b.build(num_ahead=np.array([1])))
+    b.table.num_in_flight[row] = 1
+    ahead = make_attain().plan(b.build())
     assert ahead.token_budget == 1 + 880  # one of 100 ms
 
 

@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from sola_sched.core.compiled import compiled, entry
+from sola_sched.core.lengths import expected_left
 from sola_sched.core.state import PREFILL
 from sola_sched.planner.attain.alone import find_prompts_alone
 from sola_sched.planner.attain.best_effort import find_victims, serve_lost
@@ -218,3 +219,56 @@ def _take_out(step, first, num_before):
             run[count] = run[i]
             count += 1
     at.num_run = count
+
+
+@entry
+def plan(
+    at, tuning, account, requests, decodes, prefills, lists, lifts, running, waiting, num_victims,
+    bin_of, line, trusts_predictions, now_s, elapsed_s, per_step, prefill_share, num_free_blocks,
+    has_e2e, has_ranks, keeps_kv, gamma_prefill, gamma_decode, gamma_mixed, num_came, first_came_s,
+    mean_prompt, mean_output,
+):  # fmt: skip
+    """`look` and `decide` in one call, where the lengths of outputs can be told here.
+
+    Args:
+        at ... num_victims: As in `look`.
+        bin_of, line, trusts_predictions: As in `expected_left`; a line without classes where only
+            Python can tell lengths.
+        now_s ... mean_output: What changes from step to step, as in `STEP`.
+
+    Returns:
+        What the plan is about, as in `PROBLEMS`, >= 0. Otherwise -1 - what `look` has found: it is
+        settled, or `decide` is to be called with the lengths that are wanted.
+    """
+    step = at[0]
+    step.now_s, step.elapsed_s, step.per_step = now_s, elapsed_s, per_step
+    step.prefill_share, step.num_free_blocks = prefill_share, num_free_blocks
+    step.has_e2e, step.has_ranks, step.keeps_kv = has_e2e, has_ranks, keeps_kv
+    step.gamma_prefill, step.gamma_decode, step.gamma_mixed = (
+        gamma_prefill, gamma_decode, gamma_mixed,
+    )  # fmt: skip
+    step.num_came, step.first_came_s = num_came, first_came_s
+    step.mean_prompt, step.mean_output = mean_prompt, mean_output
+    ahead = np.empty(len(running), np.int64)
+    for place in range(len(running)):
+        ahead[place] = requests[running[place]].num_in_flight
+    wanted = look(
+        at, tuning, account, requests, decodes, prefills, lists, lifts, running, ahead, waiting,
+        num_victims,
+    )  # fmt: skip
+    if wanted == SETTLED or wanted & WANTS_LIKELY or not line.shape[1]:
+        return -1 - wanted
+    for place in range(step.num_decodes):
+        decode = decodes[place]
+        decode.left = expected_left(
+            bin_of, line, trusts_predictions, requests[decode.row], decode.ahead
+        )
+    if wanted & WANTS_PREFILLS:
+        for place in range(step.num_prefills):
+            prefill = prefills[place]
+            prefill.left = expected_left(bin_of, line, trusts_predictions, requests[prefill.row], 0)
+    none = np.empty(0)
+    return decide(
+        at, tuning, account, requests, decodes, prefills, lists, lifts, np.empty((0, 5)), none,
+        none, num_victims,
+    )  # fmt: skip

@@ -11,17 +11,18 @@ from sola_sched.config.policies import PolicyTraits
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.compiled import FloatArray, IntArray, Record, records_of
 from sola_sched.core.state import REQUEST, StepPlan, StepState
+from sola_sched.cost.model import Coefficients
 from sola_sched.planner.attain import course
 from sola_sched.planner.attain.records import (
     ACCOUNT,
     ADMIT,
     DECODE,
-    GIVEN,
     NUM_LISTS,
     PREEMPT,
     PREFILL,
     REJECT,
     RUN,
+    SELDOM,
     STEP,
     TUNING,
     Step,
@@ -34,8 +35,9 @@ from sola_sched.planner.base import (
     with_memory_victims,
     with_useful_victims,
 )
+from sola_sched.prediction.length import NO_LINES
 
-_NO_LIFTS: IntArray = np.empty(0, dtype=np.int64)
+_NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 _NO_LEFT: FloatArray = np.empty(0)
 _NO_LIKELY: FloatArray = np.empty((0, 5))
 _NO_REQUESTS = records_of(REQUEST, 0)
@@ -67,7 +69,9 @@ class AttainPlanner:
         self._account = records_of(ACCOUNT, 1)
         self._account["spared"] = -1
         self._at = records_of(STEP, 1)
-        self._given = self._at[GIVEN]
+        self._found = self._at[["num_run", "num_admit", "num_preempt", "num_reject", "budget"]]
+        self._linear: Coefficients | None = None
+        self._limits: tuple[int, ...] = ()
         self._reserve(1)
         _warm_up(self)
 
@@ -82,7 +86,7 @@ class AttainPlanner:
         decodes, prefills = self._decodes.view(np.recarray), self._prefills.view(np.recarray)
         return Step(
             self._at.view(np.recarray)[0], self._tuning.view(np.recarray)[0], self.account,
-            _NO_REQUESTS, decodes, prefills, self._lists, _NO_LIFTS, _NO_LIKELY,
+            _NO_REQUESTS, decodes, prefills, self._lists, _NO_ROWS, _NO_LIKELY,
         )  # fmt: skip
 
     def plan(self, state: StepState) -> StepPlan:
@@ -110,19 +114,44 @@ class AttainPlanner:
         """Plan a step in which `victims` give way."""
         if state.table.capacity > len(self._decodes):
             self._reserve(state.table.capacity)
-        self._fill_in(state, victims)
-        lifts = _NO_LIFTS if state.lifts is None else state.lifts
-        num_victims = len(victims)
-        self._lists[PREEMPT, :num_victims] = victims
+        self._note(state)
+        lifts = _NO_ROWS if state.lifts is None else state.lifts
+        num_victims, num_free = len(victims), state.num_free_blocks
+        if num_victims:
+            self._lists[PREEMPT, :num_victims] = victims
+            num_free += int(blocks_held(state, victims).sum())
         parts = (
             self._at, self._tuning, self._account, state.table.records, self._decodes,
             self._prefills, self._lists, lifts,
         )  # fmt: skip
-        wanted = course.look(*parts, state.running, state.num_ahead, state.waiting, num_victims)
-        if wanted == course.SETTLED:
-            return StepPlan(admit=victims, problem="decode")
-        problem = course.decide(*parts, *self._lengths(state, wanted), num_victims)
-        return self._as_plan(course.PROBLEMS[problem])
+        trusts = state.trusts_predictions and state.table.num_predicted > 0
+        found = course.plan(
+            *parts, state.running, state.waiting, num_victims, *state.lengths.lines(), trusts,
+            float(state.now_s), float(state.elapsed_s), float(state.accepted_per_decode),
+            float(state.prefill_share), num_free, state.has_e2e, state.has_ranks,
+            state.reload_s_per_token != math.inf, *state.cost.gamma, *state.traffic.means(),
+        )  # fmt: skip
+        if found < 0:
+            wanted = -1 - found
+            if wanted == course.SETTLED:
+                return StepPlan(admit=victims, problem="decode")
+            found = course.decide(*parts, *self._lengths(state, wanted), num_victims)
+        return self._as_plan(course.PROBLEMS[found])
+
+    def _note(self, state: StepState) -> None:
+        """Fill in what seldom changes, where it has."""
+        linear = state.cost.coefficients
+        limits = (
+            state.max_num_tokens, state.max_num_running, state.num_blocks, state.block_size,
+            state.tokens_per_decode, state.max_chunk or 0, state.chunks_prefills,
+        )  # fmt: skip
+        if linear is not self._linear or limits != self._limits:
+            self._linear, self._limits = linear, limits
+            mixed = linear.d0 + linear.c1 - linear.overlap
+            self._at[SELDOM][0] = (
+                *limits, linear.a0, linear.b0, linear.c0, linear.a1, linear.b1, linear.c1,
+                linear.d0, mixed,
+            )  # fmt: skip
 
     def _lengths(self, state: StepState, wanted: int) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Likely lengths of all, and expected ones of decodes and prefills, as far as wanted."""
@@ -139,34 +168,18 @@ class AttainPlanner:
             likely = state.likely_remaining(rows, ahead)
         return likely, left, left_prefills
 
-    def _fill_in(self, state: StepState, victims: IntArray) -> None:
-        """What is given of a step in which `victims` give back what they hold."""
-        cost, num_free = state.cost, state.num_free_blocks
-        if len(victims):
-            num_free += int(blocks_held(state, victims).sum())
-        linear, gamma = cost.coefficients, cost.gamma
-        self._given[0] = (
-            state.now_s, state.elapsed_s, state.accepted_per_decode, state.prefill_share,
-            state.max_num_tokens, state.max_num_running, num_free, state.num_blocks,
-            state.block_size, state.tokens_per_decode, state.max_chunk or 0,
-            state.chunks_prefills, state.has_e2e, state.has_ranks,
-            state.reload_s_per_token != math.inf,
-            linear.a0, linear.b0, linear.c0, linear.a1, linear.b1, linear.c1, linear.d0,
-            linear.d0 + linear.c1 - linear.overlap, gamma.prefill, gamma.decode, gamma.mixed,
-            *state.traffic.means(),
-        )  # fmt: skip
-
     def _as_plan(self, problem: str) -> StepPlan:
-        at, lists = self._at[0], self._lists
+        lists = self._lists
+        num_run, num_admit, num_preempt, num_reject, budget = self._found[0].item()
+        reject = _taken(lists[REJECT], num_reject)
         if problem == "stalled":
-            return StepPlan(reject=lists[REJECT, : at["num_reject"]].copy(), problem=problem)
-        num_run = at["num_run"]
+            return StepPlan(reject=reject, problem=problem)
         return StepPlan(
             run=None if num_run < 0 else lists[RUN, :num_run].copy(),
-            admit=lists[ADMIT, : at["num_admit"]].copy(),
-            token_budget=int(at["budget"]),
-            preempt=lists[PREEMPT, : at["num_preempt"]].copy(),
-            reject=lists[REJECT, : at["num_reject"]].copy(),
+            admit=_taken(lists[ADMIT], num_admit),
+            token_budget=budget,
+            preempt=_taken(lists[PREEMPT], num_preempt),
+            reject=reject,
             problem=problem,
         )
 
@@ -177,13 +190,21 @@ class AttainPlanner:
         self._lists = np.zeros((NUM_LISTS, capacity), dtype=np.int64)
 
 
+def _taken(rows: IntArray, count: int) -> IntArray:
+    """The first ones of a line that the next plan writes over."""
+    return rows[:count].copy() if count else _NO_ROWS
+
+
 def _warm_up(planner: AttainPlanner) -> None:
     """Compile what is not yet compiled: half a minute the first time on a machine."""
-    none = _NO_LIFTS
+    none = _NO_ROWS
     planner._at["block_size"] = planner._at["per_step"] = 1
     parts = (
         planner._at, planner._tuning, planner._account.copy(), records_of(REQUEST, 1),
         planner._decodes, planner._prefills, planner._lists, none,
     )  # fmt: skip
-    course.look(*parts, none, none, none, 0)
+    course.plan(
+        *parts, none, none, 0, *NO_LINES, False, 0.0, 0.0, 1.0, 0.0, 0, False, False, False,
+        1.0, 1.0, 1.0, 0, 0.0, 0.0, 0.0,
+    )  # fmt: skip
     course.decide(*parts, _NO_LIKELY, _NO_LEFT, _NO_LEFT, 0)

@@ -59,6 +59,12 @@ STEP = np.dtype(_STEP, align=True)
 #: The fields that are given; the others are found.
 GIVEN = [name for name, _ in _STEP[: _STEP.index(("num_running", "i8"))]]
 
+#: Of these, what seldom changes.
+SELDOM = [
+    "max_num_tokens", "max_num_running", "num_blocks", "block_size", "tokens_per_decode",
+    "max_chunk", "chunks_prefills", "a0", "b0", "c0", "a1", "b1", "c1", "d0", "mixed",
+]  # fmt: skip
+
 #: A decode of the step; times in seconds.
 #:
 #: - row, ahead, ctx: row of the table, output tokens in flight, KV tokens.
