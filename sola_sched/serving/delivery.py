@@ -331,7 +331,7 @@ class Delivery:
         if self._out.has_told:
             return await self._resume()
         if self._out.has_started and not self._call.is_stream:  # it cannot be resumed
-            await self.give_up(what)
+            await self.give_up(f"the replica was lost within its answer: {what}")
             return True
         self._counts["retried"] += 1
         return False
