@@ -191,7 +191,7 @@ class Delivery:
                     is_stream = (
                         reply.content_type == _EVENT_STREAM
                         and reply.status == HTTPStatus.OK
-                        and "Content-Encoding" not in reply.headers  # events that can be read
+                        and reply.headers.get("Content-Encoding", "identity") == "identity"
                     )
                     headers = passed_back(reply.headers, replica.url, keeps_length=not is_stream)
                     if is_stream:
