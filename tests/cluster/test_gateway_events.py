@@ -16,7 +16,9 @@ from multidict import CIMultiDict
 
 from sola_sched.serving.call import Call
 from sola_sched.serving.outgoing import Outgoing
+from sola_sched.serving.resuming.asked import Asked
 from sola_sched.serving.resuming.events import EventSplitter, parse, without_token_ids
+from sola_sched.serving.resuming.plans import replay
 
 PARTS = [b"data: a", b": ", b"\n", b"\n\n", b"\r\n", b"\r\n\r\n", b"\r\r", b"\r", b""]
 
@@ -110,3 +112,29 @@ def test_events_with_numbers_that_json_does_not_have_are_read_as_python_reads_th
     assert found == {"logprob": float("-inf"), "a": "\ud800"}
     assert parse(b"data: [1]\n\n") is None
     assert parse(b"data: {\n\n") is None
+
+
+def _event_of(index: int, text: str, finish_reason: str | None = None) -> bytes:
+    choice = {"index": index, "text": text, "token_ids": [7], "finish_reason": finish_reason}
+    return b"data: " + json.dumps({"id": "cmpl-1", "choices": [choice]}).encode() + b"\n\n"
+
+
+def test_a_long_repetition_goes_on_also_with_choices_of_which_nothing_had_been_sent() -> None:
+    body = {"stream": True, "prompt": "p", "n": 2, "seed": 1}
+    call = Call("POST", "/v1/completions", CIMultiDict(), b"", body, "r", 0.0)
+    outgoing = Outgoing(call, None)  # type: ignore[arg-type]
+    answer = [_event_of(index, f"{i} ") for i in range(1000) for index in (0, 1)]
+    answer += [_event_of(index, "", "length") for index in (0, 1)]
+    got = outgoing.taken(answer[:1]).data
+    outgoing.rewrite = replay(Asked("/v1/completions", body), outgoing.sent()).rewrite
+
+    for event in answer:
+        got += outgoing.taken([event]).data
+
+    told: dict[int, str] = {0: "", 1: ""}
+    for event in got.split(b"\n\n")[:-1]:
+        for choice in json.loads(event.removeprefix(b"data: "))["choices"]:
+            told[choice["index"]] += choice["text"]
+    whole = "".join(f"{i} " for i in range(1000))
+    assert told == {0: whole, 1: whole}
+    assert got.count(b'"length"') == 2

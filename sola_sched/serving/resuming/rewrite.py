@@ -88,10 +88,14 @@ class Replayed(Rewrite):
 
     Drops as much text, and as many ids and log probabilities, as were sent, and checks that text
     and ids are the same.
+
+    Args:
+        sent: What the client has; it may grow meanwhile.
     """
 
     def __init__(self, sent: Transcript) -> None:
-        self._sent = sent
+        self._head = sent.head
+        self._finished = {index for index, each in sent.choices.items() if each.finish_reason}
         self._left = {
             (index, name): text
             for index, choice in sent.choices.items()
@@ -102,16 +106,16 @@ class Replayed(Rewrite):
 
     def chunk(self, chunk: dict[str, Any]) -> dict[str, Any] | None:
         """See `Rewrite`."""
-        chunk = {**chunk, **self._sent.head, "prompt_token_ids": None}
+        chunk = {**chunk, **self._head, "prompt_token_ids": None}
         is_usage_alone = bool(chunk.get("usage")) and not chunk.get("choices")
         chunk["choices"] = [c for c in map(self._choice, chunk.get("choices") or ()) if c]
         return chunk if chunk["choices"] or is_usage_alone else None
 
     def _choice(self, choice: dict[str, Any]) -> dict[str, Any] | None:
         index = choice.get("index", 0)
-        if index not in self._sent.choices:
+        if index not in self._ids:
             return choice
-        if self._sent.choices[index].finish_reason:
+        if index in self._finished:
             return None
         choice["prompt_token_ids"] = None
         part = choice.get("delta", choice)
