@@ -22,6 +22,13 @@ from sola_sched.serving.resuming.transcript import Transcript
 WHOLE = output_of("hello", 12)
 
 
+@pytest.fixture(autouse=True, params=["when it is lost", "as it goes"])
+def when_a_stream_is_read(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short streams are read when they are lost, of long ones most as they go."""
+    if request.param == "as it goes":
+        monkeypatch.setattr("sola_sched.serving.outgoing._MOST_UNREAD", 0)
+
+
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1.0}, {}])
 def test_a_stream_whose_replica_dies_goes_on_elsewhere_from_its_tokens(options: dict) -> None:
     dying, other = FakeReplica(die_after=5), FakeReplica()
