@@ -69,7 +69,7 @@ def _post(path: str, body: bytes, line: str = "") -> bytes:
 
 
 async def _packed(hostile: Hostile) -> None:
-    body = gzip.compress(json.dumps({"prompt": [1] * 6_700_000}).encode(), 9)
+    body = gzip.compress(b'{"prompt":[' + b"1, " * 6_700_000 + b"1]}")
     await hostile.again_and_again(_post(PATH, body, "Content-Encoding: gzip"), 20)
 
 
