@@ -37,6 +37,9 @@ SHARE_OF = {
     "pieces of a load": 0.3,
     "session copy": 0.5,
 }
+#: Failures that a test injects at a site, at least: 4 to 6 are in fact, and 7 to 45 elsewhere.
+LEAST_OF = {"copies free blocks": 3, "copies idle": 3, "slots freed": 3}
+LEAST = 5
 #: Steps that a run makes at most.
 NUM_STEPS = 20_000
 
@@ -162,7 +165,7 @@ def test_a_failure_at_any_booking_of_a_copy_loses_no_request_and_no_block(
             sessions = serve(engine, seed)
         assert_nothing_is_lost(engine, sessions)
         num_raised += faults.total
-    assert num_raised
+    assert num_raised >= LEAST_OF.get(site, LEAST)
 
 
 @pytest.mark.parametrize("site", ["queue bool", "queue peek", "queue pop"])
@@ -175,11 +178,12 @@ def test_a_failure_of_the_queue_while_vllm_holds_loading_requests_doubles_none(s
             sessions = serve(engine, seed)
         assert_nothing_is_lost(engine, sessions)
         num_raised += faults.total
-    assert num_raised
+    assert num_raised >= 15
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_failures_of_several_kinds_at_once_lose_nothing(is_async: bool) -> None:
+    num_raised = 0
     for seed in range(8):
         rng = random.Random(seed)
         sites = rng.sample(sorted(COPY_SITES | SITES | SWAP_SITES), 6) + rng.sample(
@@ -188,8 +192,9 @@ def test_failures_of_several_kinds_at_once_lose_nothing(is_async: bool) -> None:
         engine = make_engine(seed, async_scheduling=is_async)
         with Faults(*sites, share=rng.choice((0.005, 0.05, 0.3)), seed=seed).injected() as faults:
             sessions = serve(engine, seed)
-        assert faults.total
         assert_nothing_is_lost(engine, sessions)
+        num_raised += faults.total
+    assert num_raised >= 50
 
 
 def test_after_a_failure_copies_are_made_again_as_soon_as_those_under_way_have_ended() -> None:
