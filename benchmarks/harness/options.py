@@ -54,6 +54,12 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "modes": {"nargs": "+", "choices": ("sync", "async"), "help": "of scheduling"},
     "num_running": {"type": positive_int, "nargs": "+", "help": "requests in the engine"},
     "num_waiting": {"type": natural_int, "nargs": "+", "help": "requests that wait beside them"},
+    "num_free_slots": {"type": natural_int, "nargs": "+", "help": "slots beyond those"},
+    "situations": {
+        "nargs": "+",
+        "choices": ("plain", "memory", "swap", "prefixes", "priorities", "classes"),
+        "help": "what there is beside plain traffic",
+    },
     "num_steps": {"type": positive_int, "help": "steps measured"},
     "label": {"help": "kept in the rows, e.g. before"},
     "compare": {"nargs": "+", "metavar": "LABEL", "help": "labels side by side"},

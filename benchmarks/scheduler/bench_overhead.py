@@ -82,30 +82,38 @@ def circumstances() -> dict[str, Any]:
 
 def table(rows: Sequence[dict[str, Any]], *, clock: str = "cpu") -> str:
     """A line per row; microseconds are medians and, behind the stroke, 99th percentiles."""
-    columns = ("policy", "traffic", "mode", "slots", "waiting", "running", "vLLM us", "ours us",
-               "added us", "added", "of 6.5 ms")  # fmt: skip
+    columns = ("policy", "traffic", "mode", "situation", "slots", "waiting", "running", "vLLM us",
+               "ours us", "added us", "added", "of 6.5 ms")  # fmt: skip
     lines = []
     for row in rows:
         stock, ours, added = (row[f"{clock}_{name}_us"] for name in ("stock", "ours", "added"))
         both = (f"{t['median']:.0f} / {t['p99']:.0f}" for t in (stock, ours, added))
         lines.append([
-            row["policy"], row["kind"], "async" if row["is_async"] else "sync",
-            str(row["num_running"]), str(row["num_waiting"]), f"{row['mean_running']:.0f}", *both,
+            *_load_of(row), f"{row['mean_running']:.0f}", *both,
             f"{added['median'] / stock['median']:+.0%}",
             f"{added['median'] / SHORTEST_STEP_US:.2%}",
         ])  # fmt: skip
-    return markdown(columns, lines, 3)
+    return markdown(columns, lines, 4)
+
+
+def _load_of(row: Mapping[str, Any]) -> tuple[str, str, str, str, str, str]:
+    """Policy, traffic, mode, situation, slots and waiting; older rows are of plain situations."""
+    slots = row["num_running"] + row.get("num_free_slots", 0)
+    return (
+        row["policy"], row["kind"], "async" if row["is_async"] else "sync",
+        row.get("situation", "plain"), str(slots), str(row["num_waiting"]),
+    )  # fmt: skip
 
 
 def comparison(rows: Sequence[dict[str, Any]], labels: Sequence[str], *, clock: str) -> str:
     """A line per load with what is added under each label: median and, behind the stroke, p99."""
-    keys = ("policy", "kind", "is_async", "num_running", "num_waiting")
-    by_load: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    by_load: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
     for row in rows:
-        by_load.setdefault(tuple(row[key] for key in keys), {})[row["label"]] = row
+        load = *_load_of(row), str(row["num_running"])
+        by_load.setdefault(load, {})[row["label"]] = row
     columns = [f"{name}, {label}" for label in labels for name in ("vLLM us", "added us", "added")]
     lines = []
-    for (policy, kind, is_async, slots, waiting), found in by_load.items():
+    for key, found in by_load.items():
         cells = []
         for label in labels:
             if label not in found:
@@ -117,9 +125,9 @@ def comparison(rows: Sequence[dict[str, Any]], labels: Sequence[str], *, clock: 
                 f"{added['median']:.0f} / {added['p99']:.0f}",
                 f"{added['median'] / stock['median']:+.0%}",
             ]
-        mode = "async" if is_async else "sync"
-        lines.append([policy, kind, mode, str(slots), str(waiting), *cells])
-    return markdown(["policy", "traffic", "mode", "slots", "waiting", *columns], lines, 3)
+        lines.append([*key, *cells])
+    of_load = ("policy", "traffic", "mode", "situation", "slots", "waiting", "running")
+    return markdown([*of_load, *columns], lines, 4)
 
 
 def parts_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -133,17 +141,17 @@ def parts_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _name_of(row: Mapping[str, Any]) -> str:
-    mode = "async" if row["is_async"] else "sync"
-    return f"{row['policy']} {row['kind']} {mode} {row['num_running']} + {row['num_waiting']}"
+    *what, slots, waiting = _load_of(row)
+    return f"{' '.join(what)}, {row['num_running']} of {slots} + {waiting}"
 
 
 def rows_of(choices: Mapping[str, Any], seed: int) -> Iterator[dict[str, Any]]:
-    """A row per combination of policies, kinds, modes and numbers of requests."""
-    for policy, kind, mode, running, waiting in itertools.product(
+    """A row per combination of policies, kinds, modes, numbers of requests and situations."""
+    for policy, kind, mode, running, waiting, free, situation in itertools.product(
         choices["policies"], choices["kinds"], choices["modes"], choices["num_running"],
-        choices["num_waiting"],
+        choices["num_waiting"], choices["num_free_slots"], choices["situations"],
     ):  # fmt: skip
-        load = Load(policy, kind, mode == "async", running, waiting)
+        load = Load(policy, kind, mode == "async", running, waiting, free, situation)
         row = measure(load, num_steps=choices["num_steps"], seed=seed)
         yield {"label": choices["label"], **row, **circumstances()}
 

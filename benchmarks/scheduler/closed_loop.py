@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sola_sched.config.slo import CLASS_KEY
 from sola_sched.simulator.engine import VirtualEngine
 from sola_sched.simulator.request import VirtualRequest
 from sola_sched.simulator.steps.profile import load_step_profile
+from sola_sched.simulator.swap_link import LinkSpeed
+from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
 
 #: Steps of this model are the shortest that are realistic.
 PROFILE = "llama-3-8b-h100"
@@ -44,13 +47,32 @@ KINDS = {
     "long": Kind((5000.0, 0.4), (500.0, 0.6), 10.0, 0.2),
 }
 _MAX_PROMPT, _MAX_OUTPUT = 7000, 1000
+#: What there is beside plain traffic, in which no two requests share a prefix and memory is ample.
+SITUATIONS = {
+    "plain": "nothing",
+    "memory": "more than half of the KV memory in use, and some 150 classes of output lengths",
+    "swap": "KV memory is short, and displaced KV is swapped; vLLM computes it again",
+    "prefixes": "every eighth prompt begins with 100,000 cached tokens",
+    "priorities": "three priorities, at random",
+    "classes": "three SLO classes, two of which have a share of the time",
+}
+#: Share of the KV memory that those who run hold at first; more, once long outputs have gathered.
+_USED = {"memory": 0.6, "swap": 1.05}
+_PREFIX, _WITH_PREFIX = 100_000, 8
+_CLASSES = ("a", "b", "c")
+#: KV of Llama-3-8B, and of the link over which it is swapped: PCIe 4.0 x16.
+_KV_BYTES_PER_TOKEN, _LINK_BYTES_PER_S = 131_072, 25e9
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is served: `num_running` slots, and so many requests more that wait for one.
+    """What is served: `num_running` requests, and so many more that wait for a slot.
 
-    Prefixes are cached, as by vLLM without an option; no two requests share one.
+    Attributes:
+        policy, kind, is_async: Of the engine, and of the traffic (`KINDS`).
+        num_running, num_waiting: Requests.
+        num_free_slots: Slots beyond those; with any, nobody waits for one.
+        situation: One of `SITUATIONS`.
     """
 
     policy: str = "attain"
@@ -58,6 +80,8 @@ class Load:
     is_async: bool = True
     num_running: int = 256
     num_waiting: int = 0
+    num_free_slots: int = 0
+    situation: str = "plain"
 
 
 class ClosedLoop(VirtualEngine):
@@ -77,27 +101,37 @@ class ClosedLoop(VirtualEngine):
         if load.policy == OBSERVE:
             options |= {"ttft_s": None, "tpot_s": None}
         else:
-            options |= {"policy": load.policy, "ttft_s": kind.ttft_s, "tpot_s": kind.tpot_s}
-        per_request = (_MAX_PROMPT + _MAX_OUTPUT) // profile.block_size + 1
+            targets = {"ttft_s": kind.ttft_s, "tpot_s": kind.tpot_s}
+            options |= {"policy": load.policy, **targets, **_classes(load.situation, targets)}
+        max_model_len = profile.max_model_len or _MAX_PROMPT + _MAX_OUTPUT
+        if load.situation == "prefixes":
+            max_model_len += _PREFIX
+        is_ours = issubclass(scheduler_cls, SolaSchedulerMixin)
         super().__init__(
             scheduler_cls,
             model=profile.model_config(),
-            num_blocks=2 * load.num_running * per_request,  # memory decides nothing here
+            num_blocks=_num_blocks(load, kind, profile.block_size),
             block_size=profile.block_size,
-            max_model_len=profile.max_model_len or _MAX_PROMPT + _MAX_OUTPUT,
-            max_num_seqs=load.num_running,
+            max_model_len=max_model_len,
+            max_num_seqs=load.num_running + load.num_free_slots,
             max_num_batched_tokens=_CHUNK,
             async_scheduling=load.is_async,
             enable_prefix_caching=True,
+            scheduling_policy="priority" if load.situation == "priorities" else "fcfs",
             additional_config={"sola_sched": options},
             step_time=profile.step_time,
+            swap_link=(
+                LinkSpeed(_KV_BYTES_PER_TOKEN, _LINK_BYTES_PER_S)
+                if is_ours and load.situation == "swap"
+                else None
+            ),
         )
         self.times_ns: list[tuple[int, int]] = []
         self.num_running: list[int] = []
         self.parts_ns: list[dict[str, int]] = []
         self._stopwatch = getattr(self.scheduler, "stopwatch", None)
         self._spent_ns = [0, 0]
-        self._requests_to_come = requests(kind, random.Random(seed))
+        self._requests_to_come = requests(kind, random.Random(seed), load.situation)
         self.on_finish = lambda _: self._next(1.0)
         for name in ("schedule", "update_from_output"):
             setattr(self.scheduler, name, self._timed(getattr(self.scheduler, name)))
@@ -139,8 +173,33 @@ class ClosedLoop(VirtualEngine):
         return timed
 
 
-def requests(kind: Kind, rng: random.Random) -> Iterator[VirtualRequest]:
+def _classes(situation: str, targets: dict[str, float]) -> dict[str, Any]:
+    """Options of the SLO classes."""
+    if situation not in ("memory", "swap", "classes"):
+        return {}
+    shares = (0.4, 0.2, None) if situation == "classes" else (None, None, None)
+    return {
+        "classes": {
+            name: targets | ({} if share is None else {"share": share})
+            for name, share in zip(_CLASSES, shares, strict=True)
+        }
+    }
+
+
+def _num_blocks(load: Load, kind: Kind, block_size: int) -> int:
+    """KV blocks; without a share of them that is in use, so many that memory decides nothing."""
+    if load.situation not in _USED:
+        per_request = (_MAX_PROMPT + _MAX_OUTPUT) // block_size + 1
+        prefix = _PREFIX // block_size + 1 if load.situation == "prefixes" else 0
+        return 2 * load.num_running * per_request + prefix
+    some = list(itertools.islice(requests(kind, random.Random(0)), 2000))
+    mean = sum(r.num_prompt_tokens + 0.5 * r.output_len for r in some) / len(some)
+    return math.ceil(load.num_running * mean / block_size / _USED[load.situation])
+
+
+def requests(kind: Kind, rng: random.Random, situation: str = "plain") -> Iterator[VirtualRequest]:
     """Requests without an end; who takes them says when they arrive."""
+    prefix = [1 + number % 50_000 for number in range(_PREFIX)]
 
     def tokens(mean: float, sigma: float, most: int) -> int:
         return max(1, min(most, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))
@@ -150,4 +209,15 @@ def requests(kind: Kind, rng: random.Random) -> Iterator[VirtualRequest]:
             tokens(*kind.prompt, _MAX_PROMPT),
             tokens(*kind.output, _MAX_OUTPUT),
         )
-        yield VirtualRequest(f"r{number}", 0.0, output_len, prompt_len, max_tokens=_MAX_OUTPUT)
+        request = VirtualRequest(f"r{number}", 0.0, output_len, prompt_len, max_tokens=_MAX_OUTPUT)
+        if situation in ("memory", "swap"):
+            limit = min(_MAX_OUTPUT, max(output_len, 2 ** rng.randrange(10)))
+            request = replace(request, max_tokens=limit)
+        if situation in ("memory", "swap", "classes"):
+            request = replace(request, extra_args={CLASS_KEY: rng.choice(_CLASSES)})
+        if situation == "priorities":
+            request = replace(request, priority=rng.randrange(3))
+        if situation == "prefixes" and number % _WITH_PREFIX == 0:
+            own = [1 + rng.randrange(50_000) for _ in range(prompt_len)]
+            request = replace(request, prompt_len=None, prompt_token_ids=[*prefix, *own])
+        yield request

@@ -107,4 +107,4 @@ def test_the_table_of_an_experiments_rows_has_every_label(tmp_path, capsys):
     head, _, *lines = capsys.readouterr().out.splitlines()
     assert "added us, before" in head
     assert "added us, after" in head
-    assert lines[0].startswith("| attain | chat | async | 2 | 0 |")
+    assert lines[0].startswith("| attain | chat | async | plain | 2 | 0 | 2 |")
