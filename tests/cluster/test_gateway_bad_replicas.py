@@ -102,7 +102,7 @@ def test_an_address_that_takes_no_connection_costs_the_limit_of_connecting() -> 
                         body = {"prompt": "p", "max_tokens": 3}
                         async with session.post(f"{url}/v1/completions", json=body) as reply:
                             assert reply.status == 200
-                        assert time.monotonic() - began_s < 2.0
+                        assert time.monotonic() - began_s < 4.0
                 assert gateway.counts["failed_attempts"] >= 1
             for each in waiting:
                 each.close()
