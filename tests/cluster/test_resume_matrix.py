@@ -87,4 +87,5 @@ def test_a_cut_stream_is_as_uncut_or_ends_with_an_error(
         print(f"\n{setting}, stream_interval {interval}, each {step}. event: {dict(counts)}")
     assert not faults, "\n".join(faults[:40])
     assert counts["bodies that the server refuses"] <= 1  # draft tokens and a bias
-    assert counts["as uncut"] > 8 * counts["error"]  # the least that was measured is 8.4
+    # 8.4 to 10.8 were measured; which sampled streams can go on is chance.
+    assert counts["as uncut"] > 6 * counts["error"]
