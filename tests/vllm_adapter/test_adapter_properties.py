@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 from chaos import ChaosScheduler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from table_checks import assert_table_agrees
 from virtual_model import TINY_MODEL
 
 import sola_sched
@@ -45,6 +46,7 @@ class Checks:
         self.check_queues()
         self.check_blocks()
         self.sola_monitor.table.check_integrity()
+        assert_table_agrees(self)
         return output
 
     def check_queues(self) -> None:

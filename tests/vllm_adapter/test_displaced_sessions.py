@@ -25,6 +25,7 @@ from live_sessions import (
     send_next,
 )
 from needs import NEEDS_SWAPPING
+from table_checks import check_table_at_each_step
 from virtual_runs import make_small_engine, step_until, warm_up
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import RequestStatus
@@ -288,6 +289,7 @@ def test_whatever_happens_to_sessions_each_has_one_place_and_all_of_its_answers(
         **chosen,
     )
     scheduler, num_free = engine.scheduler, engine.num_free_blocks
+    check_table_at_each_step(scheduler)
     for number in range(num_others):
         engine.add(VirtualRequest(f"other{number}", 0.1 * number, 12, prompt_len=20, priority=1))
     waiting = {f"session{number}": list(inputs) for number, inputs in enumerate(turns)}

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from live_sessions import open_session, send_next
+from table_checks import check_table_at_each_step
 from virtual_runs import make_small_engine, step_until, warm_up
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -29,6 +30,7 @@ def test_a_prompt_whose_blocks_could_not_be_loaded_is_computed_in_chunks_again(
         async_scheduling=is_async,
     )
     scheduler, sample = engine.scheduler, engine._sample
+    check_table_at_each_step(scheduler)
     scheduler.recompute_kv_load_failures = True
     engine.add(VirtualRequest("other", 5.0, 400, prompt_len=40))
     engine.add(VirtualRequest("loaded", 6.0, 40, prompt_len=801))

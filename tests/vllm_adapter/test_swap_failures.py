@@ -18,6 +18,7 @@ from chaos import ChaosScheduler
 from faults import COPY_SITES, SITES, SWAP_SITES, Faults
 from live_sessions import PARKED, assert_each_has_one_place, open_session, send_next
 from needs import NEEDS_SWAPPING
+from table_checks import check_table_at_each_step
 from virtual_runs import make_small_engine, step_until
 
 import sola_sched
@@ -150,6 +151,16 @@ def assert_nothing_is_lost(engine: VirtualEngine, sessions: dict[str, int]) -> N
     assert scheduler.sola_swap._ledger.is_empty
     assert not scheduler.sola_swap._ledger._pinned
     scheduler.sola_copies.check_integrity()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_without_failures_the_table_says_what_vllm_has_computed(is_async: bool) -> None:
+    """With loads, aborts, resets and sessions, which lower that in their own ways."""
+    for seed in range(4):
+        engine = make_engine(seed, async_scheduling=is_async)
+        check_table_at_each_step(engine.scheduler)
+        assert_nothing_is_lost(engine, serve(engine, seed))
+        assert not engine.scheduler.sola_stats()["failures"]
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
