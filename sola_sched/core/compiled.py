@@ -26,8 +26,8 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def compiled(function: _Function) -> _Function:
-    """Of a function that only compiled ones call."""
-    return cast(_Function, njit(function))
+    """Of a function that only compiled ones call, as a part of them: they pass on many arrays."""
+    return cast(_Function, njit(forceinline=True)(function))
 
 
 def entry(function: _Function) -> _Function:

@@ -34,7 +34,7 @@ _NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 #: Share of requests that may end before `StepState.surely_remaining`.
 _RARE = 0.05
 #: Probabilities of `StepState.likely_remaining`: the middles of equal parts of the mass.
-_LIKELY = (0.1, 0.3, 0.5, 0.7, 0.9)
+LIKELY = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 #: Values of `RequestTable.phase`.
 FREE, WAITING, PREFILL, DECODE, PARKED = 0, 1, 2, 3, 4
@@ -429,11 +429,11 @@ class StepState:
 
     def likely_remaining(self, rows: IntArray, num_ahead: IntArray | int = 0) -> FloatArray:
         """Equally likely values [n, 5] of the output tokens left (>= 1), as in `remaining`."""
-        return np.stack([self._remaining_at(q, rows, num_ahead) for q in _LIKELY], axis=1)
+        return np.stack([self._remaining_at(q, rows, num_ahead) for q in LIKELY], axis=1)
 
     def most_remaining(self, rows: IntArray, num_ahead: IntArray | int = 0) -> FloatArray:
         """The largest of the values of `likely_remaining` [n]."""
-        return self._remaining_at(_LIKELY[-1], rows, num_ahead)
+        return self._remaining_at(LIKELY[-1], rows, num_ahead)
 
     def _remaining_at(self, q: float, rows: IntArray, num_ahead: IntArray | int) -> FloatArray:
         table = self.table

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 from sola_sched.cluster.routers import ROUTERS
 from sola_sched.config.slo import SloTarget
-from sola_sched.prediction.length import NUM_LEVELS, LengthPrediction
+from sola_sched.config.sola_config import CONFIG_KEY
+from sola_sched.core.compiled import records_of
+from sola_sched.core.state import LIKELY, REQUEST
+from sola_sched.prediction.length import NUM_LEVELS, LengthPrediction, remaining_at
 from sola_sched.simulator.cluster.cluster import VirtualCluster
 from sola_sched.simulator.cluster.engine import ClusterRequest, Ended
-from sola_sched.simulator.cluster.fast import course, prompts, state
 from sola_sched.simulator.cluster.fast.instance import FastInstance, FastSloInstance
-from sola_sched.simulator.cluster.fast.times import pack
+from sola_sched.simulator.cluster.fast.lengths import NUM_LIKELY, likely_left, mean_left
 from sola_sched.simulator.cluster.faults import Death, Slowdown, Stall
 from sola_sched.simulator.cluster.step_model import BatchTime
 from sola_sched.simulator.request import VirtualRequest
@@ -35,8 +37,9 @@ ENGINES = [FastInstance, FastSloInstance]
 
 
 def make_requests(
-    count: int, rate_per_s: float, seed: int = 0, longest: int = 120
+    count: int, rate_per_s: float, seed: int = 0, longest: int = 120, limit: int | None = None
 ) -> list[VirtualRequest]:
+    """Requests that are cut at their lengths; with a limit they end by themselves before it."""
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1 / rate_per_s, count))
     return [
@@ -45,6 +48,7 @@ def make_requests(
             float(arrivals[i]),
             int(rng.integers(1, longest)),
             prompt_len=int(rng.integers(2, 900)),
+            max_tokens=limit,
         )
         for i in range(count)
     ]
@@ -58,11 +62,6 @@ def make_engine(cls: type[FastInstance] = FastInstance, **options: Any) -> FastI
         "max_model_len": 2048,
     }
     return cls(BatchTime(STEPS), **(defaults | options))
-
-
-def inside(engine: FastInstance) -> state.Engine:
-    """What its compiled functions pass on."""
-    return engine._engine._replace(at=engine._engine.at[0])
 
 
 def serve(engine: FastInstance, requests: Sequence[VirtualRequest]) -> dict[str, Ended]:
@@ -104,10 +103,11 @@ def real_times(
 @pytest.mark.vllm
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("rate_per_s", [2.0, 8.0])
+@pytest.mark.parametrize("limit", [None, 500])
 def test_with_memory_and_slots_to_spare_the_model_is_exact(
-    is_async: bool, rate_per_s: float
+    is_async: bool, rate_per_s: float, limit: int | None
 ) -> None:
-    requests = make_requests(60, rate_per_s)
+    requests = make_requests(60, rate_per_s, limit=limit)
     real = real_times(requests, is_async, num_blocks=3000, max_num_seqs=64)
     fast = serve(
         make_engine(is_async=is_async, kv_capacity_tokens=2999 * 16, max_num_seqs=64), requests
@@ -115,7 +115,7 @@ def test_with_memory_and_slots_to_spare_the_model_is_exact(
 
     times = [fast[request.req_id].progress[1:] for request in requests]
 
-    assert np.array(times) == pytest.approx(np.array(real), abs=2e-3)
+    assert np.array(times) == pytest.approx(np.array(real), abs=1e-6)
 
 
 @pytest.mark.vllm
@@ -235,67 +235,42 @@ def test_the_slo_variant_keeps_more_within_both_targets_under_overload() -> None
     assert met[1] > 1.5 * met[0]
 
 
-def first_token_s(
-    ttft_s: float, tpot_s: float, *, is_one_lost: bool = False, is_sustained: bool = False
-) -> float:
-    """Of a prompt of 1,000 tokens that comes when eight decodes have little time saved.
+@pytest.mark.vllm
+@pytest.mark.parametrize("rate_per_s", [4.0, 9.0, 14.0])
+def test_the_model_of_the_policy_is_near_the_scheduler(rate_per_s: float) -> None:
+    """Share that meets both targets, and by how much others miss them, below and above what it bears."""
+    pytest.importorskip("vllm")
+    from virtual_model import TINY_MODEL
 
-    Args:
-        ttft_s, tpot_s: Targets of all.
-        is_one_lost: Another prompt comes with it, too late for its own target.
-        is_sustained: Many came and ended before, no more of them than can be served.
-    """
-    engine, slo = make_engine(FastSloInstance), SloTarget(ttft_s=ttft_s, tpot_s=tpot_s)
-    assert isinstance(engine, FastSloInstance)
-    for i in range(40 if is_sustained else 0):
-        engine._traffic.came(i / 3.0 - 14.0, 400)
-        engine._traffic.ended(50)
-    requests = [VirtualRequest(f"r{i}", 0.0, 300, prompt_len=200) for i in range(8)]
-    requests.append(VirtualRequest("long", 0.6, 20, prompt_len=1000))
-    if is_one_lost:
-        requests.append(VirtualRequest("lost", 0.6, 20, prompt_len=400))
-    waiting, ended = list(requests), {}
-    while len(ended) < len(requests):
-        if waiting and waiting[0].arrival_s <= engine.next_s:
-            request = waiting.pop(0)
-            length = LengthPrediction.exactly(request.output_len)
-            target = SloTarget(ttft_s=1e-3, tpot_s=tpot_s) if request.req_id == "lost" else slo
-            engine.add(request, target, length, request.arrival_s)
-            continue
-        ended |= {end.req_id: end for end in engine.advance(engine.next_s)}
-    for done in (end.progress for name, end in ended.items() if name[0] == "r"):
-        assert done.last_s - done.first_s <= tpot_s * (done.num_tokens - 1)
-    return ended["long"].progress.first_s - 0.6
+    from sola_sched import Scheduler
+    from sola_sched.simulator import VirtualEngine
+
+    requests = make_requests(300, rate_per_s, longest=200, limit=500)
+    options = {"ttft_s": SLO.ttft_s, "tpot_s": SLO.tpot_s}
+    engine = VirtualEngine(
+        Scheduler, model=TINY_MODEL, max_model_len=2048, step_time=STEPS, async_scheduling=True,
+        num_blocks=2501, max_num_seqs=64, max_num_batched_tokens=512,
+        additional_config={CONFIG_KEY: options},
+    )  # fmt: skip
+    times = [(r.first_token_s or 0.0, r.last_token_s or 0.0) for r in engine.run(requests)]
+    fast = serve(make_engine(FastSloInstance, kv_capacity_tokens=40_000, max_num_seqs=64), requests)
+
+    real = measures(requests, times)
+    model = measures(requests, [fast[r.req_id].progress[1:] for r in requests])
+
+    assert model[0] == pytest.approx(real[0], abs=0.04)
+    assert model[1:] == pytest.approx(real[1:], rel=0.15)
 
 
-def test_a_prompt_that_was_begun_goes_on_as_soon_as_decodes_have_saved_time() -> None:
-    assert first_token_s(ttft_s=0.8, tpot_s=0.035) < 0.3
-
-
-def test_decodes_lend_time_that_they_can_catch_up_with_unless_somebody_is_lost() -> None:
-    assert first_token_s(0.45, tpot_s=0.03) <= 0.45
-    assert first_token_s(0.45, tpot_s=0.03, is_one_lost=True) > 0.45
-
-
-def test_where_somebody_is_lost_time_is_lent_if_all_that_comes_can_be_served() -> None:
-    assert first_token_s(0.45, tpot_s=0.03, is_one_lost=True, is_sustained=True) <= 0.45
-
-
-@pytest.mark.parametrize(("rate_per_s", "tpot_s", "expected"), [
-    (3.0, 0.03, True), (100.0, 0.03, False), (3.0, 0.5, False)
-])  # fmt: skip
-def test_it_knows_what_comes(rate_per_s: float, tpot_s: float, expected: bool) -> None:
-    engine, slo = make_engine(FastSloInstance), SloTarget(ttft_s=5.0, tpot_s=tpot_s)
-    requests = make_requests(100, rate_per_s, longest=100)
-    for request in requests:
-        while engine.next_s < request.arrival_s:
-            engine.advance(engine.next_s)
-        length = LengthPrediction.exactly(request.output_len)
-        engine.add(request, slo, length, request.arrival_s)
-    while math.isinf(engine._engine.at[0]["tightest_s"]):
-        engine.advance(engine.next_s)
-
-    assert prompts.is_sustained(inside(engine), requests[-1].arrival_s) is expected
+def measures(
+    requests: Sequence[VirtualRequest], times: Sequence[tuple[float, float]]
+) -> tuple[float, float, float]:
+    """Share that meets both targets; TTFT and TPOT that 95 % do not exceed."""
+    first_s, last_s = np.array(times).T
+    ttft_s = first_s - np.array([r.arrival_s for r in requests])
+    tpot_s = (last_s - first_s) / np.array([max(1, r.output_len - 1) for r in requests])
+    met = (ttft_s <= SLO.ttft_s) & (tpot_s <= SLO.tpot_s)
+    return float(met.mean()), float(np.percentile(ttft_s, 95)), float(np.percentile(tpot_s, 95))
 
 
 def test_a_prompt_that_was_begun_makes_way_for_a_more_urgent_one() -> None:
@@ -315,48 +290,58 @@ def test_a_prompt_that_was_begun_makes_way_for_a_more_urgent_one() -> None:
     assert ended["long"].progress.first_s > ended["short"].progress.first_s
 
 
-def test_the_lost_are_forgotten_when_they_have_ended() -> None:
+def test_nothing_is_left_when_all_have_ended() -> None:
     engine = make_engine(FastSloInstance)
-    requests = make_requests(100, 30.0, longest=200)
+    requests = make_requests(100, 30.0, longest=200, limit=500)
     ended = serve(engine, requests)
 
     assert any(ended[r.req_id].progress.first_s - r.arrival_s > SLO.ttft_s for r in requests)
-    assert not engine._engine.lists[: state.ENDED, 0].any()
+    at = engine._engine.at[0]
+    assert not engine._engine.lists[:, 0].any()
+    assert at["kv"] == at["kv_ending"] == at["num_ending"] == 0
+    assert at["num_limited"] == at["num_due"] == 0
 
 
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.integers(1, 4000), min_size=NUM_LEVELS, max_size=NUM_LEVELS),
     st.integers(1, 20_000),
-    st.integers(0, 500),
 )
 def test_what_is_expected_of_an_output_is_what_the_prediction_says(
-    quantiles: list[int], num_done: int, steps: int
+    quantiles: list[int], num_output: int
 ) -> None:
     length = LengthPrediction(np.sort(np.array(quantiles, float)), "oracle")
-    records = np.zeros(1, state.REQUEST)
-    records["quantiles"], records["num_done"], records["joined"] = length.quantiles, num_done, 7
+    request, likely = records_of(REQUEST, 1), np.zeros(NUM_LIKELY)
+    request["predicted"], request["num_output"] = length.quantiles, num_output
+    request["max_tokens"] = 1 << 40
 
-    expected = course.expected_steps(records[0], 7 + steps)
+    likely_left(request[0], likely)
 
-    assert expected == pytest.approx(length.remaining(num_done + steps))
+    assert mean_left(request[0]) == pytest.approx(length.remaining(num_output))
+    overrun = np.array([length.remaining(num_output)])
+    for q, value in zip(LIKELY, likely, strict=True):
+        # One that is overrun doubles: what another model says counts for nothing here.
+        if length.quantiles[-1] > num_output:
+            row, output = length.quantiles[None, :], np.array([num_output])
+            expected = float(remaining_at(q, row, output, overrun)[0])
+        else:
+            expected = 2.0 * q * float(overrun[0])
+        assert value == pytest.approx(max(expected, 1.0))
 
 
-def test_a_decode_that_was_displaced_and_goes_on_is_counted_once() -> None:
-    engine = make_engine(FastSloInstance)
-    for name in ("first", "second"):
-        request = VirtualRequest(name, 0.0, 100, prompt_len=10)
-        engine.add(request, SLO, LengthPrediction.exactly(100), 0.0)
-    engine.advance(0.0)
-    engine.advance(engine.next_s)
-    slow = inside(engine)._replace(times=pack(BatchTime(StepTimeModel(base_s=1.0))))
-    second = int(slow.lists[state.DUE, 2])
+def test_a_request_that_ends_by_itself_takes_part_in_one_more_step() -> None:
+    """Under async scheduling, and one that ends at its limit does not."""
+    last_s = []
+    for limit in (None, 100):
+        engine, ended = make_engine(), {}
+        for name, output_len, most in (("first", 20, limit), ("second", 40, None)):
+            request = VirtualRequest(name, 0.0, output_len, prompt_len=10, max_tokens=most)
+            engine.add(request, SLO, LengthPrediction.exactly(output_len), 0.0)
+        while math.isfinite(engine.next_s):
+            ended |= {end.req_id: end for end in engine.advance(engine.next_s)}
+        last_s.append(ended["second"].progress.last_s)
 
-    slow.requests[second]["num_done"] = 5  # after a preemption
-    course.join(slow, second)
-
-    assert slow.lists[state.DUE, 0] == 2
-    assert len(course.lose_too_slow(slow, 0.1)) == 2
+    assert last_s[1] - last_s[0] == pytest.approx(STEPS.per_decode_s, rel=0.2)
 
 
 def test_more_requests_than_there_was_room_for_at_first_are_served() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import numpy as np
@@ -14,18 +13,17 @@ from sola_sched.core.state import REQUEST, StepPlan, StepState
 from sola_sched.cost.model import Coefficients
 from sola_sched.planner.attain import course
 from sola_sched.planner.attain.records import (
-    ACCOUNT,
     ADMIT,
-    DECODE,
-    NUM_LISTS,
     PREEMPT,
-    PREFILL,
     REJECT,
     RUN,
     SELDOM,
     STEP,
-    TUNING,
     Step,
+    linear_of,
+    new_account,
+    room_for,
+    tuning_of,
 )
 from sola_sched.planner.attain.tuning import AttainTuning
 from sola_sched.planner.base import (
@@ -58,16 +56,7 @@ class AttainPlanner:
     )
 
     def __init__(self, config: SolaConfig, tuning: AttainTuning | None = None) -> None:
-        self._tuning = records_of(TUNING, 1)
-        self._tuning[0] = (
-            config.tile,
-            1.0 - config.safety,
-            config.best_effort_share,
-            config.overload == "reject",
-            *dataclasses.astuple(tuning or AttainTuning()),
-        )
-        self._account = records_of(ACCOUNT, 1)
-        self._account["spared"] = -1
+        self._tuning, self._account = tuning_of(config, tuning), new_account()
         self._at = records_of(STEP, 1)
         self._found = self._at[["num_run", "num_admit", "num_preempt", "num_reject", "budget"]]
         self._linear: Coefficients | None = None
@@ -147,11 +136,7 @@ class AttainPlanner:
         )  # fmt: skip
         if linear is not self._linear or limits != self._limits:
             self._linear, self._limits = linear, limits
-            mixed = linear.d0 + linear.c1 - linear.overlap
-            self._at[SELDOM][0] = (
-                *limits, linear.a0, linear.b0, linear.c0, linear.a1, linear.b1, linear.c1,
-                linear.d0, mixed,
-            )  # fmt: skip
+            self._at[SELDOM][0] = (*limits, *linear_of(linear))
 
     def _lengths(self, state: StepState, wanted: int) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Likely lengths of all, and expected ones of decodes and prefills, as far as wanted."""
@@ -185,9 +170,7 @@ class AttainPlanner:
 
     def _reserve(self, capacity: int) -> None:
         """Have room for so many requests."""
-        self._decodes = records_of(DECODE, capacity)
-        self._prefills = records_of(PREFILL, capacity)
-        self._lists = np.zeros((NUM_LISTS, capacity), dtype=np.int64)
+        self._decodes, self._prefills, self._lists = room_for(capacity)
 
 
 def _taken(rows: IntArray, count: int) -> IntArray:

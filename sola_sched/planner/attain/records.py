@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import astuple, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sola_sched.core.compiled import IntArray, Record, Records, compiled
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.core.compiled import IntArray, Record, Records, compiled, records_of
+from sola_sched.cost.model import Coefficients
 from sola_sched.planner.attain.tuning import AttainTuning
 
 #: What is the same for all requests of a step. From `now_s` on what `StepState` and `CostModel`
@@ -58,11 +60,14 @@ _STEP = [
 STEP = np.dtype(_STEP, align=True)
 #: The fields that are given; the others are found.
 GIVEN = [name for name, _ in _STEP[: _STEP.index(("num_running", "i8"))]]
+#: Of them the coefficients of step times, and recent traffic.
+LINEAR = GIVEN[GIVEN.index("a0") : GIVEN.index("gamma_prefill")]
+TRAFFIC = GIVEN[GIVEN.index("num_came") :]
 
 #: Of these, what seldom changes.
 SELDOM = [
     "max_num_tokens", "max_num_running", "num_blocks", "block_size", "tokens_per_decode",
-    "max_chunk", "chunks_prefills", "a0", "b0", "c0", "a1", "b1", "c1", "d0", "mixed",
+    "max_chunk", "chunks_prefills", *LINEAR,
 ]  # fmt: skip
 
 #: A decode of the step; times in seconds.
@@ -148,6 +153,35 @@ class Step(NamedTuple):
     lists: Any
     lifts: IntArray
     likely: Any
+
+
+def tuning_of(config: SolaConfig, tuning: AttainTuning | None = None) -> Records:
+    """One `TUNING`."""
+    made = records_of(TUNING, 1)
+    made[0] = (
+        config.tile, 1.0 - config.safety, config.best_effort_share, config.overload == "reject",
+        *astuple(tuning or AttainTuning()),
+    )  # fmt: skip
+    return made
+
+
+def new_account() -> Records:
+    """One `ACCOUNT`, before the first step."""
+    account = records_of(ACCOUNT, 1)
+    account["spared"] = -1
+    return account
+
+
+def room_for(capacity: int) -> tuple[Records, Records, Any]:
+    """Decodes, prefills and lists of a `Step` for so many requests."""
+    lists = np.zeros((NUM_LISTS, capacity), dtype=np.int64)
+    return records_of(DECODE, capacity), records_of(PREFILL, capacity), lists
+
+
+def linear_of(model: Coefficients) -> tuple[float, ...]:
+    """The `LINEAR` of a cost model."""
+    mixed = model.d0 + model.c1 - model.overlap
+    return model.a0, model.b0, model.c0, model.a1, model.b1, model.c1, model.d0, mixed
 
 
 @compiled

@@ -281,10 +281,17 @@ class SharedEngine(GroupEngine):
     def _turn(self, line: _Line, chunks: list[tuple[SharedRequest, int]]) -> _Turn:
         if not chunks:
             return _Turn(line, *line.decode_coefficients(), chunks)
-        tokens = sum(n for _, n in chunks)
-        squares = float(sum(n * n for _, n in chunks))
-        pairs = float(sum(n * request.num_computed for request, n in chunks))
-        seconds = line.steps.step_s(line.num_decodes, line.ctx, tokens, squares, pairs)
+        # A chunk of one token takes what a decode takes.
+        ones = [request.num_computed for request, n in chunks if n == 1]
+        longer = [(request.num_computed, n) for request, n in chunks if n > 1]
+        seconds = line.steps.step_s(
+            line.num_decodes + len(ones),
+            line.ctx + sum(ones),
+            sum(n for _, n in longer),
+            float(sum(n * n for _, n in longer)),
+            float(sum(n * has for has, n in longer)),
+            len(longer),
+        )
         return _Turn(line, seconds, 0.0, chunks)
 
     def _num_steps(self, is_contended: bool) -> int:

@@ -1,9 +1,7 @@
 """The fast model as the cluster drives it.
 
-What it leaves out: blocks (each request is taken to waste half a block), cached prefixes, the extra
-step that a request which ends by itself takes in an asynchronous pipeline, and most of the planner
-of `sola_sched` (see `prompts`). Its error against real schedulers is measured by
-`python benchmarks/run.py cluster-fast`.
+What it leaves out: blocks (each request is taken to waste half a block) and cached prefixes. Its
+error against real schedulers is measured by `python benchmarks/run.py cluster-fast`.
 """
 
 from __future__ import annotations
@@ -17,17 +15,17 @@ import numpy as np
 
 from sola_sched.cluster.view import InstanceView
 from sola_sched.config.slo import SloTarget
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.core.compiled import Records, records_of
+from sola_sched.core.state import REQUEST
 from sola_sched.core.traffic import RecentTraffic
+from sola_sched.planner.attain import records
+from sola_sched.cost.model import Coefficients, Gamma
 from sola_sched.prediction.length import LengthPrediction
 from sola_sched.simulator.cluster.engine import Ended, Progress
 from sola_sched.simulator.cluster.fast import steps
-from sola_sched.simulator.cluster.fast.state import (
-    ENDED,
-    ENGINE,
-    NUM_LISTS,
-    REQUEST,
-    Engine,
-)
+from sola_sched.simulator.cluster.fast.learned import FIRST_FIT, first_fit, fit_again, new_memory
+from sola_sched.simulator.cluster.fast.state import ENDED, ENGINE, NUM_LISTS, TRUTH, Engine
 from sola_sched.simulator.cluster.fast.times import pack
 from sola_sched.simulator.cluster.rows import Columns, running_columns, waiting_columns
 from sola_sched.simulator.cluster.step_model import BatchTime
@@ -55,7 +53,7 @@ class FastInstance:
         ConfigError: The step time has no compiled form.
     """
 
-    #: Whether it does what `sola_sched` does; see `prompts`.
+    #: Whether it does what `sola_sched` does; see `plans`.
     _is_slo = False
 
     def __init__(
@@ -81,25 +79,35 @@ class FastInstance:
             num_gpus=num_gpus,
             serves_lost_last=self._is_slo,
         )
-        record = np.zeros(1, ENGINE)
+        record = records_of(ENGINE, 1)
         at = self._at = record[0]
         at["capacity"], at["slots"], at["budget"] = (
             kv_capacity_tokens, max_num_seqs, max_num_batched_tokens,
         )  # fmt: skip
         at["half_block"], at["is_slo"], at["is_async"] = block_size / 2, self._is_slo, is_async
-        at["known_until_s"] = at["next_s"] = at["tightest_s"] = math.inf
-        at["loosest_s"] = -math.inf
-        at["mean_output"] = math.nan
+        at["known_until_s"], at["next_s"], at["next_fit"] = math.inf, math.inf, FIRST_FIT
         # What compiled functions take; see `state.Engine`.
         self._engine = Engine(
             record,
-            np.zeros(_NUM_FIRST, REQUEST),
+            records_of(REQUEST, _NUM_FIRST),
+            records_of(TRUTH, _NUM_FIRST),
             np.zeros((NUM_LISTS, _NUM_FIRST + 1), np.int64),
             pack(batch_time),
+            new_memory(),
+            records_of(records.STEP, 1),
+            records.tuning_of(SolaConfig()),
+            records.new_account(),
+            *records.room_for(_NUM_FIRST),
         )
+        plan = self._engine.plan[0]
+        plan["max_num_tokens"], plan["max_num_running"] = max_num_batched_tokens, max_num_seqs
+        plan["block_size"], plan["num_blocks"] = block_size, kv_capacity_tokens // block_size
+        plan["tokens_per_decode"], plan["per_step"], plan["chunks_prefills"] = 1, 1.0, True
+        self._fit = first_fit(batch_time)
+        self._take_fit()
         self._free = list(range(_NUM_FIRST))
         self._names = [""] * _NUM_FIRST
-        self._slot_of: dict[str, int] = {}
+        self._row_of: dict[str, int] = {}
 
     def add(
         self, request: VirtualRequest, slo: SloTarget, length: LengthPrediction, now_s: float
@@ -107,40 +115,52 @@ class FastInstance:
         """See `ClusterEngine.add`."""
         if not self._free:
             self._grow()
-        slot = self._free.pop()
-        self._names[slot] = request.req_id
-        self._slot_of[request.req_id] = slot
+        row = self._free.pop()
+        self._names[row] = request.req_id
+        self._row_of[request.req_id] = row
+        most = request.output_len if request.max_tokens is None else request.max_tokens
         self.next_s = steps.add(
-            *self._engine, slot, request.num_prompt_tokens, request.output_len, slo.ttft_s,
-            slo.tpot_s, request.arrival_s, length.quantiles, now_s,
+            row, request.num_prompt_tokens, request.output_len, most, slo.ttft_s, slo.tpot_s,
+            slo.e2e_s, slo.weight, request.arrival_s, length.quantiles, now_s, *self._engine,
         )  # fmt: skip
 
     def advance(self, now_s: float) -> Sequence[Ended]:
         """See `ClusterEngine.advance`."""
-        num_ended, self.next_s = steps.advance(*self._engine, now_s)
+        num_ended, self.next_s = steps.advance(now_s, *self._engine)
+        if self._at["is_fit_due"]:
+            self._fit = fit_again(self._engine.memory, self._at["num_done"], self._fit)
+            self._take_fit()
         if not num_ended:
             return ()
         ended = self._ended(num_ended, now_s)
-        _, self.next_s = steps.advance(*self._engine, now_s)
+        _, self.next_s = steps.advance(now_s, *self._engine)
         return ended
+
+    def _take_fit(self) -> None:
+        """Let the planner go by the step times that were fitted last."""
+        self._at["is_fit_due"] = False
+        linear = Coefficients.from_fit(self._fit, has_prefill=True, has_decode=True)
+        self._engine.plan[records.STEP_TIMES][0] = records.step_times_of(
+            linear, Gamma(1.0, 1.0, 1.0)
+        )
 
     def progress(self, req_id: str, now_s: float) -> Progress:
         """See `ClusterEngine.progress`."""
-        slot = self._slot_of.get(req_id)
-        if slot is None:
+        row = self._row_of.get(req_id)
+        if row is None:
             return Progress(0, 0.0, 0.0)
-        return Progress(*steps.progress(*self._engine, slot, now_s))
+        return Progress(*steps.progress(row, now_s, *self._engine))
 
     def remove(self, req_id: str, now_s: float) -> None:
         """See `ClusterEngine.remove`."""
-        slot = self._slot_of.pop(req_id, None)
-        if slot is not None:
-            steps.remove(*self._engine, slot)
-            self._free.append(slot)
+        row = self._row_of.pop(req_id, None)
+        if row is not None:
+            steps.remove(row, *self._engine)
+            self._free.append(row)
 
     def view(self, now_s: float) -> InstanceView:
         """See `ClusterEngine.view`."""
-        num_used, waiting, of_waiting, running, of_running = steps.rows(*self._engine, now_s)
+        num_used, waiting, of_waiting, running, of_running = steps.rows(now_s, *self._engine)
         return self._empty.but(
             reported_s=now_s,
             kv_used_tokens=num_used,
@@ -155,27 +175,37 @@ class FastInstance:
 
     def _ended(self, count: int, now_s: float) -> list[Ended]:
         ended = []
-        for slot in self._engine.lists[ENDED, 1 : count + 1].tolist():
-            request, name = self._engine.requests[slot], self._names[slot]
-            progress = Progress(int(request["output_len"]), float(request["first_s"]), now_s)
+        for row in self._engine.lists[ENDED, 1 : count + 1].tolist():
+            name, first_s = self._names[row], float(self._engine.requests[row]["first_token_s"])
+            progress = Progress(int(self._engine.truth[row]["output_len"]), first_s, now_s)
             ended.append(Ended(name, progress, True))
-            del self._slot_of[name]
-            self._free.append(slot)
+            del self._row_of[name]
+            self._free.append(row)
         return ended
 
     def _grow(self) -> None:
-        requests, lists = self._engine.requests, self._engine.lists
-        count = len(requests)
-        self._engine = self._engine._replace(
-            requests=np.concatenate((requests, np.zeros(count, REQUEST))),
-            lists=np.concatenate((lists, np.zeros((NUM_LISTS, count), np.int64)), axis=1),
+        engine, count = self._engine, len(self._engine.requests)
+        decodes, prefills, plan_lists = records.room_for(2 * count)
+        self._engine = engine._replace(
+            requests=_doubled(engine.requests),
+            truth=_doubled(engine.truth),
+            lists=np.concatenate((engine.lists, np.zeros((NUM_LISTS, count), np.int64)), axis=1),
+            decodes=decodes,
+            prefills=prefills,
+            plan_lists=plan_lists,
         )
         self._free += range(count, 2 * count)
         self._names += [""] * count
 
 
+def _doubled(found: Records) -> Records:
+    made = records_of(found.dtype, 2 * len(found))
+    made[: len(found)] = found
+    return made
+
+
 class FastSloInstance(FastInstance):
-    """The fast model with what `sola_sched` does to requests; see `FastInstance` and `prompts`."""
+    """The fast model with the planner of `sola_sched`; see `FastInstance` and `plans`."""
 
     _is_slo = True
 
@@ -199,7 +229,4 @@ class FastSloInstance(FastInstance):
         return ended
 
     def _note_traffic(self) -> None:
-        at = self._at
-        at["num_came"], at["first_came_s"], at["mean_prompt"], at["mean_output"] = (
-            self._traffic.means()
-        )
+        self._engine.plan[records.TRAFFIC][0] = self._traffic.means()

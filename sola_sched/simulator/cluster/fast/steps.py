@@ -12,30 +12,23 @@ import math
 import numpy as np
 
 from sola_sched.core.compiled import compiled, entry
+from sola_sched.core.state import DECODE, WAITING
 from sola_sched.prediction.length import NUM_LEVELS
-from sola_sched.simulator.cluster.fast import course, prompts
+from sola_sched.simulator.cluster.fast.learned import note_steps, settled_steps
+from sola_sched.simulator.cluster.fast.order import schedule_all
+from sola_sched.simulator.cluster.fast.plans import SETTLED, STALLED, schedule_planned
 from sola_sched.simulator.cluster.fast.state import (
     CHUNKS,
-    DECODES,
-    DUE,
     ENDED,
-    HELD,
-    LATE,
-    LOST,
-    PREFILLS,
     QUEUE,
     RUNNING,
-    TURN,
     Engine,
     append,
-    decode,
-    discard,
-    displace,
-    finds_room,
-    peek,
-    push,
-    release,
-    start,
+    forget,
+    is_limited,
+    may_start,
+    rows_in,
+    takes_part,
     used,
 )
 from sola_sched.simulator.cluster.fast.times import decode_line, step_s
@@ -43,27 +36,33 @@ from sola_sched.simulator.cluster.fast.times import decode_line, step_s
 
 @entry
 def add(
-    engine, requests, lists, times, slot, prompt_len, output_len, ttft_s, tpot_s, arrival_s,
-    quantiles, now_s,
+    row, prompt_len, output_len, max_tokens, ttft_s, tpot_s, e2e_s, weight, arrival_s, quantiles,
+    now_s, engine, *rest,
 ):  # fmt: skip
-    """A request comes, into a free slot.
+    """A request comes, into a free row.
 
     Returns:
         When the engine has to be advanced next.
     """
-    e = Engine(engine[0], requests, lists, times)
-    request = e.requests[slot]
-    request.prompt_len, request.output_len, request.num_prompt = prompt_len, output_len, prompt_len
-    request.num_computed = request.num_done = request.joined = request.ends = request.chunk = 0
-    request.arrival_s, request.ttft_s, request.tpot_s = arrival_s, ttft_s, tpot_s
-    request.first_s = request.last_s = request.due_s = math.nan
-    request.runs = request.is_decoding = request.is_held = request.is_lost = False
-    request.quantiles[:] = quantiles
-    push(e, slot)
-    at = e.at
+    e = Engine(engine[0], *rest)
+    at, lists, request = e.at, e.lists, e.requests[row]
+    request.num_prompt = request.prefill_target = prompt_len
+    request.num_output = request.num_computed = request.num_preemptions = 0
+    request.max_tokens, request.phase, request.serial = max_tokens, WAITING, at.num_added
+    request.ttft_s, request.tpot_s, request.e2e_s = ttft_s, tpot_s, e2e_s
+    request.due_s, request.e2e_due_s = arrival_s + ttft_s, arrival_s + e2e_s
+    request.arrival_s, request.weight = arrival_s, weight
+    request.first_token_s = request.last_token_s = math.nan
+    request.predicted[:] = quantiles
+    truth = e.truth[row]
+    truth.output_len, truth.chunk, truth.sits_out = output_len, 0, False
+    at.num_added += 1
+    at.num_limited += is_limited(request)
+    at.num_due += e2e_s < np.inf
+    append(lists[QUEUE], row)
     if math.isinf(at.next_s):
         at.next_s, at.known_until_s = now_s, math.inf
-    elif at.k > 1 and e.lists[RUNNING, 0] < at.slots:
+    elif at.k > 1 and (at.is_slo or lists[RUNNING, 0] < at.slots):
         # The first step that ends after now is the last, or under async scheduling the next.
         steps = math.ceil(_steps_in(e, now_s - at.start_s) - 1e-9)
         at.k = min(at.k, max(1, steps) + (1 if at.is_async else 0))
@@ -72,19 +71,17 @@ def add(
 
 
 @entry
-def remove(engine, requests, lists, times, slot):
+def remove(row, engine, *rest):
     """Forget a request, wherever it is."""
-    e = Engine(engine[0], requests, lists, times)
-    if requests[slot].runs:
-        release(e, slot)
-        discard(lists[CHUNKS], slot)
-    elif not discard(lists[QUEUE], slot):
-        discard(lists[LATE], slot)
-    _forget(e, slot)
+    e = Engine(engine[0], *rest)
+    if e.at.k and takes_part(e, row):
+        e.at.num_decodes -= 1
+        e.at.ctx -= e.requests[row].num_computed
+    forget(e, row)
 
 
 @entry
-def advance(engine, requests, lists, times, now_s):
+def advance(now_s, engine, *rest):
     """The steps under way are done, and the next are decided on.
 
     If requests have ended, which `ENDED` lists, it has to be called again for the second part: what
@@ -93,241 +90,209 @@ def advance(engine, requests, lists, times, now_s):
     Returns:
         How many have ended, and when the engine has to be advanced next.
     """
-    e = Engine(engine[0], requests, lists, times)
-    if lists[ENDED, 0]:
-        lists[ENDED, 0] = 0
+    e = Engine(engine[0], *rest)
+    ended = e.lists[ENDED]
+    if ended[0]:
+        ended[0] = 0
     elif e.at.k:
         _finish(e, now_s)
-    if not lists[ENDED, 0]:
+    if not ended[0]:
         _begin(e, now_s)
-    return lists[ENDED, 0], e.at.next_s
+    return ended[0], e.at.next_s
 
 
 @compiled
 def _finish(e, now_s):
     """The steps under way are done."""
-    at, lists, requests = e.at, e.lists, e.requests
-    last_start_s = _boundary_s(e, at.k - 1)
-    at.known_until_s = last_start_s if at.is_async else math.inf
-    at.step += at.k
-    at.ctx += at.k * at.num_decodes
-    at.k = 0
-    for slot in lists[CHUNKS, 1 : lists[CHUNKS, 0] + 1]:
-        request = requests[slot]
-        request.num_computed += request.chunk
-        at.prefill_kv += request.chunk
-        if request.num_computed == request.num_prompt:
-            _begin_to_decode(e, slot, now_s)
-    lists[CHUNKS, 0] = 0
+    at, requests, chunks = e.at, e.requests, e.lists[CHUNKS]
+    took_s = _boundary_s(e, at.k) - at.start_s
+    at.known_until_s = _boundary_s(e, at.k - 1) if at.is_async else math.inf
+    at.elapsed_s += took_s
+    if at.is_slo:
+        note_steps(e, took_s)
+    for row in rows_in(e.lists[RUNNING]):
+        if takes_part(e, row):
+            request = requests[row]
+            request.num_output += at.k
+            request.num_computed += at.k
+            request.last_token_s = now_s
+            at.kv += at.k
+    at.k = at.num_ending = at.kv_ending = 0
+    for row in rows_in(chunks):
+        request, chunk = requests[row], e.truth[row].chunk
+        request.num_computed += chunk
+        at.kv += chunk
+        if request.num_computed == request.prefill_target:
+            _begin_to_decode(request, now_s)
+    _end_all(e, chunks)
+    _end_all(e, e.lists[RUNNING])
+    chunks[0] = 0
+
+
+@compiled
+def _begin_to_decode(request, now_s):
+    """Book the token at the end of a prompt."""
+    request.phase = DECODE
+    request.num_output += 1
+    request.last_token_s = now_s
+    if math.isnan(request.first_token_s):
+        request.first_token_s = now_s
+
+
+@compiled
+def _end_all(e, line):
+    """End those of a list that have their last token."""
     place = 1
-    while place <= lists[DECODES, 0]:
-        slot = lists[DECODES, place]
-        if requests[slot].ends <= at.step:
-            _end(e, slot)
-        else:
+    while place <= line[0]:
+        row = line[place]
+        request = e.requests[row]
+        if request.num_output < e.truth[row].output_len:
             place += 1
-
-
-@compiled
-def _begin_to_decode(e, slot, now_s):
-    """Book the token at the end of a prompt; perhaps it is the last one."""
-    request = e.requests[slot]
-    discard(e.lists[PREFILLS], slot)
-    e.at.prefill_kv -= request.num_computed
-    request.num_done += 1
-    request.last_s = now_s
-    if math.isnan(request.first_s):
-        request.first_s = now_s
-    decode(e, slot)
-    if request.ends == e.at.step:
-        _end(e, slot)
-    elif e.at.is_slo:
-        course.join(e, slot)
-
-
-@compiled
-def _end(e, slot):
-    release(e, slot)
-    _forget(e, slot)
-    append(e.lists[ENDED], slot)
-
-
-@compiled
-def _forget(e, slot):
-    discard(e.lists[DUE], slot)
-    if e.requests[slot].is_lost:
-        discard(e.lists[LOST], slot)
+            continue
+        if e.at.is_async and request.num_output < request.max_tokens:
+            e.at.num_ending += 1
+            e.at.kv_ending += request.num_computed
+        forget(e, row)
+        append(e.lists[ENDED], row)
 
 
 @compiled
 def _begin(e, now_s):
     """Decide on the next steps."""
-    is_decided = False
-    while not is_decided:
-        if e.at.is_slo:
-            prompts.keep_on_course(e, now_s)
-        is_decided = _decide(e, now_s)
-    if e.lists[HELD, 0] and math.isinf(e.at.next_s):
-        # Nobody else has anything to do.
-        prompts.resume(e, math.inf)
-        _decide(e, now_s)
-
-
-@compiled
-def _decide(e, now_s):
-    """The next steps; False if there are none, but would be if asked again."""
-    at = e.at
-    _make_room(e, now_s)
-    _schedule_prompts(e, now_s)
-    at.start_s = now_s
-    chunks = e.lists[CHUNKS]
-    if chunks[0]:
-        tokens = squares = pairs = 0
-        for slot in chunks[1 : chunks[0] + 1]:
-            chunk = e.requests[slot].chunk
-            tokens += chunk
-            squares += chunk * chunk
-            pairs += chunk * e.requests[slot].num_computed
-        at.k, at.c2 = 1, 0.0
-        at.c1 = step_s(e.times, at.num_decodes, at.ctx, tokens, squares, pairs, chunks[0])
-    elif at.num_decodes:
-        at.k = _num_steps(e)
-        constant_s, slope = decode_line(e.times, at.num_decodes)
-        at.c2 = 0.5 * slope * at.num_decodes
-        at.c1 = constant_s + slope * at.ctx - at.c2
-    elif at.known_until_s < math.inf and peek(e) >= 0:
+    at, holds = e.at, True
+    while True:
+        holds = _schedule(e, now_s)
+        if _measure(e) or not e.lists[QUEUE, 0] or math.isinf(at.known_until_s):
+            break
         # Nothing is under way that what has come would have to wait for.
         at.known_until_s = math.inf
-        return False
-    else:
-        at.next_s = math.inf
-        return True
-    at.next_s = _boundary_s(e, at.k)
-    return True
-
-
-@compiled
-def _make_room(e, now_s):
-    """Preempt the youngest until each decode has room for a token; those that are held first."""
-    held, running = e.lists[HELD], e.lists[RUNNING]
-    while held[0] and used(e) + e.at.num_decodes > e.at.capacity:
-        displace(e, held[held[0]], now_s)
-    while used(e) + e.at.num_decodes > e.at.capacity and running[0] > 1:
-        displace(e, running[running[0]], now_s)
-
-
-@compiled
-def _schedule_prompts(e, now_s):
-    """List the chunks of the next step."""
-    room = prompts.room(e, now_s) if e.at.is_slo else e.at.budget - e.at.num_decodes
-    e.lists[CHUNKS, 0] = 0
-    for slot in e.lists[TURN, 1 : e.lists[TURN, 0] + 1]:
-        if room <= 0:
-            break
-        if not e.requests[slot].runs:
-            if not finds_room(e, slot):
-                continue
-            start(e, slot)
-        room -= _take_chunk(e, slot, room)
+    at.start_s, at.next_s = now_s, math.inf
     if e.lists[CHUNKS, 0]:
-        return
-    # Those that have begun, then the head of the queue; also if nobody whose turn it is finds room.
-    for slot in e.lists[PREFILLS, 1 : e.lists[PREFILLS, 0] + 1]:
-        if room > 0:
-            room -= _take_chunk(e, slot, room)
-    while room > 0:
-        head = peek(e)
-        if head < 0 or not finds_room(e, head):
-            break
-        start(e, head)
-        room -= _take_chunk(e, head, room)
+        at.k, at.c1, at.c2 = 1, _mixed_step_s(e), 0.0
+    elif at.num_decodes + at.num_ending:
+        at.k = _num_steps(e) if holds else 1
+        num_decodes, ctx = at.num_decodes + at.num_ending, at.ctx + at.kv_ending
+        constant_s, slope = decode_line(e.times, num_decodes)
+        at.c2 = 0.5 * slope * num_decodes
+        at.c1 = constant_s + slope * ctx - at.c2
+    if at.k:
+        at.next_s = _boundary_s(e, at.k)
 
 
 @compiled
-def _take_chunk(e, slot, room):
-    request = e.requests[slot]
-    request.chunk = min(room, request.num_prompt - request.num_computed)
-    append(e.lists[CHUNKS], slot)
-    return request.chunk
+def _schedule(e, now_s):
+    """Fill the next step; whether the same holds for those after it, while nobody comes or ends."""
+    is_planned = e.at.is_slo and e.at.num_limited > 0
+    if is_planned:
+        found = schedule_planned(e, now_s)
+        if found != STALLED:
+            return found == SETTLED
+    schedule_all(e)
+    return not is_planned
+
+
+@compiled
+def _measure(e):
+    """Sum up who takes part in the next step; whether anybody does."""
+    at = e.at
+    at.num_decodes = at.ctx = at.tokens = 0
+    at.squares = at.pairs = 0.0
+    for row in rows_in(e.lists[RUNNING]):
+        if takes_part(e, row):
+            at.num_decodes += 1
+            at.ctx += e.requests[row].num_computed
+    for row in rows_in(e.lists[CHUNKS]):
+        chunk = e.truth[row].chunk
+        at.tokens += chunk
+        at.squares += float(chunk * chunk)
+        at.pairs += float(chunk * e.requests[row].num_computed)
+    return at.num_decodes + at.num_ending + at.tokens > 0
+
+
+@compiled
+def _mixed_step_s(e):
+    """Time of a step with prompts. A chunk of one token takes what a decode takes."""
+    at, num_ones, ctx_ones = e.at, 0, 0
+    for row in rows_in(e.lists[CHUNKS]):
+        if e.truth[row].chunk == 1:
+            num_ones += 1
+            ctx_ones += e.requests[row].num_computed
+    return step_s(
+        e.times, at.num_decodes + at.num_ending + num_ones, at.ctx + at.kv_ending + ctx_ones,
+        at.tokens - num_ones, at.squares - num_ones, at.pairs - ctx_ones,
+        e.lists[CHUNKS, 0] - num_ones,
+    )  # fmt: skip
 
 
 @compiled
 def _num_steps(e):
     """Decode steps until something changes by itself."""
-    at = e.at
+    at, lists = e.at, e.lists
+    if at.num_ending:
+        return 1
     steps = 1 << 40
-    for slot in e.lists[DECODES, 1 : e.lists[DECODES, 0] + 1]:
-        steps = min(steps, e.requests[slot].ends - at.step)
+    for row in rows_in(lists[RUNNING]):
+        if e.requests[row].phase == DECODE:
+            steps = min(steps, e.truth[row].output_len - e.requests[row].num_output)
     steps = min(steps, max(1, int((at.capacity - used(e)) / at.num_decodes)))
-    # Decode steps until the bank holds a chunk.
-    quiet = 2 if at.is_slo else steps
-    if e.lists[PREFILLS, 0]:
-        # There was no room for the rest of a prompt; perhaps there is in the next step.
-        steps = min(steps, quiet)
-    else:
-        head = peek(e)
-        if head >= 0 and e.lists[RUNNING, 0] < at.slots:
-            # It could not be scheduled in this step; perhaps in the next.
-            is_new = e.requests[head].arrival_s > at.known_until_s
-            steps = 1 if is_new else min(steps, quiet)
-    # Who is on course changes as contexts grow.
-    return min(steps, 8) if e.lists[HELD, 0] or e.lists[LOST, 0] else steps
+    if lists[QUEUE, 0] and (at.is_slo or lists[RUNNING, 0] < at.slots):
+        # It could not be scheduled in this step; perhaps in the next.
+        if not may_start(e, lists[QUEUE, lists[QUEUE, 0] if at.is_slo else 1]):
+            return 1
+    if at.is_slo and at.num_limited:
+        steps = min(steps, settled_steps(e))
+    return steps
 
 
 # What is asked in between.
 
 
 @entry
-def progress(engine, requests, lists, times, slot, now_s):
+def progress(row, now_s, engine, *rest):
     """Tokens of a request that have been delivered, and when the first and the last was."""
-    e = Engine(engine[0], requests, lists, times)
-    request = requests[slot]
-    if math.isnan(request.first_s):
+    e = Engine(engine[0], *rest)
+    request = e.requests[row]
+    if math.isnan(request.first_token_s):
         return 0, 0.0, 0.0
-    steps = _steps_done(e, now_s)
-    last_s = max(request.last_s, request.first_s)
-    if steps:
-        last_s = _boundary_s(e, steps)
-    if not request.is_decoding:
-        return request.num_done, request.first_s, last_s
-    if not steps and e.at.step > request.joined:
-        last_s = e.at.start_s
-    return request.num_done + e.at.step + steps - request.joined, request.first_s, last_s
+    steps = _steps_done(e, now_s) if takes_part(e, row) else 0
+    last_s = _boundary_s(e, steps) if steps else request.last_token_s
+    return request.num_output + steps, request.first_token_s, last_s
 
 
 @entry
-def rows(engine, requests, lists, times, now_s):
+def rows(now_s, engine, *rest):
     """What a report is made of.
 
     Returns:
         KV tokens in use, then of those that wait and of those that run: a row for each attribute of
         `Row` but the quantiles and the targets, which are two rows, [7, n]; quantiles [n, 10].
     """
-    e = Engine(engine[0], requests, lists, times)
-    steps = _steps_done(e, now_s)
-    waiting = np.concatenate((
-        lists[QUEUE, 1 : lists[QUEUE, 0] + 1], lists[LATE, 1 : lists[LATE, 0] + 1]
-    ))  # fmt: skip
-    if e.at.is_slo:
-        waiting = waiting[np.argsort(requests[waiting]["arrival_s"], kind="mergesort")]
-    running = lists[RUNNING, 1 : lists[RUNNING, 0] + 1]
-    num_used = min(int(used(e) + steps * e.at.num_decodes), e.at.capacity)
-    step = e.at.step + steps
-    return num_used, *_rows_of(e, waiting, step), *_rows_of(e, running, step)
+    e = Engine(engine[0], *rest)
+    at, steps = e.at, _steps_done(e, now_s)
+    waiting, running = rows_in(e.lists[QUEUE]), rows_in(e.lists[RUNNING])
+    if at.is_slo:
+        waiting = waiting[np.argsort(e.requests[waiting]["arrival_s"], kind="mergesort")]
+    num_used = at.kv + at.half_block * len(running) + steps * at.num_decodes
+    for row in rows_in(e.lists[CHUNKS]):
+        # vLLM has taken blocks for them, and under async scheduling for the next ones.
+        left = e.requests[row].prefill_target - e.requests[row].num_computed
+        num_used += min(left, (2 if at.is_async else 1) * e.truth[row].chunk)
+    num_used = min(int(num_used), at.capacity)
+    return num_used, *_rows_of(e, waiting, 0), *_rows_of(e, running, steps)
 
 
 @compiled
-def _rows_of(e, slots, step):
-    rows, quantiles = np.empty((7, len(slots))), np.empty((len(slots), NUM_LEVELS))
-    for i, slot in enumerate(slots):
-        request = e.requests[slot]
-        decoded = step - request.joined if request.is_decoding else 0
-        rows[0, i] = request.num_prompt
-        rows[1, i] = request.num_computed + decoded
-        rows[2, i] = request.num_done + decoded
+def _rows_of(e, chosen, steps):
+    rows, quantiles = np.empty((7, len(chosen))), np.empty((len(chosen), NUM_LEVELS))
+    for i, row in enumerate(chosen):
+        request = e.requests[row]
+        more = steps if takes_part(e, row) else 0
+        rows[0, i] = request.prefill_target
+        rows[1, i] = request.num_computed + more
+        rows[2, i] = request.num_output + more
         rows[3, i], rows[4, i] = request.ttft_s, request.tpot_s
-        rows[5, i], rows[6, i] = request.arrival_s, request.first_s
-        quantiles[i] = request.quantiles
+        rows[5, i], rows[6, i] = request.arrival_s, request.first_token_s
+        quantiles[i] = request.predicted
     return rows, quantiles
 
 

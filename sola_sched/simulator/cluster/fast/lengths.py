@@ -1,0 +1,58 @@
+"""Output tokens that are left of a request, by its prediction: `prediction.length`, compiled."""
+
+from __future__ import annotations
+
+import math
+
+from sola_sched.core.compiled import compiled
+from sola_sched.core.state import LIKELY
+from sola_sched.prediction.length import NUM_LEVELS
+
+NUM_LIKELY = len(LIKELY)
+
+
+@compiled
+def mean_left(request):
+    """The mean, >= 1; see `remaining_mean`."""
+    done, lives, mass = request.num_output, 0, 0.0
+    for level in range(NUM_LEVELS):
+        if request.predicted[level] > done:
+            lives += 1
+            mass += request.predicted[level]
+    return _limited(request, mass / lives - done if lives else _overrun(request))
+
+
+@compiled
+def likely_left(request, values):
+    """Equally likely values, >= 1, into an array; see `remaining_at`."""
+    quantiles, done, dead = request.predicted, float(request.num_output), 0
+    while dead < NUM_LEVELS and quantiles[dead] <= done:
+        dead += 1
+    mass = 0.0  # that is outlived, in tenths
+    if 0 < dead < NUM_LEVELS:
+        below, above = quantiles[dead - 1], quantiles[dead]
+        inside = (done - below) / max(above - below, 1e-9)
+        mass = dead - 0.5 + min(max(inside, 0.0), 1.0)
+    for i in range(NUM_LIKELY):
+        if dead == NUM_LEVELS:
+            left = 2.0 * LIKELY[i] * _overrun(request)
+        else:
+            place = mass + LIKELY[i] * (NUM_LEVELS - mass) - 0.5
+            place = min(max(place, 0.0), NUM_LEVELS - 1.0)
+            first = min(int(place), NUM_LEVELS - 2)
+            share = place - first
+            left = (1.0 - share) * quantiles[first] + share * quantiles[first + 1] - done
+        values[i] = _limited(request, left)
+
+
+@compiled
+def _overrun(request):
+    """Of one that has outlived its prediction, which doubles then."""
+    largest = request.predicted[NUM_LEVELS - 1]
+    doublings = math.floor(math.log2(request.num_output / largest)) + 1.0
+    return largest * 2.0**doublings - request.num_output
+
+
+@compiled
+def _limited(request, left):
+    return max(min(left, float(request.max_tokens - request.num_output)), 1.0)

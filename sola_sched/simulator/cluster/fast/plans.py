@@ -1,0 +1,133 @@
+"""A step as `sola_sched` schedules it: the planner of `policy="attain"` decides, vLLM's rules apply.
+
+What a plan is made of is filled in as `StateMonitor` and `AttainPlanner` do it. The model decides
+at the start of a step, so no token is in flight.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sola_sched.core.compiled import compiled
+from sola_sched.core.state import DECODE
+from sola_sched.planner.attain import course
+from sola_sched.planner.attain.records import ADMIT, PREEMPT, RUN
+from sola_sched.simulator.cluster.fast.lengths import NUM_LIKELY, likely_left, mean_left
+from sola_sched.simulator.cluster.fast.order import schedule_running, start
+from sola_sched.simulator.cluster.fast.state import (
+    CHUNKS,
+    QUEUE,
+    RUNNING,
+    displace,
+    finds_room,
+    may_start,
+    rows_in,
+    takes_part,
+    used,
+)
+
+#: What a plan comes to: nothing that could run, so that vLLM's own order is next; a step; a step
+#: after which no plan is wanted while nobody comes or ends.
+STALLED, PLANNED, SETTLED = range(3)
+_PROBLEM_STALLED = course.PROBLEMS.index("stalled")
+
+
+@compiled
+def schedule_planned(e, now_s):
+    """Fill the next step by a plan; what came of it, as above."""
+    _fill_in(e, now_s)
+    running = rows_in(e.lists[RUNNING])
+    ahead, lifts = np.zeros(len(running), np.int64), np.empty(0, np.int64)
+    parts = (
+        e.plan, e.tuning, e.account, e.requests, e.decodes, e.prefills, e.plan_lists, lifts,
+    )  # fmt: skip
+    wanted = course.look(*parts, running, ahead, _waiting(e), 0)
+    plan, lists = e.plan[0], e.plan_lists
+    are_all = wanted == course.SETTLED
+    if are_all:
+        plan.num_preempt = plan.num_admit = 0
+        plan.budget = e.at.budget
+    else:
+        problem = course.decide(*parts, *_lengths(e, wanted), 0)
+        if problem == _PROBLEM_STALLED:
+            return STALLED
+        are_all = plan.num_run < 0
+    for row in lists[PREEMPT, : plan.num_preempt]:
+        displace(e, row)
+    running = rows_in(e.lists[RUNNING])
+    for row in running:
+        e.truth[row].sits_out = not are_all and e.requests[row].phase == DECODE
+    shown = running.copy() if are_all else lists[RUN, : plan.num_run].copy()
+    for row in shown:
+        e.truth[row].sits_out = False
+    _schedule_shown(e, shown)
+    if wanted == course.SETTLED:
+        return SETTLED
+    return PLANNED if _are_any(e) else STALLED
+
+
+@compiled
+def _schedule_shown(e, shown):
+    """What vLLM makes of a plan: all that is shown, in its order."""
+    plan, num_before = e.plan[0], e.lists[QUEUE, 0]
+    room = schedule_running(e, shown, plan.budget)
+    if e.lists[QUEUE, 0] > num_before:
+        return  # it lets nobody start in a step in which it has preempted somebody
+    for row in e.plan_lists[ADMIT, : plan.num_admit]:
+        if room <= 0 or not finds_room(e, row):
+            break
+        room -= start(e, row, room)
+
+
+@compiled
+def _are_any(e):
+    """Whether anybody takes part in the step."""
+    if e.lists[CHUNKS, 0]:
+        return True
+    for row in rows_in(e.lists[RUNNING]):  # noqa: SIM110 (numba has no `any`)
+        if takes_part(e, row):
+            return True
+    return False
+
+
+@compiled
+def _fill_in(e, now_s):
+    """What the planner is told of the engine."""
+    at, plan = e.at, e.plan[0]
+    plan.now_s, plan.elapsed_s, at.elapsed_s = now_s, at.elapsed_s, 0.0
+    plan.has_e2e = at.num_due > 0
+    plan.max_num_running = at.slots - at.num_ending
+    plan.num_free_blocks = int((at.capacity - used(e)) / plan.block_size)
+
+
+@compiled
+def _waiting(e):
+    """Those that wait and had come when the step was scheduled."""
+    waiting = np.empty(e.lists[QUEUE, 0], np.int64)
+    count = 0
+    for row in rows_in(e.lists[QUEUE]):
+        if may_start(e, row):
+            waiting[count] = row
+            count += 1
+    return waiting[:count]
+
+
+@compiled
+def _lengths(e, wanted):
+    """Likely lengths of all, and expected ones of decodes and prefills, as far as wanted."""
+    plan = e.plan[0]
+    left = np.empty(plan.num_decodes)
+    for place in range(len(left)):
+        left[place] = mean_left(e.requests[e.decodes[place].row])
+    left_prefills = np.empty(plan.num_prefills if wanted & course.WANTS_PREFILLS else 0)
+    for place in range(len(left_prefills)):
+        left_prefills[place] = mean_left(e.requests[e.prefills[place].row])
+    num_all = plan.num_decodes + plan.num_prefills
+    likely = np.empty((num_all if wanted & course.WANTS_LIKELY else 0, NUM_LIKELY))
+    for place in range(len(likely)):
+        is_decode = place < plan.num_decodes
+        row = (
+            e.decodes[place].row if is_decode else e.prefills[place - plan.num_decodes].row
+        )  # fmt: skip
+        likely_left(e.requests[row], likely[place])
+    return likely, left, left_prefills
