@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numpy as np
-from numba import config, njit
+from numba import config, njit, typeof
 from numpy.typing import NDArray
 
 from sola_sched.core.kept_code import folder
@@ -43,6 +43,13 @@ def entry(function: _Function) -> _Function:
         return compiled(function)
     finally:
         config.CACHE_DIR = before
+
+
+def for_types_of(function: _Function, *args: object) -> _Function:
+    """An entry for arguments of these types alone: it does not look at types at each call."""
+    if config.DISABLE_JIT:
+        return function
+    return cast(_Function, cast(Any, function).compile(tuple(map(typeof, args))))
 
 
 def records_of(dtype: np.dtype[Any], count: int) -> Records:

@@ -238,7 +238,7 @@ def test_the_slo_variant_keeps_more_within_both_targets_under_overload() -> None
 @pytest.mark.vllm
 @pytest.mark.parametrize("rate_per_s", [4.0, 9.0, 14.0])
 def test_the_model_of_the_policy_is_near_the_scheduler(rate_per_s: float) -> None:
-    """Share that meets both targets, and by how much others miss them, below and above what it bears."""
+    """Share that meets both targets, and by how much others miss them; up to twice the load."""
     pytest.importorskip("vllm")
     from virtual_model import TINY_MODEL
 
@@ -271,23 +271,6 @@ def measures(
     tpot_s = (last_s - first_s) / np.array([max(1, r.output_len - 1) for r in requests])
     met = (ttft_s <= SLO.ttft_s) & (tpot_s <= SLO.tpot_s)
     return float(met.mean()), float(np.percentile(ttft_s, 95)), float(np.percentile(tpot_s, 95))
-
-
-def test_a_prompt_that_was_begun_makes_way_for_a_more_urgent_one() -> None:
-    engine = make_engine(FastSloInstance, kv_capacity_tokens=20_000, max_num_batched_tokens=1024)
-    prompts = {"long": (0.0, 7000, 5.0), "short": (0.1, 100, 0.4)}
-    for req_id, (arrival_s, prompt_len, ttft_s) in prompts.items():
-        while engine.next_s < arrival_s:
-            engine.advance(engine.next_s)
-        request = VirtualRequest(req_id, arrival_s, 3, prompt_len=prompt_len)
-        slo = SloTarget(ttft_s=ttft_s, tpot_s=0.05)
-        engine.add(request, slo, LengthPrediction.exactly(3), arrival_s)
-    ended: dict[str, Ended] = {}
-    while math.isfinite(engine.next_s):
-        ended |= {end.req_id: end for end in engine.advance(engine.next_s)}
-
-    assert ended["short"].progress.first_s <= 0.5
-    assert ended["long"].progress.first_s > ended["short"].progress.first_s
 
 
 def test_nothing_is_left_when_all_have_ended() -> None:

@@ -87,5 +87,5 @@ def test_an_overload_is_spread_by_what_unequal_instances_can_serve() -> None:
 
     # Both busy to the end: the speeds of each alone add up.
     best_s = 1.0 / sum(1.0 / end_s([one], SingleInstance()) for one in instances())
-    assert end_s(instances(), LeastPredictedTtft()) < 1.15 * best_s
+    assert end_s(instances(), LeastPredictedTtft()) < 1.2 * best_s
     assert end_s(instances(), RoundRobin()) > 1.5 * best_s

@@ -16,11 +16,11 @@ import numpy as np
 from sola_sched.cluster.view import InstanceView
 from sola_sched.config.slo import SloTarget
 from sola_sched.config.sola_config import SolaConfig
-from sola_sched.core.compiled import Records, records_of
+from sola_sched.core.compiled import Records, for_types_of, records_of
 from sola_sched.core.state import REQUEST
 from sola_sched.core.traffic import RecentTraffic
-from sola_sched.planner.attain import records
 from sola_sched.cost.model import Coefficients, Gamma
+from sola_sched.planner.attain import records
 from sola_sched.prediction.length import LengthPrediction
 from sola_sched.simulator.cluster.engine import Ended, Progress
 from sola_sched.simulator.cluster.fast import steps
@@ -105,6 +105,7 @@ class FastInstance:
         plan["tokens_per_decode"], plan["per_step"], plan["chunks_prefills"] = 1, 1.0, True
         self._fit = first_fit(batch_time)
         self._take_fit()
+        self._steps_on = for_types_of(steps.advance, 0.0, *self._engine)
         self._free = list(range(_NUM_FIRST))
         self._names = [""] * _NUM_FIRST
         self._row_of: dict[str, int] = {}
@@ -126,14 +127,14 @@ class FastInstance:
 
     def advance(self, now_s: float) -> Sequence[Ended]:
         """See `ClusterEngine.advance`."""
-        num_ended, self.next_s = steps.advance(now_s, *self._engine)
+        num_ended, self.next_s = self._steps_on(now_s, *self._engine)
         if self._at["is_fit_due"]:
             self._fit = fit_again(self._engine.memory, self._at["num_done"], self._fit)
             self._take_fit()
         if not num_ended:
             return ()
         ended = self._ended(num_ended, now_s)
-        _, self.next_s = steps.advance(now_s, *self._engine)
+        _, self.next_s = self._steps_on(now_s, *self._engine)
         return ended
 
     def _take_fit(self) -> None:

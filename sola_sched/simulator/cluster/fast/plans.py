@@ -1,4 +1,4 @@
-"""A step as `sola_sched` schedules it: the planner of `policy="attain"` decides, vLLM's rules apply.
+"""A step as `sola_sched` schedules it: the planner of `policy="attain"` decides, vLLM does it.
 
 What a plan is made of is filled in as `StateMonitor` and `AttainPlanner` do it. The model decides
 at the start of a step, so no token is in flight.

@@ -81,7 +81,10 @@ def remove(row, engine, *rest):
 
 
 @entry
-def advance(now_s, engine, *rest):
+def advance(
+    now_s, engine, requests, truth, lists, times, memory, plan, tuning, account, decodes, prefills,
+    plan_lists,
+):  # fmt: skip
     """The steps under way are done, and the next are decided on.
 
     If requests have ended, which `ENDED` lists, it has to be called again for the second part: what
@@ -90,7 +93,10 @@ def advance(now_s, engine, *rest):
     Returns:
         How many have ended, and when the engine has to be advanced next.
     """
-    e = Engine(engine[0], *rest)
+    e = Engine(
+        engine[0], requests, truth, lists, times, memory, plan, tuning, account, decodes, prefills,
+        plan_lists,
+    )  # fmt: skip
     ended = e.lists[ENDED]
     if ended[0]:
         ended[0] = 0
@@ -235,10 +241,12 @@ def _num_steps(e):
         if e.requests[row].phase == DECODE:
             steps = min(steps, e.truth[row].output_len - e.requests[row].num_output)
     steps = min(steps, max(1, int((at.capacity - used(e)) / at.num_decodes)))
-    if lists[QUEUE, 0] and (at.is_slo or lists[RUNNING, 0] < at.slots):
-        # It could not be scheduled in this step; perhaps in the next.
-        if not may_start(e, lists[QUEUE, lists[QUEUE, 0] if at.is_slo else 1]):
-            return 1
+    queue = lists[QUEUE]
+    if queue[0] and (at.is_slo or lists[RUNNING, 0] < at.slots):
+        # The planner looks at all that wait, vLLM at the first.
+        newest = queue[queue[0] if at.is_slo else 1]
+        if not may_start(e, newest):
+            return 1  # it could not be scheduled in this step; perhaps in the next
     if at.is_slo and at.num_limited:
         steps = min(steps, settled_steps(e))
     return steps
