@@ -76,8 +76,9 @@ def _is_settled(step, running, waiting):
     if at.has_e2e or not len(running) or (len(waiting) and (step.tuning.rejects or not is_full)):
         return False
     ctx, shortest_s, could_give_way, could_if_due = 0, np.inf, False, False
+    requests = step.requests
     for row in running:
-        request = step.requests[row]
+        request = requests[row]
         if request.phase == PREFILL:
             return False
         ctx += request.num_prompt + request.num_output
@@ -94,7 +95,7 @@ def _is_settled(step, running, waiting):
         return False
     if could_if_due:
         for row in waiting:
-            if step.requests[row].due_s < np.inf:
+            if requests[row].due_s < np.inf:
                 return False
     return True
 
@@ -114,9 +115,9 @@ def decide(
     """
     step = Step(at[0], tuning[0], account[0], requests, decodes, prefills, lists, lifts, likely)
     for place in range(len(left)):
-        step.decodes[place].left = left[place]
+        decodes[place].left = left[place]
     for place in range(len(left_prefills)):
-        step.prefills[place].left = left_prefills[place]
+        prefills[place].left = left_prefills[place]
     step.at.num_run, step.at.num_admit, step.at.num_reject = 0, 0, 0
     step.at.num_preempt, step.at.budget = num_victims, 0
     did_wait, step.account.did_wait = step.account.did_wait, False
@@ -200,10 +201,11 @@ def _put_together(step):
 
 @compiled
 def _add_alive(step):
-    for place in range(step.at.num_decodes):
-        if not step.decodes[place].is_lost:
-            step.lists[RUN, step.at.num_run] = step.decodes[place].row
-            step.at.num_run += 1
+    at, decodes, run = step.at, step.decodes, step.lists[RUN]
+    for place in range(at.num_decodes):
+        if not decodes[place].is_lost:
+            run[at.num_run] = decodes[place].row
+            at.num_run += 1
 
 
 @compiled

@@ -20,14 +20,14 @@ from sola_sched.planner.attain.times import (
 @compiled
 def gather(step, running, ahead, waiting, num_victims):
     """List the requests of the step: all that hold a slot, but for the victims, and that wait."""
-    at, decodes, prefills = step.at, step.decodes, step.prefills
+    at, requests, decodes, prefills = step.at, step.requests, step.decodes, step.prefills
     victims = step.lists[PREEMPT]
     at.num_decodes = at.num_prefills = 0
     for place in range(len(running)):
         row = running[place]
         if num_victims and is_in(victims, num_victims, row):
             continue
-        if step.requests[row].phase == DECODE:
+        if requests[row].phase == DECODE:
             decodes[at.num_decodes].row, decodes[at.num_decodes].ahead = row, ahead[place]
             at.num_decodes += 1
         else:
@@ -55,11 +55,11 @@ def gather(step, running, ahead, waiting, num_victims):
 @compiled
 def judge_decodes(step):
     """Judge the decodes. Ranks are strict: one of an upper rank is served even when lost."""
-    at, tuning = step.at, step.tuning
+    at, tuning, requests, decodes = step.at, step.tuning, step.requests, step.decodes
     gives_up = _is_room_wanted(step)
     for place in range(at.num_decodes):
-        decode = step.decodes[place]
-        request = step.requests[decode.row]
+        decode = decodes[place]
+        request = requests[decode.row]
         _follow_schedule(at, tuning.keep, decode, request)
         if gives_up and math.isinf(request.due_s) and math.isinf(decode.token_s):
             decode.is_lost = True
@@ -122,21 +122,21 @@ def weigh(step):
     One that has more in the bank than halfway from a bare step to what it sustains is on course.
     One that has less catches up by steps of that length.
     """
-    at = step.at
+    at, decodes, catching_up = step.at, step.decodes, step.tuning.catching_up
     at.num_alive, ctx = 0, 0
     for place in range(at.num_decodes):
-        if not step.decodes[place].is_lost:
+        if not decodes[place].is_lost:
             at.num_alive += 1
-            ctx += step.decodes[place].ctx
+            ctx += decodes[place].ctx
     at.ctx_alive = ctx
     at.decode_s = decode_s(at, at.num_alive, ctx) if at.num_alive else 0.0
     at.mixed_s = at.decode_s + (chunk_overhead_s(at) if at.num_alive else 0.0)
     at.slack_s = at.bear_s = np.inf
     for place in range(at.num_decodes):
-        decode = step.decodes[place]
+        decode = decodes[place]
         if decode.is_lost:
             continue
-        gain_s = step.tuning.catching_up * max(decode.sustain_s - at.decode_s, 0.0)
+        gain_s = catching_up * max(decode.sustain_s - at.decode_s, 0.0)
         halfway_s = at.decode_s + gain_s
         bears_s = decode.bank_s
         if bears_s < halfway_s:
@@ -199,9 +199,9 @@ def most_lent_s(step):
     Assumes that later steps last the mean of a bare one and the target: the other half is for the
     prefills that come then.
     """
-    at, most_s = step.at, np.inf
+    at, decodes, most_s = step.at, step.decodes, np.inf
     for place in range(at.num_decodes):
-        decode = step.decodes[place]
+        decode = decodes[place]
         if not decode.is_lost:
             gain_s = 0.5 * max(decode.token_s - at.decode_s, 0.0)
             # No further step x no target is no number.
@@ -216,11 +216,11 @@ def most_lent_s(step):
 @compiled
 def judge_prefills(step):
     """What each prefill takes, and whether it can be on time beside the decodes."""
-    at, tuning = step.at, step.tuning
+    at, tuning, requests, prefills = step.at, step.tuning, step.requests, step.prefills
     at.num_feasible = at.num_urgent = at.num_hopeless = at.num_kept = 0
     for place in range(at.num_prefills):
-        prefill = step.prefills[place]
-        request = step.requests[prefill.row]
+        prefill = prefills[place]
+        request = requests[prefill.row]
         _judge_prefill(at, tuning, prefill, request)
         if at.has_ranks:  # what an upper one has lost still goes before a lower one
             prefill.rank = rank_of(step.lifts, request)

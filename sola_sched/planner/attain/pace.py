@@ -25,10 +25,10 @@ def find_pace(step):
     Sets `limit_s`, and lists in `ORDER` the first prefills that can be on time, in the order of
     service: `num_on_time` of them are so together.
     """
-    at, tuning = step.at, step.tuning
+    at, tuning, prefills = step.at, step.tuning, step.prefills
     at.limit_s = at.slack_s
     for place in range(at.num_prefills):
-        prefill = step.prefills[place]
+        prefill = prefills[place]
         prefill.is_job = prefill.is_feasible and not is_rejected(step, place)
     find_jobs(step, 0.0)
     at.num_on_time = at.num_order = 0
@@ -80,12 +80,12 @@ def find_jobs(step, delay_s):
     Args:
         delay_s: They begin so much later than after the decodes of a step.
     """
-    at, line = step.at, step.lists[NEAR]
+    at, prefills, line = step.at, step.prefills, step.lists[NEAR]
     most = min(step.tuning.num_examined, len(line))
     keys, ranks = np.empty(most), np.empty(most)
     at.num_jobs = at.num_near = 0
     for place in range(at.num_prefills):
-        prefill = step.prefills[place]
+        prefill = prefills[place]
         if prefill.is_job:
             at.num_jobs += 1
             at.num_near = _insert_by_rank(

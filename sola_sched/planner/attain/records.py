@@ -132,6 +132,9 @@ NUM_LISTS = 10
 class Step(NamedTuple):
     """All that a plan is made of.
 
+    Loops over requests take its arrays out first: each access to a field that is an array counts
+    references to it.
+
     Attributes:
         at: Its `STEP`. Python passes this and the next two as arrays of one.
         tuning: `TUNING`.

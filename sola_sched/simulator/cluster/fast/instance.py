@@ -105,6 +105,8 @@ class FastInstance:
         plan["tokens_per_decode"], plan["per_step"], plan["chunks_prefills"] = 1, 1.0, True
         self._fit = first_fit(batch_time)
         self._take_fit()
+        some = (0, 1, 1, 1, 0.0, 0.0, 0.0, 1.0, 0.0, LengthPrediction.exactly(1).quantiles, 0.0)
+        self._add = for_types_of(steps.add, *some, *self._engine)
         self._steps_on = for_types_of(steps.advance, 0.0, *self._engine)
         self._free = list(range(_NUM_FIRST))
         self._names = [""] * _NUM_FIRST
@@ -120,7 +122,7 @@ class FastInstance:
         self._names[row] = request.req_id
         self._row_of[request.req_id] = row
         most = request.output_len if request.max_tokens is None else request.max_tokens
-        self.next_s = steps.add(
+        self.next_s = self._add(
             row, request.num_prompt_tokens, request.output_len, most, slo.ttft_s, slo.tpot_s,
             slo.e2e_s, slo.weight, request.arrival_s, length.quantiles, now_s, *self._engine,
         )  # fmt: skip

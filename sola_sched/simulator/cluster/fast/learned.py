@@ -97,9 +97,9 @@ def note_steps(e, took_s):
 @compiled
 def settled_steps(e):
     """So many steps of decodes alone are within all of their targets, >= 1."""
-    at, plan, shortest_s = e.at, e.plan[0], np.inf
+    at, plan, requests, shortest_s = e.at, e.plan[0], e.requests, np.inf
     for row in rows_in(e.lists[RUNNING]):
-        shortest_s = min(shortest_s, e.requests[row].tpot_s)
+        shortest_s = min(shortest_s, requests[row].tpot_s)
     step_s = decode_s(plan, at.num_decodes, at.ctx + at.num_decodes)
     left_s = e.tuning[0].keep * shortest_s - step_s
     more_s = plan.gamma_decode * plan.b1 * at.num_decodes

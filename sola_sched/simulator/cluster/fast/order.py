@@ -20,8 +20,9 @@ from sola_sched.simulator.cluster.fast.state import (
 @compiled
 def schedule_all(e):
     """The step in vLLM's own order."""
+    truth = e.truth
     for row in rows_in(e.lists[RUNNING]):
-        e.truth[row].sits_out = False
+        truth[row].sits_out = False
     room = schedule_running(e, rows_in(e.lists[RUNNING]).copy(), e.at.budget)
     while room > 0 and e.lists[QUEUE, 0]:
         head = e.lists[QUEUE, 1]
@@ -36,17 +37,17 @@ def schedule_running(e, shown, budget):
 
     Whoever is last of them is preempted until each decode has room for a token.
     """
+    requests, last = e.requests, len(shown) - 1
     e.lists[CHUNKS, 0] = num_decodes = 0
     for row in shown:
-        num_decodes += e.requests[row].phase == DECODE
-    last = len(shown) - 1
+        num_decodes += requests[row].phase == DECODE
     while used(e) + num_decodes > e.at.capacity and last > 0:
-        num_decodes -= e.requests[shown[last]].phase == DECODE
+        num_decodes -= requests[shown[last]].phase == DECODE
         displace(e, shown[last])
         last -= 1
     room = budget - num_decodes - e.at.num_ending
     for row in shown[: last + 1]:
-        if e.requests[row].phase == PREFILL and room > 0:
+        if requests[row].phase == PREFILL and room > 0:
             room -= take_chunk(e, row, room)
     return room
 

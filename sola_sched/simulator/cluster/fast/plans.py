@@ -20,7 +20,6 @@ from sola_sched.simulator.cluster.fast.state import (
     RUNNING,
     displace,
     finds_room,
-    may_start,
     rows_in,
     takes_part,
     used,
@@ -54,12 +53,12 @@ def schedule_planned(e, now_s):
         are_all = plan.num_run < 0
     for row in lists[PREEMPT, : plan.num_preempt]:
         displace(e, row)
-    running = rows_in(e.lists[RUNNING])
+    running, requests, truth = rows_in(e.lists[RUNNING]), e.requests, e.truth
     for row in running:
-        e.truth[row].sits_out = not are_all and e.requests[row].phase == DECODE
+        truth[row].sits_out = not are_all and requests[row].phase == DECODE
     shown = running.copy() if are_all else lists[RUN, : plan.num_run].copy()
     for row in shown:
-        e.truth[row].sits_out = False
+        truth[row].sits_out = False
     _schedule_shown(e, shown)
     if wanted == course.SETTLED:
         return SETTLED
@@ -84,8 +83,9 @@ def _are_any(e):
     """Whether anybody takes part in the step."""
     if e.lists[CHUNKS, 0]:
         return True
+    requests, truth = e.requests, e.truth
     for row in rows_in(e.lists[RUNNING]):  # noqa: SIM110 (numba has no `any`)
-        if takes_part(e, row):
+        if takes_part(requests[row], truth[row]):
             return True
     return False
 
@@ -103,10 +103,10 @@ def _fill_in(e, now_s):
 @compiled
 def _waiting(e):
     """Those that wait and had come when the step was scheduled."""
-    waiting = np.empty(e.lists[QUEUE, 0], np.int64)
-    count = 0
+    waiting, requests = np.empty(e.lists[QUEUE, 0], np.int64), e.requests
+    count, until_s = 0, e.at.known_until_s
     for row in rows_in(e.lists[QUEUE]):
-        if may_start(e, row):
+        if requests[row].arrival_s <= until_s:
             waiting[count] = row
             count += 1
     return waiting[:count]
@@ -115,19 +115,19 @@ def _waiting(e):
 @compiled
 def _lengths(e, wanted):
     """Likely lengths of all, and expected ones of decodes and prefills, as far as wanted."""
-    plan = e.plan[0]
+    plan, requests, decodes, prefills = e.plan[0], e.requests, e.decodes, e.prefills
     left = np.empty(plan.num_decodes)
     for place in range(len(left)):
-        left[place] = mean_left(e.requests[e.decodes[place].row])
+        left[place] = mean_left(requests[decodes[place].row])
     left_prefills = np.empty(plan.num_prefills if wanted & course.WANTS_PREFILLS else 0)
     for place in range(len(left_prefills)):
-        left_prefills[place] = mean_left(e.requests[e.prefills[place].row])
+        left_prefills[place] = mean_left(requests[prefills[place].row])
     num_all = plan.num_decodes + plan.num_prefills
     likely = np.empty((num_all if wanted & course.WANTS_LIKELY else 0, NUM_LIKELY))
     for place in range(len(likely)):
-        is_decode = place < plan.num_decodes
-        row = (
-            e.decodes[place].row if is_decode else e.prefills[place - plan.num_decodes].row
-        )  # fmt: skip
-        likely_left(e.requests[row], likely[place])
+        if place < plan.num_decodes:
+            row = decodes[place].row
+        else:
+            row = prefills[place - plan.num_decodes].row
+        likely_left(requests[row], likely[place])
     return likely, left, left_prefills

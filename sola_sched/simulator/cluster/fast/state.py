@@ -89,6 +89,10 @@ class Engine(NamedTuple):
     plan_lists: Any
 
 
+# In loops arrays are taken out of the engine first: each access to one of its fields counts
+# references to that array.
+
+
 # Lists.
 
 
@@ -167,9 +171,9 @@ def is_limited(request):
 
 
 @compiled
-def takes_part(e, row):
-    """Whether a request decodes in the steps under way."""
-    return e.requests[row].phase == DECODE and not e.truth[row].sits_out
+def takes_part(request, truth):
+    """Whether one decodes in the steps under way."""
+    return request.phase == DECODE and not truth.sits_out
 
 
 @compiled
@@ -193,13 +197,13 @@ def may_start(e, row):
 @compiled
 def finds_room(e, row):
     """Whether one that waits may start now: all that run must find room for their prompts too."""
-    promised = 0
+    promised, requests = 0, e.requests
     for other in rows_in(e.lists[RUNNING]):
-        request = e.requests[other]
+        request = requests[other]
         if request.phase == PREFILL:
             promised += request.prefill_target - request.num_computed
     return (
         free_slots(e) > 0
         and may_start(e, row)
-        and used(e) + promised + e.requests[row].prefill_target <= e.at.capacity
+        and used(e) + promised + requests[row].prefill_target <= e.at.capacity
     )

@@ -37,15 +37,19 @@ from sola_sched.simulator.cluster.fast.times import decode_line, step_s
 @entry
 def add(
     row, prompt_len, output_len, max_tokens, ttft_s, tpot_s, e2e_s, weight, arrival_s, quantiles,
-    now_s, engine, *rest,
+    now_s, engine, requests, truth, lists, times, memory, plan, tuning, account, decodes, prefills,
+    plan_lists,
 ):  # fmt: skip
     """A request comes, into a free row.
 
     Returns:
         When the engine has to be advanced next.
     """
-    e = Engine(engine[0], *rest)
-    at, lists, request = e.at, e.lists, e.requests[row]
+    e = Engine(
+        engine[0], requests, truth, lists, times, memory, plan, tuning, account, decodes, prefills,
+        plan_lists,
+    )  # fmt: skip
+    at, request = e.at, requests[row]
     request.num_prompt = request.prefill_target = prompt_len
     request.num_output = request.num_computed = request.num_preemptions = 0
     request.max_tokens, request.phase, request.serial = max_tokens, WAITING, at.num_added
@@ -54,8 +58,7 @@ def add(
     request.arrival_s, request.weight = arrival_s, weight
     request.first_token_s = request.last_token_s = math.nan
     request.predicted[:] = quantiles
-    truth = e.truth[row]
-    truth.output_len, truth.chunk, truth.sits_out = output_len, 0, False
+    truth[row].output_len, truth[row].chunk, truth[row].sits_out = output_len, 0, False
     at.num_added += 1
     at.num_limited += is_limited(request)
     at.num_due += e2e_s < np.inf
@@ -74,7 +77,7 @@ def add(
 def remove(row, engine, *rest):
     """Forget a request, wherever it is."""
     e = Engine(engine[0], *rest)
-    if e.at.k and takes_part(e, row):
+    if e.at.k and takes_part(e.requests[row], e.truth[row]):
         e.at.num_decodes -= 1
         e.at.ctx -= e.requests[row].num_computed
     forget(e, row)
@@ -110,22 +113,22 @@ def advance(
 @compiled
 def _finish(e, now_s):
     """The steps under way are done."""
-    at, requests, chunks = e.at, e.requests, e.lists[CHUNKS]
+    at, requests, truth, chunks = e.at, e.requests, e.truth, e.lists[CHUNKS]
     took_s = _boundary_s(e, at.k) - at.start_s
     at.known_until_s = _boundary_s(e, at.k - 1) if at.is_async else math.inf
     at.elapsed_s += took_s
     if at.is_slo:
         note_steps(e, took_s)
     for row in rows_in(e.lists[RUNNING]):
-        if takes_part(e, row):
-            request = requests[row]
+        request = requests[row]
+        if takes_part(request, truth[row]):
             request.num_output += at.k
             request.num_computed += at.k
             request.last_token_s = now_s
             at.kv += at.k
     at.k = at.num_ending = at.kv_ending = 0
     for row in rows_in(chunks):
-        request, chunk = requests[row], e.truth[row].chunk
+        request, chunk = requests[row], truth[row].chunk
         request.num_computed += chunk
         at.kv += chunk
         if request.num_computed == request.prefill_target:
@@ -148,11 +151,11 @@ def _begin_to_decode(request, now_s):
 @compiled
 def _end_all(e, line):
     """End those of a list that have their last token."""
-    place = 1
+    place, requests, truth = 1, e.requests, e.truth
     while place <= line[0]:
         row = line[place]
-        request = e.requests[row]
-        if request.num_output < e.truth[row].output_len:
+        request = requests[row]
+        if request.num_output < truth[row].output_len:
             place += 1
             continue
         if e.at.is_async and request.num_output < request.max_tokens:
@@ -200,29 +203,29 @@ def _schedule(e, now_s):
 @compiled
 def _measure(e):
     """Sum up who takes part in the next step; whether anybody does."""
-    at = e.at
+    at, requests, truth = e.at, e.requests, e.truth
     at.num_decodes = at.ctx = at.tokens = 0
     at.squares = at.pairs = 0.0
     for row in rows_in(e.lists[RUNNING]):
-        if takes_part(e, row):
+        if takes_part(requests[row], truth[row]):
             at.num_decodes += 1
-            at.ctx += e.requests[row].num_computed
+            at.ctx += requests[row].num_computed
     for row in rows_in(e.lists[CHUNKS]):
-        chunk = e.truth[row].chunk
+        chunk = truth[row].chunk
         at.tokens += chunk
         at.squares += float(chunk * chunk)
-        at.pairs += float(chunk * e.requests[row].num_computed)
+        at.pairs += float(chunk * requests[row].num_computed)
     return at.num_decodes + at.num_ending + at.tokens > 0
 
 
 @compiled
 def _mixed_step_s(e):
     """Time of a step with prompts. A chunk of one token takes what a decode takes."""
-    at, num_ones, ctx_ones = e.at, 0, 0
+    at, requests, truth, num_ones, ctx_ones = e.at, e.requests, e.truth, 0, 0
     for row in rows_in(e.lists[CHUNKS]):
-        if e.truth[row].chunk == 1:
+        if truth[row].chunk == 1:
             num_ones += 1
-            ctx_ones += e.requests[row].num_computed
+            ctx_ones += requests[row].num_computed
     return step_s(
         e.times, at.num_decodes + at.num_ending + num_ones, at.ctx + at.kv_ending + ctx_ones,
         at.tokens - num_ones, at.squares - num_ones, at.pairs - ctx_ones,
@@ -233,13 +236,13 @@ def _mixed_step_s(e):
 @compiled
 def _num_steps(e):
     """Decode steps until something changes by itself."""
-    at, lists = e.at, e.lists
+    at, lists, requests, truth = e.at, e.lists, e.requests, e.truth
     if at.num_ending:
         return 1
     steps = 1 << 40
     for row in rows_in(lists[RUNNING]):
-        if e.requests[row].phase == DECODE:
-            steps = min(steps, e.truth[row].output_len - e.requests[row].num_output)
+        if requests[row].phase == DECODE:
+            steps = min(steps, truth[row].output_len - requests[row].num_output)
     steps = min(steps, max(1, int((at.capacity - used(e)) / at.num_decodes)))
     queue = lists[QUEUE]
     if queue[0] and (at.is_slo or lists[RUNNING, 0] < at.slots):
@@ -262,7 +265,7 @@ def progress(row, now_s, engine, *rest):
     request = e.requests[row]
     if math.isnan(request.first_token_s):
         return 0, 0.0, 0.0
-    steps = _steps_done(e, now_s) if takes_part(e, row) else 0
+    steps = _steps_done(e, now_s) if takes_part(request, e.truth[row]) else 0
     last_s = _boundary_s(e, steps) if steps else request.last_token_s
     return request.num_output + steps, request.first_token_s, last_s
 
@@ -292,9 +295,10 @@ def rows(now_s, engine, *rest):
 @compiled
 def _rows_of(e, chosen, steps):
     rows, quantiles = np.empty((7, len(chosen))), np.empty((len(chosen), NUM_LEVELS))
+    requests, truth = e.requests, e.truth
     for i, row in enumerate(chosen):
-        request = e.requests[row]
-        more = steps if takes_part(e, row) else 0
+        request = requests[row]
+        more = steps if takes_part(request, truth[row]) else 0
         rows[0, i] = request.prefill_target
         rows[1, i] = request.num_computed + more
         rows[2, i] = request.num_output + more
