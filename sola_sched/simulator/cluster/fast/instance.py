@@ -19,7 +19,7 @@ from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.compiled import Records, for_types_of, records_of
 from sola_sched.core.state import REQUEST
 from sola_sched.core.traffic import RecentTraffic
-from sola_sched.cost.model import Coefficients, Gamma
+from sola_sched.cost.model import Coefficients
 from sola_sched.planner.attain import records
 from sola_sched.prediction.length import LengthPrediction
 from sola_sched.simulator.cluster.engine import Ended, Progress
@@ -142,10 +142,10 @@ class FastInstance:
     def _take_fit(self) -> None:
         """Let the planner go by the step times that were fitted last."""
         self._at["is_fit_due"] = False
+        plan = self._engine.plan
         linear = Coefficients.from_fit(self._fit, has_prefill=True, has_decode=True)
-        self._engine.plan[records.STEP_TIMES][0] = records.step_times_of(
-            linear, Gamma(1.0, 1.0, 1.0)
-        )
+        plan[records.LINEAR][0] = records.linear_of(linear)
+        plan["gamma_prefill"] = plan["gamma_decode"] = plan["gamma_mixed"] = 1.0
 
     def progress(self, req_id: str, now_s: float) -> Progress:
         """See `ClusterEngine.progress`."""
