@@ -381,8 +381,10 @@ def test_a_cluster_of_fast_engines_loses_nothing(
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timing
-@pytest.mark.parametrize("cls", ENGINES)
-def test_the_model_is_a_hundred_times_faster_than_what_it_models(cls: type[FastInstance]) -> None:
+@pytest.mark.parametrize(("cls", "times"), [(FastInstance, 100.0), (FastSloInstance, 50.0)])
+def test_the_model_is_many_times_faster_than_what_it_models(
+    cls: type[FastInstance], times: float
+) -> None:
     pytest.importorskip("vllm")
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -408,4 +410,4 @@ def test_the_model_is_a_hundred_times_faster_than_what_it_models(cls: type[FastI
     begin_s = time.process_time()
     serve(fast(), requests)
 
-    assert real_s > 100.0 * (time.process_time() - begin_s)
+    assert real_s > times * (time.process_time() - begin_s)

@@ -215,6 +215,7 @@ class FastSloInstance(FastInstance):
     def __init__(self, batch_time: BatchTime, **options: Any) -> None:
         super().__init__(batch_time, **options)
         self._traffic = RecentTraffic()
+        self._told = self._engine.plan[records.TRAFFIC]
 
     def add(
         self, request: VirtualRequest, slo: SloTarget, length: LengthPrediction, now_s: float
@@ -232,4 +233,4 @@ class FastSloInstance(FastInstance):
         return ended
 
     def _note_traffic(self) -> None:
-        self._engine.plan[records.TRAFFIC][0] = self._traffic.means()
+        self._told[0] = self._traffic.means()

@@ -29,7 +29,7 @@ from sola_sched.simulator.cluster.fast.state import RUNNING, rows_in
 from sola_sched.simulator.cluster.step_model import BatchTime
 
 #: Steps that are remembered of each kind, and steps until the first fit to them. The next one is
-#: after twice as many, at most `_FIT_EVERY` later.
+#: after twice as many, at most `_FIT_EVERY` later: a fit takes as long as 50 steps.
 NUM_REMEMBERED, FIRST_FIT, _FIT_EVERY = 128, 32, 2048
 #: Confidence in one step, as `SolaConfig.alpha`; weight of one in `prefill_share`, as in `monitor`.
 _ALPHA, _AVERAGING = 0.1, 0.05
