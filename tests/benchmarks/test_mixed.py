@@ -9,7 +9,7 @@ from mixed.mixes import MIXES, Kind, Mix, due_s, mixed_workload
 from sola_sched.bench.data.datasets import ModelLimits
 from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.config.slo import SloTarget
-from sola_sched.planner.attain import AttainTuning, planner
+from sola_sched.planner.attain import AttainTuning, records
 
 LIMITS = ModelLimits(max_model_len=2048, vocab_size=1000)
 
@@ -84,5 +84,5 @@ def test_a_class_that_nobody_can_serve_costs_no_other_its_targets(
 
     assert attained() > 0.9
     without = AttainTuning(decode_margin=0.0)
-    monkeypatch.setattr(planner, "AttainTuning", lambda: without)
+    monkeypatch.setattr(records, "AttainTuning", lambda: without)
     assert attained() < 0.5, "without the rule"
