@@ -9,12 +9,10 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from aiohttp import web
-from gateway_clients import QUICK, until
-from listeners import ask, post, run, serving, status_of, upstream
+from gateway_clients import gateway_to
+from listeners import ask, post, run, status_of
 
-from sola_sched.cluster.routers import RoundRobin
 from sola_sched.proxy.owners import Owners
-from sola_sched.serving.gateway import Gateway
 
 PATH = "/v1/completions"
 
@@ -28,14 +26,10 @@ def _ids_that_arrive(*sent: str) -> list[str]:
         return web.json_response({})
 
     async def test() -> None:
-        async with upstream(answer) as server:
-            gateway = Gateway(RoundRobin(), QUICK)
-            gateway.sync({"r": server})
-            async with serving(gateway.app(), gateway.front) as url:
-                await until(lambda: all(r.has_feed is not None for r in gateway.replicas))
-                for each in sent:
-                    asked = post(PATH, b'{"prompt": "p"}', f"X-Request-Id: {each}")
-                    assert status_of(await ask(url, asked)) == 200
+        async with gateway_to(answer) as (url, _):
+            for each in sent:
+                asked = post(PATH, b'{"prompt": "p"}', f"X-Request-Id: {each}")
+                assert status_of(await ask(url, asked)) == 200
 
     run(test)
     return arrived

@@ -6,8 +6,7 @@ import asyncio
 import gzip
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -16,28 +15,14 @@ pytest.importorskip("aiohttp")
 
 import aiohttp
 from aiohttp import web
-from gateway_clients import QUICK, until
-from listeners import Handler, ask, post, run, serving, status_of, upstream
+from gateway_clients import gateway_at, gateway_to
+from listeners import ask, post, run, status_of
 
-from sola_sched.cluster.routers import RoundRobin
 from sola_sched.proxy.json_object import JsonObject
 from sola_sched.proxy.limits import Limits
-from sola_sched.serving.gateway import Gateway
 from sola_sched.serving.slo_headers import ClientRules
 
 PATH = "/v1/completions"
-
-
-@asynccontextmanager
-async def gateway_to(*handlers: Handler, **more: Any) -> AsyncIterator[tuple[str, Gateway]]:
-    """A gateway before servers that answer so."""
-    async with AsyncExitStack() as stack:
-        urls = [await stack.enter_async_context(upstream(handler)) for handler in handlers]
-        gateway = Gateway(RoundRobin(), QUICK, **more)
-        gateway.sync({f"r{i}": url for i, url in enumerate(urls)})
-        url = await stack.enter_async_context(serving(gateway.app(), gateway.front))
-        await until(lambda: all(r.has_feed is not None for r in gateway.replicas))
-        yield url, gateway
 
 
 class Echo:
@@ -338,10 +323,8 @@ def test_a_connection_that_closes_as_it_is_used_is_opened_anew_at_once() -> None
 
     async def test() -> None:
         server = await asyncio.start_server(closing, "127.0.0.1", 0)
-        gateway = Gateway(RoundRobin(), QUICK)
-        gateway.sync({"r": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"})
-        async with serving(gateway.app(), gateway.front) as url, aiohttp.ClientSession() as session:
-            await until(lambda: all(r.has_feed is not None for r in gateway.replicas))
+        address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with gateway_at(address) as (url, gateway), aiohttp.ClientSession() as session:
             for _ in range(10):
                 async with session.post(url + PATH, json={}) as reply:
                     assert reply.status == 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -73,36 +74,37 @@ async def _raw(path: str, sent: bytes, *, is_cut: bool) -> tuple[bytes, Exceptio
                 return await reply.read(), raised
 
 
+async def _read(stream: AsyncIterator[object]) -> list[object]:
+    """All events; what its package raises at an error goes on."""
+    return [event async for event in stream]
+
+
 async def _claude(url: str) -> None:
     async with anthropic.AsyncAnthropic(base_url=url, api_key="k", max_retries=0) as client:
         asked = [{"role": "user", "content": "hi"}]
         async with client.messages.stream(model="m", max_tokens=9, messages=asked) as stream:
-            async for _ in stream:
-                pass
+            await _read(stream)
 
 
 async def _responses(url: str) -> None:
     async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="k", max_retries=0) as client:
-        async for _ in await client.responses.create(model="m", input="hi", stream=True):
-            pass
+        await _read(await client.responses.create(model="m", input="hi", stream=True))
 
 
 async def _chat(url: str) -> None:
     async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="k", max_retries=0) as client:
         asked = [{"role": "user", "content": "hi"}]
         # With a stop string and without a seed it cannot come from another replica.
-        async for _ in await client.chat.completions.create(
+        await _read(await client.chat.completions.create(
             model="m", messages=asked, stream=True, stop=["x"]
-        ):  # fmt: skip
-            pass
+        ))  # fmt: skip
 
 
 async def _completion(url: str) -> None:
     async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="k", max_retries=0) as client:
-        async for _ in await client.completions.create(
+        await _read(await client.completions.create(
             model="m", prompt="hi", stream=True, stop=["x"]
-        ):  # fmt: skip
-            pass
+        ))  # fmt: skip
 
 
 _CLIENTS = {

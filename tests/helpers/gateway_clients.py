@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 from fake_replica import FakeReplica
+from listeners import Handler, serving, upstream
 
 from sola_sched.cluster.routers import RoundRobin
 from sola_sched.cluster.view import Router
@@ -118,6 +119,28 @@ async def gateway_before(
         await until(lambda: all(r.has_feed is not None for r in gateway.replicas))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         yield Client(gateway, url, admin_url, session)
+
+
+@asynccontextmanager
+async def gateway_at(*servers: str, **more: Any) -> AsyncIterator[tuple[str, Gateway]]:
+    """A gateway before servers with these URLs: its own, and itself; round robin.
+
+    Args:
+        more: Of the gateway.
+    """
+    gateway = Gateway(RoundRobin(), QUICK, **more)
+    gateway.sync({f"r{i}": url for i, url in enumerate(servers)})
+    async with serving(gateway.app(), gateway.front) as url:
+        await until(lambda: all(r.has_feed is not None for r in gateway.replicas))
+        yield url, gateway
+
+
+@asynccontextmanager
+async def gateway_to(*handlers: Handler, **more: Any) -> AsyncIterator[tuple[str, Gateway]]:
+    """As `gateway_at`, before servers that answer so."""
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(upstream(handler)) for handler in handlers]
+        yield await stack.enter_async_context(gateway_at(*servers, **more))
 
 
 async def until(condition: Any, limit_s: float = 5.0) -> None:

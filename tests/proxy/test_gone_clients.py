@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from aiohttp import web
-from gateway_clients import QUICK, until
+from gateway_clients import QUICK, gateway_at, until
 from listeners import RawClient, post, run, serving, upstream
 
 from sola_sched.cluster.routers import RoundRobin
@@ -58,10 +58,7 @@ async def proxy(which: str, server_url: str) -> AsyncIterator[tuple[str, Front]]
         async with serving(door.app(), door.front) as url:
             yield url, door.front
         return
-    gateway = Gateway(RoundRobin(), QUICK)
-    gateway.sync({"r": server_url})
-    async with serving(gateway.app(), gateway.front) as url:
-        await until(lambda: all(r.has_feed is not None for r in gateway.replicas))
+    async with gateway_at(server_url) as (url, gateway):
         yield url, gateway.front
         assert all(not replica.attempts for replica in gateway.replicas)
 

@@ -9,11 +9,8 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from aiohttp import web
-from gateway_clients import QUICK, until
-from listeners import RawClient, run, serving, upstream
-
-from sola_sched.cluster.routers import RoundRobin
-from sola_sched.serving.gateway import Gateway
+from gateway_clients import gateway_to
+from listeners import RawClient, run
 
 PATH = "/v1/completions"
 BODY = b'{"prompt": "p"}'
@@ -47,16 +44,12 @@ def answered(*pieces: bytes) -> tuple[bytes, Server]:
     server, answers = Server(), [b""]
 
     async def test() -> None:
-        async with upstream(server) as url:
-            gateway = Gateway(RoundRobin(), QUICK)
-            gateway.sync({"r": url})
-            async with serving(gateway.app(), gateway.front) as own:
-                await until(lambda: all(r.has_feed is not None for r in gateway.replicas))
-                client = await RawClient.to(own)
-                for piece in pieces:
-                    await client.send(piece)
-                    await asyncio.sleep(0.1)
-                answers[0] = await client.rest()
+        async with gateway_to(server) as (url, _):
+            client = await RawClient.to(url)
+            for piece in pieces:
+                await client.send(piece)
+                await asyncio.sleep(0.1)
+            answers[0] = await client.rest()
 
     run(test)
     return answers[0], server

@@ -16,16 +16,14 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from aiohttp import web
-from gateway_clients import QUICK, until
+from gateway_clients import gateway_at
 from listeners import ask, post, run, serving, status_of, upstream
 
-from sola_sched.cluster.routers import RoundRobin
 from sola_sched.colocation.door import Door
 from sola_sched.colocation.sleeping import SleepOptions
 from sola_sched.proxy.errors import RefusedError
 from sola_sched.proxy.front import HEALTH
 from sola_sched.proxy.paths import PASSED, find
-from sola_sched.serving.gateway import Gateway
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "security.md"
 #: What vLLM has only with a setting that a test cannot give everywhere.
@@ -166,10 +164,7 @@ def test_what_the_table_says_is_what_reaches_a_server(which: str) -> None:
         async with AsyncExitStack() as stack:
             server = await stack.enter_async_context(upstream(answer))
             if which == "gateway":
-                gateway = Gateway(RoundRobin(), QUICK)
-                gateway.sync({"r": server})
-                url = await stack.enter_async_context(serving(gateway.app(), gateway.front))
-                await until(lambda: all(r.has_feed is not None for r in gateway.replicas))
+                url, _ = await stack.enter_async_context(gateway_at(server))
             else:
                 door = Door({"a": server}, SleepOptions())
                 url = await stack.enter_async_context(serving(door.app(), door.front))
