@@ -199,7 +199,7 @@ def _num_blocks(load: Load, kind: Kind, block_size: int) -> int:
 
 def requests(kind: Kind, rng: random.Random, situation: str = "plain") -> Iterator[VirtualRequest]:
     """Requests without an end; who takes them says when they arrive."""
-    prefix = [1 + number % 50_000 for number in range(_PREFIX)]
+    prefix = [1 + place % 50_000 for place in range(_PREFIX if situation == "prefixes" else 0)]
 
     def tokens(mean: float, sigma: float, most: int) -> int:
         return max(1, min(most, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))

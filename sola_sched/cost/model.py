@@ -395,12 +395,13 @@ class CostModel:
 
     def _bases_s(self, kind: int, shape: StepShape) -> tuple[float, float, float]:
         """C_0 of the prompts alone, of the decodes alone and of both: what the kind needs of it."""
-        prompts = self._chunks(shape) + self._d0 if kind != DECODE else 0.0
+        if kind == DECODE:
+            return 0.0, self._decodes(shape) + self._c1, 0.0
+        chunks = self._chunks(shape)
         if kind == PREFILL:
-            return prompts, 0.0, 0.0
+            return chunks + self._d0, 0.0, 0.0
         decodes = self._decodes(shape)
-        together = self._chunks(shape) + decodes + self._mixed_constant if kind == MIXED else 0.0
-        return prompts, decodes + self._c1, together
+        return chunks + self._d0, decodes + self._c1, chunks + decodes + self._mixed_constant
 
     def _predicted_s(self, kind: int, prompts: float, decodes: float, together: float) -> float:
         """The time of a step of a kind, by its `_bases_s`."""
