@@ -24,22 +24,34 @@ def expected_left(bin_of, line, trusts_predictions, request, num_ahead):
     left = line[1, request.length_class, cell] * done + line[0, request.length_class, cell]
     left = max(min(left, most), 1.0)
     if trusts_predictions and request.predicted[0] > 0.0:  # NaN: none
-        left = max(min(_predicted_left(request.predicted, done, left), most), 1.0)
+        left = max(min(_blended(request.predicted, done, left), most), 1.0)
     return left
 
 
 @compiled
-def _predicted_left(quantiles, done, otherwise):
-    """By its own prediction; see `remaining_mean`."""
+def mean_left(quantiles, done):
+    """By a prediction alone, before limits are applied; see `remaining_mean`."""
     num_alive, mass = 0, 0.0
     for level in range(NUM_LEVELS):
         if quantiles[level] > done:
             num_alive += 1
             mass += quantiles[level]
-    if num_alive:
-        return mass / num_alive - done
+    return mass / num_alive - done if num_alive else overrun(quantiles, done)
+
+
+@compiled
+def overrun(quantiles, done):
+    """Of a request that has outlived its prediction, which doubles then."""
     largest = quantiles[NUM_LEVELS - 1]
     doublings = math.floor(math.log2(done / largest)) + 1.0
-    left = largest * 2.0**doublings - done
+    return largest * 2.0**doublings - done
+
+
+@compiled
+def _blended(quantiles, done, otherwise):
+    """As `mean_left`; a prediction that is outlived loses weight to another expectation."""
+    left, largest = mean_left(quantiles, done), quantiles[NUM_LEVELS - 1]
+    if largest > done:
+        return left
     weight = largest / done
     return weight * left + (1.0 - weight) * otherwise

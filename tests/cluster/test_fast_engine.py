@@ -21,7 +21,7 @@ from sola_sched.prediction.length import NUM_LEVELS, LengthPrediction, remaining
 from sola_sched.simulator.cluster.cluster import VirtualCluster
 from sola_sched.simulator.cluster.engine import ClusterRequest, Ended
 from sola_sched.simulator.cluster.fast.instance import FastInstance, FastSloInstance
-from sola_sched.simulator.cluster.fast.lengths import NUM_LIKELY, likely_left, mean_left
+from sola_sched.simulator.cluster.fast.lengths import NUM_LIKELY, expected_left, likely_left
 from sola_sched.simulator.cluster.faults import Death, Slowdown, Stall
 from sola_sched.simulator.cluster.step_model import BatchTime
 from sola_sched.simulator.request import VirtualRequest
@@ -300,7 +300,7 @@ def test_what_is_expected_of_an_output_is_what_the_prediction_says(
 
     likely_left(request[0], likely)
 
-    assert mean_left(request[0]) == pytest.approx(length.remaining(num_output))
+    assert expected_left(request[0]) == pytest.approx(length.remaining(num_output))
     overrun = np.array([length.remaining(num_output)])
     for q, value in zip(LIKELY, likely, strict=True):
         # One that is overrun doubles: what another model says counts for nothing here.

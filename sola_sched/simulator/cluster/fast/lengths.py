@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from sola_sched.core.compiled import compiled
+from sola_sched.core.lengths import mean_left, overrun
 from sola_sched.core.state import LIKELY
 from sola_sched.prediction.length import NUM_LEVELS
 
@@ -12,14 +11,9 @@ NUM_LIKELY = len(LIKELY)
 
 
 @compiled
-def mean_left(request):
-    """The mean, >= 1; see `remaining_mean`."""
-    done, lives, mass = request.num_output, 0, 0.0
-    for level in range(NUM_LEVELS):
-        if request.predicted[level] > done:
-            lives += 1
-            mass += request.predicted[level]
-    return _limited(request, mass / lives - done if lives else _overrun(request))
+def expected_left(request):
+    """The mean, >= 1."""
+    return _limited(request, mean_left(request.predicted, request.num_output))
 
 
 @compiled
@@ -35,7 +29,7 @@ def likely_left(request, values):
         mass = dead - 0.5 + min(max(inside, 0.0), 1.0)
     for i in range(NUM_LIKELY):
         if dead == NUM_LEVELS:
-            left = 2.0 * LIKELY[i] * _overrun(request)
+            left = 2.0 * LIKELY[i] * overrun(quantiles, request.num_output)
         else:
             place = mass + LIKELY[i] * (NUM_LEVELS - mass) - 0.5
             place = min(max(place, 0.0), NUM_LEVELS - 1.0)
@@ -43,14 +37,6 @@ def likely_left(request, values):
             share = place - first
             left = (1.0 - share) * quantiles[first] + share * quantiles[first + 1] - done
         values[i] = _limited(request, left)
-
-
-@compiled
-def _overrun(request):
-    """Of one that has outlived its prediction, which doubles then."""
-    largest = request.predicted[NUM_LEVELS - 1]
-    doublings = math.floor(math.log2(request.num_output / largest)) + 1.0
-    return largest * 2.0**doublings - request.num_output
 
 
 @compiled

@@ -12,7 +12,7 @@ from sola_sched.core.compiled import compiled
 from sola_sched.core.state import DECODE
 from sola_sched.planner.attain import course
 from sola_sched.planner.attain.records import ADMIT, PREEMPT, RUN
-from sola_sched.simulator.cluster.fast.lengths import NUM_LIKELY, likely_left, mean_left
+from sola_sched.simulator.cluster.fast.lengths import NUM_LIKELY, expected_left, likely_left
 from sola_sched.simulator.cluster.fast.order import schedule_running, start
 from sola_sched.simulator.cluster.fast.state import (
     CHUNKS,
@@ -118,10 +118,10 @@ def _lengths(e, wanted):
     plan, requests, decodes, prefills = e.plan[0], e.requests, e.decodes, e.prefills
     left = np.empty(plan.num_decodes)
     for place in range(len(left)):
-        left[place] = mean_left(requests[decodes[place].row])
+        left[place] = expected_left(requests[decodes[place].row])
     left_prefills = np.empty(plan.num_prefills if wanted & course.WANTS_PREFILLS else 0)
     for place in range(len(left_prefills)):
-        left_prefills[place] = mean_left(requests[prefills[place].row])
+        left_prefills[place] = expected_left(requests[prefills[place].row])
     num_all = plan.num_decodes + plan.num_prefills
     likely = np.empty((num_all if wanted & course.WANTS_LIKELY else 0, NUM_LIKELY))
     for place in range(len(likely)):
