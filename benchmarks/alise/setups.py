@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sola_sched.bench.data import lengths
-from sola_sched.bench.data.datasets import ModelLimits
-from sola_sched.bench.data.rows import read_rows
-from sola_sched.bench.data.workload import RequestSpec, Workload, arrival_times, random_token_ids
 from sola_sched.prediction.length import LengthPrediction
+from sola_sched.workloads import lengths
+from sola_sched.workloads.datasets import ModelLimits
+from sola_sched.workloads.rows import read_rows
+from sola_sched.workloads.workload import RequestSpec, Workload, arrival_times, random_token_ids
 
 _ROOT = Path(__file__).resolve().parents[2]
 RESULTS = _ROOT / "benchmarks" / "results" / "alise"

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.points import read_lengths
-from sola_sched.bench.data.workload import arrival_times
 from sola_sched.errors import ConfigError
+from sola_sched.workloads.workload import arrival_times
 
 if TYPE_CHECKING:
     from cluster.cases import Case

@@ -19,7 +19,6 @@ from harness.points import SYNTHETIC
 from harness.resumable import Row
 from harness.setup import Setup
 from sola_sched.bench.backends.predictors import make_predictor
-from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.cluster.all_routers import ALL_ROUTERS
 from sola_sched.cluster.placement import Phase
 from sola_sched.cluster.placement.router import PackingRouter
@@ -33,6 +32,7 @@ from sola_sched.simulator.cluster.fast.instance import FastInstance
 from sola_sched.simulator.cluster.faults import INSTANT, Links
 from sola_sched.simulator.cluster.records import ClusterRecord, ClusterRun
 from sola_sched.simulator.request import VirtualRequest
+from sola_sched.workloads.workload import RequestSpec, Workload
 
 #: Share of the requests at the start that is not counted: engines fill up first.
 FILLING = 0.2

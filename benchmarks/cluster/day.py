@@ -18,12 +18,12 @@ from harness.markdown import markdown
 from harness.points import read_lengths
 from harness.resumable import Row
 from harness.setup import Outcome, Setup
-from sola_sched.bench.data.workload import arrival_times
 from sola_sched.cluster.all_routers import ALL_ROUTERS
 from sola_sched.cluster.scaling import InstanceScaler, ScalingLaw, ScalingOptions
 from sola_sched.cluster.view import Views
 from sola_sched.simulator.cluster.cluster import VirtualCluster
 from sola_sched.simulator.cluster.scaling import Scaling, Utilization
+from sola_sched.workloads.workload import arrival_times
 
 _KIND = "llama-3-8b@a100:1"
 _TTFT_S, _TPOT_S = 1.0, 0.06

@@ -19,7 +19,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sola_sched.bench.backends.base import SchedulerSpec, parse_scheduler
-from sola_sched.bench.data.workload import Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError
 from sola_sched.simulator.cluster.fast.instance import FastInstance, FastSloInstance
@@ -28,6 +27,7 @@ from sola_sched.simulator.steps import roofline
 from sola_sched.simulator.steps.profile import StepProfile
 from sola_sched.simulator.steps.roofline import GPUS, MODELS, Gpu, Model
 from sola_sched.simulator.steps.time import DecodeOnly, StepTimeModel
+from sola_sched.workloads.workload import Workload
 
 if TYPE_CHECKING:
     from sola_sched.simulator.cluster.real import RealInstance

@@ -18,8 +18,8 @@ import numpy as np
 
 from harness.markdown import markdown
 from harness.setup import Outcome, Setup
-from sola_sched.bench.data.workload import arrival_times
 from sola_sched.colocation.unified_blocks import MergedPool
+from sola_sched.workloads.workload import arrival_times
 
 BLOCK_TOKENS = 16
 _HEAD, _BYTES, _KV = 128, 2, 2

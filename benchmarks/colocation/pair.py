@@ -22,14 +22,14 @@ import numpy as np
 from sola_sched.bench.backends import environment, model
 from sola_sched.bench.backends.base import SchedulerSpec, parse_scheduler
 from sola_sched.bench.backends.engine import EngineBackend, EngineOptions
-from sola_sched.bench.data.workload import (
+from sola_sched.config.slo import SloTarget
+from sola_sched.core.metrics import RequestRecord
+from sola_sched.workloads.workload import (
     RequestSpec,
     Workload,
     arrival_times,
     random_token_ids,
 )
-from sola_sched.config.slo import SloTarget
-from sola_sched.core.metrics import RequestRecord
 
 _START_S = 300.0
 

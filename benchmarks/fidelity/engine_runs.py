@@ -16,11 +16,11 @@ from fidelity import engine_steps as steps
 from harness.setup import Setup
 from sola_sched.bench import calibrate
 from sola_sched.bench.backends.base import OnDone, RunOutcome, SchedulerSpec
-from sola_sched.bench.data.datasets import DatasetOptions, build
-from sola_sched.bench.data.workload import Workload
 from sola_sched.bench.report import results
 from sola_sched.config.slo import SloTarget
 from sola_sched.config.sola_config import SolaConfig
+from sola_sched.workloads.datasets import DatasetOptions, build
+from sola_sched.workloads.workload import Workload
 
 if TYPE_CHECKING:
     from fidelity.recording import Cycle, RecordingBackend

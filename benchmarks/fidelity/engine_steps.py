@@ -13,7 +13,6 @@ from scipy.optimize import nnls
 
 from fidelity.recording import PARTS, Cycle, EngineFacts
 from sola_sched.bench.backends.base import SchedulerSpec, extra_args
-from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.config.sola_config import CONFIG_KEY
 from sola_sched.core import metrics
@@ -22,6 +21,7 @@ from sola_sched.cost.model import CostModel
 from sola_sched.errors import ProfileError
 from sola_sched.simulator.request import VirtualRequest
 from sola_sched.simulator.steps.curves import Batch, StepCurves, batch_of
+from sola_sched.workloads.workload import RequestSpec, Workload
 
 #: Targets: mean absolute error of a step, and of attainment.
 STEP_TARGET = 0.06

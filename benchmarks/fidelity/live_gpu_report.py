@@ -21,12 +21,12 @@ from harness.markdown import markdown
 from harness.points import make_workload
 from harness.setup import Setup
 from sola_sched.bench.backends.base import parse_scheduler
-from sola_sched.bench.data.datasets import ModelLimits
 from sola_sched.cost.fit import StepShape
 from sola_sched.simulator.steps.curves import Batch, StepCurves, batch_of
 from sola_sched.simulator.steps.profile import load_step_profile
 from sola_sched.simulator.steps.tables import StepTables
 from sola_sched.simulator.steps.time import StepCounts
+from sola_sched.workloads.datasets import ModelLimits
 
 #: The profile of kernels that others timed on the same GPU.
 PROFILE = "llama-3-8b-h100-measured"

@@ -15,10 +15,10 @@ from typing import Any
 
 from sola_sched.bench.backends.base import SchedulerSpec, parse_scheduler
 from sola_sched.bench.backends.engine import EngineBackend, EngineOptions
-from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.cost.fit import kind_of
 from sola_sched.errors import ConfigError
 from sola_sched.simulator.steps.curves import Batch, batch_of
+from sola_sched.workloads.workload import RequestSpec, Workload
 
 #: Parts of a cycle, in order.
 PARTS = ("admit_s", "schedule_s", "model_s", "update_s", "output_s")

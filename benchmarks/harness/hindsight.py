@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sola_sched.bench.backends.base import parse_scheduler
-from sola_sched.bench.data.workload import Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.core import metrics
+from sola_sched.workloads.workload import Workload
 
 if TYPE_CHECKING:
     from sola_sched.bench.backends.simulation import SimBackend

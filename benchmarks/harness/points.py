@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from sola_sched.bench.data import lengths
-from sola_sched.bench.data.datasets import ModelLimits
-from sola_sched.bench.data.rows import read_rows
-from sola_sched.bench.data.workload import RequestSpec, Workload, arrival_times, random_token_ids
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError, DatasetError
+from sola_sched.workloads import lengths
+from sola_sched.workloads.datasets import ModelLimits
+from sola_sched.workloads.rows import read_rows
+from sola_sched.workloads.workload import RequestSpec, Workload, arrival_times, random_token_ids
 
 #: The upper bound takes a scheduler's place in a point.
 BOUND = "bound"
 #: So does what is attained with knowledge of the future.
 HINDSIGHT = "hindsight"
-#: Needs no data: lengths drawn from the fit of `sola_sched.bench.data.lengths`.
+#: Needs no data: lengths drawn from the fit of `sola_sched.workloads.lengths`.
 SYNTHETIC = "sharegpt-like"
 _SYNTHETIC_ROWS = 4000
 

@@ -22,9 +22,9 @@ from harness.setup import Outcome, Setup
 from mixed.mixes import MIXES, Mix, due_s, mixed_workload
 from sola_sched.bench.backends import environment
 from sola_sched.bench.backends.base import SchedulerSpec, parse_scheduler
-from sola_sched.bench.data.workload import Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.core import metrics
+from sola_sched.workloads.workload import Workload
 
 _CHUNKS = (256, 512, 2048, 8192)
 _FCFS, _EDF = (tuple(f"{rule}:{chunk}" for chunk in _CHUNKS) for rule in ("stock", "edf"))

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from harness.points import SYNTHETIC, read_lengths
-from sola_sched.bench.data.datasets import ModelLimits
-from sola_sched.bench.data.workload import (
+from sola_sched.config.slo import SloTarget
+from sola_sched.workloads.datasets import ModelLimits
+from sola_sched.workloads.workload import (
     RequestSpec,
     SloClass,
     Workload,
@@ -21,7 +22,6 @@ from sola_sched.bench.data.workload import (
     assign_classes,
     random_token_ids,
 )
-from sola_sched.config.slo import SloTarget
 
 _CHAT, _ARTICLES = "sharegpt_lengths_llama2.csv.gz", "arxiv_summarization_lengths_llama2.csv.gz"
 _SMALL, _LARGE = "llama-3-8b-a100-measured", "llama-3-70b-a100-measured"

@@ -14,12 +14,12 @@ from harness.resumable import Row
 from harness.setup import Outcome, Setup
 from sola_sched.bench import calibrate
 from sola_sched.bench.backends.base import parse_scheduler
-from sola_sched.bench.data.datasets import DatasetOptions, build
 from sola_sched.bench.first_run.checks import end_wait_s
 from sola_sched.bench.first_run.run import random_engine
 from sola_sched.bench.report import intervals
 from sola_sched.config.slo import SloTarget
 from sola_sched.core import metrics
+from sola_sched.workloads.datasets import DatasetOptions, build
 
 _STOCK = ("stock:512", "stock:2048")
 _OURS = "sola:2048"

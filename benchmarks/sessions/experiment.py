@@ -16,10 +16,10 @@ from harness.setup import Outcome, Setup
 from sessions.workloads import Talk, conversations, recorded, shared_ratio
 from sola_sched.bench.backends import environment
 from sola_sched.bench.backends.base import parse_scheduler
-from sola_sched.bench.data.datasets import ModelLimits
-from sola_sched.bench.data.workload import Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.core import metrics
+from sola_sched.workloads.datasets import ModelLimits
+from sola_sched.workloads.workload import Workload
 
 _STOCK = ("stock:512", "stock:2048", "stock:8192")
 _OURS = ("sola",)

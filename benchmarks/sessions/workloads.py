@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from harness.points import SYNTHETIC, read_lengths
-from sola_sched.bench.data.datasets import DatasetOptions, ModelLimits, build
-from sola_sched.bench.data.workload import (
+from sola_sched.simulator.request import VirtualRequest
+from sola_sched.workloads.datasets import DatasetOptions, ModelLimits, build
+from sola_sched.workloads.workload import (
     RequestSpec,
     Workload,
     arrival_times,
     random_token_ids,
 )
-from sola_sched.simulator.request import VirtualRequest
 
 _CHAT = "sharegpt_lengths_llama2.csv.gz"
 _BLOCK = 16

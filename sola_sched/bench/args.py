@@ -8,7 +8,6 @@ from typing import Any
 
 from sola_sched.bench.backends.base import BASELINES
 from sola_sched.bench.backends.clock import CLOCKS
-from sola_sched.bench.data.datasets import DATASET_NAMES
 from sola_sched.bench.report.results import METRIC_NAMES
 from sola_sched.config.flags import (
     base_url,
@@ -20,6 +19,7 @@ from sola_sched.config.flags import (
     rate,
 )
 from sola_sched.errors import ConfigError
+from sola_sched.workloads.datasets import DATASET_NAMES
 
 #: Schedulers compared by default: vLLM at three chunk sizes, and ours.
 DEFAULT_SCHEDULERS = ("stock:256", "stock:512", "stock:2048", "sola")

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from sola_sched.bench.backends.base import Backend, OnDone, RunOutcome, SchedulerSpec
-from sola_sched.bench.data.workload import Workload
 from sola_sched.bench.report.results import SloSource
 from sola_sched.config.slo import SloTarget
 from sola_sched.core import metrics
 from sola_sched.errors import ConfigError
+from sola_sched.workloads.workload import Workload
 
 #: Targets are this many times the latency of a request that has the machine to itself.
 SLO_FACTOR = 10.0

@@ -14,13 +14,13 @@ from sola_sched.bench import calibrate, values
 from sola_sched.bench.backends.base import BASELINES, Backend, SchedulerSpec, parse_scheduler
 from sola_sched.bench.backends.environment import has_accelerator
 from sola_sched.bench.backends.model import BENCH_SHAPE, cached_model, random_engine_args
-from sola_sched.bench.data.datasets import DatasetOptions, ModelLimits, build
-from sola_sched.bench.data.workload import Workload, assign_classes
 from sola_sched.bench.report import results
 from sola_sched.bench.report.progress import Progress
 from sola_sched.config.flags import url_of
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.errors import ConfigError
+from sola_sched.workloads.datasets import DatasetOptions, ModelLimits, build
+from sola_sched.workloads.workload import Workload, assign_classes
 
 #: Requests drawn when their number follows from the measured rate.
 _POOL_SIZE = 1000

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 
 from sola_sched.bench.backends.base import SchedulerSpec
-from sola_sched.bench.data.workload import Workload
 from sola_sched.bench.plan import Plan, make_plan, per_s, slo_text
 from sola_sched.bench.report import results
 from sola_sched.bench.report import table as report
@@ -16,6 +15,7 @@ from sola_sched.bench.report.progress import Progress
 from sola_sched.bench.report.result_files import ResultFiles
 from sola_sched.bench.report.results import Result
 from sola_sched.core.metrics import RequestRecord
+from sola_sched.workloads.workload import Workload
 
 EXIT_NOT_SAVED = 1
 EXIT_INTERRUPTED = 130

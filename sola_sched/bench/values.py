@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from sola_sched.bench.data.workload import SloClass
 from sola_sched.bench.report.results import METRIC_NAMES
 from sola_sched.config.slo import NO_TARGET, TARGETS, SloTarget
 from sola_sched.errors import ConfigError, SloError
+from sola_sched.workloads.workload import SloClass
 
 
 def parse_slo(items: list[str]) -> SloTarget:

@@ -7,15 +7,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sola_sched.bench.data.datasets import ModelLimits, build
-from sola_sched.bench.data.download import PUBLIC_FILES
-from sola_sched.bench.data.workload import Workload, assign_classes
 from sola_sched.bench.plan import dataset_options
 from sola_sched.bench.values import parse_slo, parse_slo_class
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError, DatasetError
 from sola_sched.simulator.cluster.engine import ClusterRequest
 from sola_sched.simulator.request import VirtualRequest
+from sola_sched.workloads.datasets import ModelLimits, build
+from sola_sched.workloads.download import PUBLIC_FILES
+from sola_sched.workloads.workload import Workload, assign_classes
 
 _MIN_REQUESTS, _MAX_REQUESTS, _SPAN_S = 400, 2000, 60.0
 #: TTFT targets that the arrivals must span, for a queue to be able to outgrow one.

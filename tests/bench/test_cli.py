@@ -16,10 +16,10 @@ from sola_sched.bench.backends import environment
 from sola_sched.bench.backends.base import RunOutcome, SchedulerSpec
 from sola_sched.bench.backends.model import TINY_SHAPE, ModelShape, cached_model, write_model
 from sola_sched.bench.cli import main
-from sola_sched.bench.data.datasets import ModelLimits
 from sola_sched.bench.report.results import SloSource
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError
+from sola_sched.workloads.datasets import ModelLimits
 
 
 def parse(*argv: str) -> argparse.Namespace:

@@ -17,8 +17,8 @@ from sola_sched.bench.backends.engine import EngineBackend, EngineOptions
 from sola_sched.bench.backends.model import TINY_SHAPE, write_model
 from sola_sched.bench.backends.probe import SchedulerProbe
 from sola_sched.bench.cli import main
-from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.config.slo import SloTarget
+from sola_sched.workloads.workload import RequestSpec, Workload
 
 #: Enough for one request of the tiny model's full length (512 tokens), little more than that.
 BLOCK_SIZE, NUM_BLOCKS = 32, 18

@@ -14,7 +14,6 @@ from bench_runs import make_records, make_workload
 
 from sola_sched.bench import cli
 from sola_sched.bench.backends.base import OnDone, RunOutcome, SchedulerSpec
-from sola_sched.bench.data.workload import Workload
 from sola_sched.bench.first_run import plan as first_run_plan
 from sola_sched.bench.first_run import run as first_run
 from sola_sched.bench.first_run.checks import Evenness, end_wait_s, evenness, is_saturated
@@ -34,6 +33,7 @@ from sola_sched.bench.first_run.verdict import Comparison, can_be_trusted, sente
 from sola_sched.bench.report.intervals import effective_size, paired_difference, share
 from sola_sched.config.slo import SloTarget
 from sola_sched.core.metrics import RequestRecord
+from sola_sched.workloads.workload import Workload
 
 #: An undisturbed core: 7.7 requests/s, targets as measured there.
 QUIET = Machine(7.7, 0.55, start_s=3.0, share=1.0, skips_idle=True)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sola_sched.bench import plan
 from sola_sched.bench.cli import main
-from sola_sched.bench.data.datasets import ModelLimits
+from sola_sched.workloads.datasets import ModelLimits
 
 #: Flags that the run below reads; each gets any of the values.
 FLAGS = (

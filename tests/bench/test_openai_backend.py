@@ -16,9 +16,9 @@ from aiohttp import web
 from sola_sched.bench.backends.base import SchedulerSpec
 from sola_sched.bench.backends.openai import OpenAIBackend, ServerOptions
 from sola_sched.bench.cli import main
-from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError
+from sola_sched.workloads.workload import RequestSpec, Workload
 
 SERVER = SchedulerSpec("server", "server")
 

@@ -11,10 +11,10 @@ from bench_runs import FixedBackend
 
 from sola_sched.bench import calibrate, plan
 from sola_sched.bench.cli import main
-from sola_sched.bench.data.datasets import ModelLimits
 from sola_sched.bench.report import plots, result_files, results
 from sola_sched.config.output_file import require_writable
 from sola_sched.errors import ConfigError
+from sola_sched.workloads.datasets import ModelLimits
 
 RUN = ["--schedulers", "stock:64", "stock:128", "--request-rate", "5", "--num-prompts", "6",
        "--slo", "ttft:500", "tpot:50", "--disable-tqdm"]  # fmt: skip

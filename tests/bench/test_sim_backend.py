@@ -23,11 +23,11 @@ from sola_sched.bench.backends.base import BASELINES, RunOutcome, parse_schedule
 from sola_sched.bench.backends.simulation import SimBackend, SimOptions
 from sola_sched.bench.backends.virtual_replay import VirtualReplay
 from sola_sched.bench.cli import main
-from sola_sched.bench.data.datasets import DatasetOptions, build
-from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.core.metrics import RequestRecord
 from sola_sched.errors import ConfigError
+from sola_sched.workloads.datasets import DatasetOptions, build
+from sola_sched.workloads.workload import RequestSpec, Workload
 
 pytestmark = pytest.mark.vllm
 

@@ -10,9 +10,9 @@ import pytest
 
 from sola_sched.bench.backends.base import parse_scheduler
 from sola_sched.bench.backends.predictors import RecordedErrors, make_predictor
-from sola_sched.bench.data.workload import RequestSpec
 from sola_sched.errors import ConfigError
 from sola_sched.prediction.length import LEVELS, LengthPrediction
+from sola_sched.workloads.workload import RequestSpec
 
 
 def request(index: int, output_tokens: int = 100) -> RequestSpec:

@@ -15,10 +15,10 @@ from fidelity.report import engine_tables
 from harness.command import main
 from registry import EXPERIMENTS
 from sola_sched.bench.backends.base import parse_scheduler
-from sola_sched.bench.data.workload import RequestSpec, Workload, random_token_ids
 from sola_sched.cost.model import CostModel
 from sola_sched.simulator.steps.curves import LINEAR
 from sola_sched.simulator.steps.time import MeasuredStepTime
+from sola_sched.workloads.workload import RequestSpec, Workload, random_token_ids
 
 
 def test_ranking_counts_only_pairs_that_differ() -> None:

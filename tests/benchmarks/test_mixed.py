@@ -6,10 +6,10 @@ import pytest
 
 from mixed.experiment import Case, _as_run, run_case
 from mixed.mixes import MIXES, Kind, Mix, due_s, mixed_workload
-from sola_sched.bench.data.datasets import ModelLimits
-from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.planner.attain import AttainTuning, records
+from sola_sched.workloads.datasets import ModelLimits
+from sola_sched.workloads.workload import RequestSpec, Workload
 
 LIMITS = ModelLimits(max_model_len=2048, vocab_size=1000)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from sessions.workloads import Talk, conversations, recorded, shared_ratio
-from sola_sched.bench.data.datasets import ModelLimits
-from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.simulator.request import VirtualRequest
+from sola_sched.workloads.datasets import ModelLimits
+from sola_sched.workloads.workload import RequestSpec, Workload
 
 LIMITS = ModelLimits(max_model_len=4096, vocab_size=1000)
 TALK = Talk(system_tokens=100, mean_turns=4.0, mean_think_s=5.0, longest=3000)

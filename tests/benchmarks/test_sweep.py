@@ -20,11 +20,11 @@ from harness.points import BOUND, HINDSIGHT, SYNTHETIC, Point, make_workload
 from sola_sched.bench.backends.base import parse_scheduler
 from sola_sched.bench.backends.bound import workload_bound
 from sola_sched.bench.cli import main
-from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.bench.report import table as report
 from sola_sched.config.slo import SloTarget
 from sola_sched.core import metrics
 from sola_sched.errors import ConfigError, DatasetError
+from sola_sched.workloads.workload import RequestSpec, Workload
 
 pytestmark = pytest.mark.vllm
 

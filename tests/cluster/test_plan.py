@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import DatasetError
 from sola_sched.plan import cli
@@ -25,6 +24,7 @@ from sola_sched.plan.report import table
 from sola_sched.plan.search import search
 from sola_sched.simulator.cluster.cluster import VirtualCluster
 from sola_sched.simulator.steps.time import DecodeOnly, StepCounts
+from sola_sched.workloads.workload import RequestSpec, Workload
 
 BASE = ["--model", "llama-3-8b", "--disable-tqdm", "--num-prompts", "150"]
 FAST = [
@@ -284,7 +284,7 @@ def test_a_public_data_set_that_is_not_there_is_replaced_and_said(
     def fail(name: str) -> Path:
         raise DatasetError(f"{name} cannot be downloaded")
 
-    monkeypatch.setattr("sola_sched.bench.data.datasets.fetch", fail)
+    monkeypatch.setattr("sola_sched.workloads.datasets.fetch", fail)
     args = ["--dataset-name", "azure", "--request-rate", "2", "--gpu", "h100=3"]
     code, found = plan(tmp_path, *FAST, *args, "--slo", "ttft:2000", "tpot:80")
 

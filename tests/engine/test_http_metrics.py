@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 
 from http_server import Answer, Server, serving
 
-from sola_sched.replacing import observe
+from sola_sched.adaptive_placement import observe
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 

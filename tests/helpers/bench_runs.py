@@ -12,10 +12,10 @@ from sola_sched.bench.backends.base import (
     SchedulerStats,
     parse_scheduler,
 )
-from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.bench.report.results import Result, RunInfo, SloSource, make_result
 from sola_sched.config.slo import SloTarget
 from sola_sched.core.metrics import RequestRecord
+from sola_sched.workloads.workload import RequestSpec, Workload
 
 SLO = SloTarget(ttft_s=0.5, tpot_s=0.1)
 INFO = RunInfo(

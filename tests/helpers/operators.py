@@ -1,4 +1,4 @@
-"""Where operators ask what `plan` and `replacing` have deployed."""
+"""Where operators ask what `plan` and `adaptive_placement` have deployed."""
 
 from __future__ import annotations
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from sola_sched.bench.backends.simulation import SimBackend, SimOptions
-from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.simulator.steps.profile import StepProfile
 from sola_sched.simulator.steps.time import StepTimeModel
+from sola_sched.workloads.workload import RequestSpec, Workload
 
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4,

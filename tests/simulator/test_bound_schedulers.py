@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from virtual_model import TINY_MODEL
 
 from sola_sched.bench.backends.base import slo_options
-from sola_sched.bench.data.workload import Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.core.metrics import meets_slo, tpot_s, ttft_s
 from sola_sched.simulator.bound.upper import BoundRequest, upper_bound
+from sola_sched.workloads.workload import Workload
 
 NUM_BLOCKS = 34
 SCHEDULERS = (

@@ -13,12 +13,12 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from sola_sched.bench.backends.base import parse_scheduler
 from sola_sched.bench.backends.simulation import SimBackend, SimOptions
-from sola_sched.bench.data.workload import Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError
 from sola_sched.simulator import StepTimeModel, StepTrace, VirtualEngine, VirtualRequest
 from sola_sched.simulator.scheduling_time import MEASURED, SOLA, STOCK, SchedulingTime
 from sola_sched.simulator.steps.profile import load_step_profile
+from sola_sched.workloads.workload import Workload
 
 pytestmark = pytest.mark.vllm
 

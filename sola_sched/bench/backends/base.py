@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.config.slo import (
     CLASS_KEY,
     E2E_KEY,
@@ -19,6 +18,7 @@ from sola_sched.config.slo import (
 )
 from sola_sched.core.metrics import RequestRecord
 from sola_sched.errors import ConfigError
+from sola_sched.workloads.workload import RequestSpec, Workload
 
 SOLA_SCHEDULER = "sola_sched.Scheduler"
 _ENGINE_PREFIX = "engine."

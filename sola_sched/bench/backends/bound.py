@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from sola_sched.bench.backends.base import SchedulerSpec
-from sola_sched.bench.data.workload import RequestSpec, Workload
 from sola_sched.config.slo import SloTarget
+from sola_sched.workloads.workload import RequestSpec, Workload
 
 if TYPE_CHECKING:
     from sola_sched.bench.backends.simulation import SimBackend

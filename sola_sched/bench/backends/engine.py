@@ -20,11 +20,11 @@ from sola_sched.bench.backends.base import (
 from sola_sched.bench.backends.clock import make_clock
 from sola_sched.bench.backends.environment import has_accelerator
 from sola_sched.bench.backends.probe import SchedulerProbe
-from sola_sched.bench.data.datasets import Encode, ModelLimits
-from sola_sched.bench.data.workload import RequestSpec, Workload, random_token_ids
 from sola_sched.config.slo import SloTarget
 from sola_sched.config.sola_config import CONFIG_KEY
 from sola_sched.errors import ConfigError
+from sola_sched.workloads.datasets import Encode, ModelLimits
+from sola_sched.workloads.workload import RequestSpec, Workload, random_token_ids
 
 #: Below this share of a core the machine was busy with other work and times mean little.
 MIN_CPU_SHARE = 0.9

@@ -13,8 +13,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from sola_sched.bench.backends.base import OnDone, RunOutcome, extra_args, record_of
 from sola_sched.bench.backends.clock import Clock
-from sola_sched.bench.data.workload import RequestSpec
 from sola_sched.core.metrics import RequestRecord
+from sola_sched.workloads.workload import RequestSpec
 
 
 class Replay:

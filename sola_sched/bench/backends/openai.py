@@ -14,10 +14,10 @@ from typing import Any
 import aiohttp
 
 from sola_sched.bench.backends.base import OnDone, RunOutcome, SchedulerSpec, extra_args, record_of
-from sola_sched.bench.data.workload import FIRST_PLAIN_TOKEN, RequestSpec, Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.core.metrics import RequestRecord
 from sola_sched.errors import ConfigError
+from sola_sched.workloads.workload import FIRST_PLAIN_TOKEN, RequestSpec, Workload
 
 _WARMUP = "warmup-"
 #: Below the size of any vocabulary.

@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sola_sched.bench.data.workload import RequestSpec
 from sola_sched.bench.values import positive_number
 from sola_sched.errors import ConfigError
 from sola_sched.prediction.length import LEVELS, NUM_LEVELS, LengthPrediction
+from sola_sched.workloads.workload import RequestSpec
 
 #: A request to its prediction, or None.
 Predict = Callable[[RequestSpec], LengthPrediction | None]

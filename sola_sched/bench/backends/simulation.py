@@ -20,12 +20,12 @@ from sola_sched.bench.backends.base import (
 from sola_sched.bench.backends.predictors import Predict, make_predictor
 from sola_sched.bench.backends.probe import SchedulerProbe
 from sola_sched.bench.backends.virtual_replay import VirtualReplay
-from sola_sched.bench.data.datasets import Encode, ModelLimits
-from sola_sched.bench.data.workload import RequestSpec, Workload, random_token_ids
 from sola_sched.config.slo import SloTarget
 from sola_sched.config.sola_config import CONFIG_KEY
 from sola_sched.errors import ConfigError
 from sola_sched.simulator.steps.profile import StepProfile
+from sola_sched.workloads.datasets import Encode, ModelLimits
+from sola_sched.workloads.workload import RequestSpec, Workload, random_token_ids
 
 if TYPE_CHECKING:
     from sola_sched.simulator.engine import VirtualEngine

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sola_sched.bench.backends.base import OnDone, RunOutcome, extra_args, record_of
-from sola_sched.bench.data.workload import RequestSpec
 from sola_sched.core.metrics import RequestRecord
 from sola_sched.simulator.request import RequestRecord as VirtualRecord
 from sola_sched.simulator.request import VirtualRequest
+from sola_sched.workloads.workload import RequestSpec
 
 if TYPE_CHECKING:
     from sola_sched.simulator.engine import VirtualEngine

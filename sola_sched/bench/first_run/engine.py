@@ -18,7 +18,6 @@ from sola_sched.bench.backends.base import (
     SchedulerSpec,
     parse_scheduler,
 )
-from sola_sched.bench.data.workload import Workload
 from sola_sched.bench.first_run import plan as first_run_plan
 from sola_sched.bench.first_run.checks import Evenness, end_wait_s, evenness, is_saturated
 from sola_sched.bench.first_run.plan import HIGH_SHARE, OURS, Block, FirstRunPlan, Machine
@@ -28,6 +27,7 @@ from sola_sched.bench.report.progress import Progress
 from sola_sched.bench.report.results import Result, SloSource
 from sola_sched.config.slo import SloTarget
 from sola_sched.core import metrics
+from sola_sched.workloads.workload import Workload
 
 Say = Callable[[str], None]
 

@@ -12,10 +12,10 @@ from sola_sched.bench import plan
 from sola_sched.bench.args import build_parser
 from sola_sched.bench.backends.base import Backend
 from sola_sched.bench.backends.environment import has_accelerator, prepare
-from sola_sched.bench.data.datasets import DatasetOptions, ModelLimits, build
-from sola_sched.bench.data.workload import Workload
 from sola_sched.bench.first_run import virtual as first_run_virtual
 from sola_sched.bench.first_run.engine import FirstRun, Interrupted
+from sola_sched.workloads.datasets import DatasetOptions, ModelLimits, build
+from sola_sched.workloads.workload import Workload
 
 if TYPE_CHECKING:
     from sola_sched.bench.backends.engine import EngineBackend

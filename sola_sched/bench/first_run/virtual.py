@@ -15,13 +15,13 @@ from tqdm import tqdm
 
 from sola_sched.bench.backends import environment
 from sola_sched.bench.backends.base import parse_scheduler
-from sola_sched.bench.data.datasets import DatasetOptions, build
-from sola_sched.bench.data.workload import Workload
 from sola_sched.bench.report import intervals, plots, results
 from sola_sched.bench.report.results import Result, RunInfo, SloSource
 from sola_sched.bench.report.table import best_stock
 from sola_sched.config.slo import SloTarget
 from sola_sched.simulator.steps.profile import load_step_profile
+from sola_sched.workloads.datasets import DatasetOptions, build
+from sola_sched.workloads.workload import Workload
 
 if TYPE_CHECKING:
     from sola_sched.bench.backends.simulation import SimBackend

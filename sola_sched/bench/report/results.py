@@ -17,9 +17,9 @@ import numpy as np
 
 from sola_sched import __version__
 from sola_sched.bench.backends.base import RunOutcome, SchedulerSpec
-from sola_sched.bench.data.workload import Workload
 from sola_sched.config.slo import SloTarget
 from sola_sched.core import metrics
+from sola_sched.workloads.workload import Workload
 
 Result = dict[str, Any]
 

@@ -1,7 +1,7 @@
 """Decides at the end of each interval whether to place anew (SeaLLM, 4.3). Pure: no clock, no Ray.
 
 The same decisions are taken in virtual time (`simulator.sharing.replaced`) and on Ray Serve
-(`sola_sched.replacing`).
+(`sola_sched.adaptive_placement`).
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ import time
 import pytest
 from raw_answers import answering, http
 
+from sola_sched.adaptive_placement import observe, serve_api
+from sola_sched.adaptive_placement.observe import Observed, Observer, counts
+from sola_sched.adaptive_placement.serve_api import ServeApi
 from sola_sched.errors import DeploymentError
-from sola_sched.replacing import observe, serve_api
-from sola_sched.replacing.observe import Observed, Observer, counts
-from sola_sched.replacing.serve_api import ServeApi
 
 
 @pytest.mark.parametrize("status", ["404 Not Found", "503 Service Unavailable"])

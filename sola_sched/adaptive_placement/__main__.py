@@ -1,6 +1,6 @@
 """Places services on the GPUs of a Ray cluster, and anew as they and their load change.
 
-    python -m sola_sched.replacing --services services.json --gpu a100 --num-gpus 8
+    python -m sola_sched.adaptive_placement --services services.json --gpu a100 --num-gpus 8
 
 The file holds what `python -m sola_sched.plan --services` takes. It is read again while this runs:
 add, remove or change a service there. What is deployed is kept by Serve, so this may be ended and
@@ -16,15 +16,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sola_sched.adaptive_placement.follow import Follower
+from sola_sched.adaptive_placement.search import Options
+from sola_sched.adaptive_placement.serve_api import ServeApi
 from sola_sched.bench.args import Parser
 from sola_sched.bench.values import positive_number
 from sola_sched.cluster.sharing.placement import Cluster
 from sola_sched.config.flags import natural_int, port, positive_int, server_url
 from sola_sched.errors import ConfigError, InfeasibleError
 from sola_sched.plan.deploy import FIRST_PORT, LOOPBACK
-from sola_sched.replacing.follow import Follower
-from sola_sched.replacing.search import Options
-from sola_sched.replacing.serve_api import ServeApi
 from sola_sched.simulator.sharing.hardware import GPUS
 
 
@@ -54,7 +54,7 @@ def make_follower(argv: Sequence[str]) -> Follower:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m sola_sched.replacing",
+        prog="python -m sola_sched.adaptive_placement",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -12,14 +12,14 @@ import pytest
 from fake_serve import FakeServe
 from raw_answers import answering, http
 
+from sola_sched.adaptive_placement.__main__ import main
+from sola_sched.adaptive_placement.follow import Follower
+from sola_sched.adaptive_placement.observe import Observed, Observer, counts
+from sola_sched.adaptive_placement.search import Options
+from sola_sched.adaptive_placement.serve_api import ServeApi
 from sola_sched.cluster.sharing.placement import Cluster
 from sola_sched.errors import DeploymentError, InfeasibleError
 from sola_sched.plan.deploy import engines_of
-from sola_sched.replacing.__main__ import main
-from sola_sched.replacing.follow import Follower
-from sola_sched.replacing.observe import Observed, Observer, counts
-from sola_sched.replacing.search import Options
-from sola_sched.replacing.serve_api import ServeApi
 
 CHAT = {"name": "chat", "model": "llama-3-8b", "rate": 1, "ttft": 1500, "tpot": 80,
         "prompt": 200, "output": 60}  # fmt: skip

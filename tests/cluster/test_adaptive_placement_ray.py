@@ -19,12 +19,12 @@ from fake_replica import output_of
 from local_ray import free_port, local_ray_with_dashboard
 from operators import admin_of
 
+from sola_sched.adaptive_placement.follow import Follower
+from sola_sched.adaptive_placement.search import Options
+from sola_sched.adaptive_placement.serve_api import ServeApi
 from sola_sched.cluster.sharing.placement import Cluster
 from sola_sched.errors import DeploymentError
 from sola_sched.plan import deploy
-from sola_sched.replacing.follow import Follower
-from sola_sched.replacing.search import Options
-from sola_sched.replacing.serve_api import ServeApi
 
 pytestmark = [
     pytest.mark.ray,

@@ -1,4 +1,4 @@
-"""`python -m sola_sched.replacing` on Ray Serve with vLLM's engines, its file changed under load.
+"""`adaptive_placement` on Ray Serve with vLLM's engines, its file changed under load.
 
 Slow: each engine is two processes that import vLLM.
 """
@@ -79,13 +79,20 @@ class Controller:
 
 @pytest.fixture(scope="module")
 def controller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controller]:
-    folder = tmp_path_factory.mktemp("replacing")
+    folder = tmp_path_factory.mktemp("adaptive_placement")
     model = write_tiny_llama(folder / "tiny")
     write_byte_tokenizer(model)
     made = Controller(folder / "services.json", folder / "log", free_port(), model)
     made.describe(made.service("chat"))
     command = [
-        *(sys.executable, "-P", "-m", "sola_sched.replacing", "--services", str(made.services)),
+        *(
+            sys.executable,
+            "-P",
+            "-m",
+            "sola_sched.adaptive_placement",
+            "--services",
+            str(made.services),
+        ),
         *("--gpu", "a100", "--num-gpus", "1", "--most-sharing", "3"),
         *("--first-port", str(made.first_port), "--start-limit-s", str(LIMIT_S)),
     ]

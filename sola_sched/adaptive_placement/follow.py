@@ -14,6 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from sola_sched.adaptive_placement.observe import Observed, Observer
+from sola_sched.adaptive_placement.search import Options, Search
+from sola_sched.adaptive_placement.serve_api import ServeApi
 from sola_sched.cluster.sharing.controller import Controller
 from sola_sched.cluster.sharing.placement import Placement
 from sola_sched.cluster.sharing.seats import Move, Seat, moves, seat
@@ -36,9 +39,6 @@ from sola_sched.plan.deploy import (
     service_of,
 )
 from sola_sched.plan.descriptions import make_service
-from sola_sched.replacing.observe import Observed, Observer
-from sola_sched.replacing.search import Options, Search
-from sola_sched.replacing.serve_api import ServeApi
 from sola_sched.simulator.sharing.cluster import Arrival, Setting
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sola_sched.bench.data import download
-from sola_sched.bench.data.datasets import DatasetOptions, ModelLimits, build
-from sola_sched.bench.data.rows import read_rows
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError, DatasetError
+from sola_sched.workloads import download
+from sola_sched.workloads.datasets import DatasetOptions, ModelLimits, build
+from sola_sched.workloads.rows import read_rows
 
 
 def encode_words(text: str) -> list[int]:

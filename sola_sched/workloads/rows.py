@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sola_sched.bench.data import row_values
 from sola_sched.config.rules import shown
 from sola_sched.errors import DatasetError
+from sola_sched.workloads import row_values
 
 _PROMPT_TOKENS = (
     "prompt_tokens", "ContextTokens", "Request tokens", "input_length", "num_prefill_tokens",

@@ -8,9 +8,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sola_sched.bench import values
-from sola_sched.bench.data import lengths
-from sola_sched.bench.data.lengths import TruncatedLognormal
-from sola_sched.bench.data.workload import (
+from sola_sched.config.slo import SloTarget
+from sola_sched.errors import ConfigError
+from sola_sched.workloads import lengths
+from sola_sched.workloads.lengths import TruncatedLognormal
+from sola_sched.workloads.workload import (
     FIRST_PLAIN_TOKEN,
     RequestSpec,
     SloClass,
@@ -19,8 +21,6 @@ from sola_sched.bench.data.workload import (
     assign_classes,
     random_token_ids,
 )
-from sola_sched.config.slo import SloTarget
-from sola_sched.errors import ConfigError
 
 #: Kolmogorov-Smirnov bound at n = 4000: 1.95 / sqrt(n) is passed by chance once in 1,000 runs.
 KS_BOUND = 1.95 / math.sqrt(4000)

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from harness.points import read_lengths
 from sola_sched.bench import values
-from sola_sched.bench.data.datasets import DatasetOptions, ModelLimits, build
-from sola_sched.bench.data.workload import Workload
 from sola_sched.config.flags import json_object, positive_float, positive_int, rate
 from sola_sched.errors import ConfigError, DatasetError
+from sola_sched.workloads.datasets import DatasetOptions, ModelLimits, build
+from sola_sched.workloads.workload import Workload
 
 LIMITS = ModelLimits(max_model_len=256, vocab_size=100, encode=lambda text: [5] * len(text.split()))
 COLUMNS = (

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from sola_sched.bench.data import lengths
-from sola_sched.bench.data.download import PUBLIC_FILES, fetch
-from sola_sched.bench.data.rows import Row, read_rows
-from sola_sched.bench.data.workload import RequestSpec, Workload, random_token_ids
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError, DatasetError, SloError
+from sola_sched.workloads import lengths
+from sola_sched.workloads.download import PUBLIC_FILES, fetch
+from sola_sched.workloads.rows import Row, read_rows
+from sola_sched.workloads.workload import RequestSpec, Workload, random_token_ids
 
 Encode = Callable[[str], Sequence[int]]
 

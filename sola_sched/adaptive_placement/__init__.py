@@ -1,4 +1,6 @@
-"""Services on Ray Serve whose placement follows their load: `python -m sola_sched.replacing`.
+"""Services on Ray Serve whose placement follows their load.
+
+`python -m sola_sched.adaptive_placement` runs it.
 
 `follow` is the loop: what is deployed, what has come, what `cluster.sharing.controller` decides,
 and the steps in which nothing is lost. `serve_api` is Serve's REST interface, `observe` reads the

@@ -1,1 +1,0 @@
-"""Workloads: data sets, lengths and arrival times."""
