@@ -16,6 +16,7 @@ from aiohttp.typedefs import Handler
 from sola_sched.proxy.answers import Answer, ClientGoneError
 from sola_sched.proxy.bodies import Bodies
 from sola_sched.proxy.errors import RefusedError, error_body
+from sola_sched.proxy.headers import for_pages
 from sola_sched.proxy.keys import Keys
 from sola_sched.proxy.limits import Limits
 from sola_sched.proxy.paths import Passage, find
@@ -138,7 +139,8 @@ class Front:
                 response = await handler(request)
             except RefusedError as error:
                 body = error_body(request.path, str(error), error.status)
-                response = web.json_response(body, status=error.status, headers=error.headers)
+                headers = error.headers | for_pages(request.headers)
+                response = web.json_response(body, status=error.status, headers=headers)
             if not response.prepared:
                 with contextlib.suppress(ClientGoneError):
                     await answer.whole(response)

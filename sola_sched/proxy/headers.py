@@ -63,6 +63,15 @@ def passed_back(
     return passed
 
 
+def for_pages(headers: MultiMapping[str]) -> dict[str, str]:
+    """Lets the page of another origin that has sent these headers read an error of ours.
+
+    A browser hides what does not say so, and its user would see a network error. What servers
+    answer says itself who may read it.
+    """
+    return {"Access-Control-Allow-Origin": "*"} if "Origin" in headers else {}
+
+
 def forwarded_for(headers: MultiMapping[str], peer: str | None) -> str:
     """The value of `X-Forwarded-For` with who has sent the request at its end."""
     return ", ".join([*headers.getall(FORWARDED_FOR, ()), *([peer] if peer else [])])

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from multidict import CIMultiDict, MultiMapping
 
 from sola_sched.proxy.errors import error_body
+from sola_sched.proxy.headers import for_pages
 from sola_sched.serving.call import Call
 from sola_sched.serving.protocols import as_json, protocol_of
 from sola_sched.serving.resuming import events
@@ -164,6 +165,7 @@ class Outgoing:
             await self._client.write(self._protocol.last_events(reason, status, self._last))
             return
         headers = CIMultiDict({"Content-Type": "application/json"})
+        headers.update(for_pages(self._call.headers))
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
             headers["Retry-After"] = "1"
         await self.whole(status, headers, as_json(error_body(self._call.path, reason, status)))

@@ -308,6 +308,10 @@ def test_without_any_replica_a_request_waits_and_then_is_told_so() -> None:
 
         assert (got.status, got.headers["retry-after"]) == (503, "1")
         assert "no replica" in got.json["error"]["message"]
+        assert "access-control-allow-origin" not in got.headers
+        body = {"model": "fake", "prompt": "hello"}
+        got = await client.post(body, Origin="https://page.example")
+        assert (got.status, got.headers["access-control-allow-origin"]) == (503, "*")
 
     run(test)
 

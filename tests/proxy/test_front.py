@@ -273,6 +273,17 @@ def test_keys_are_asked_for_and_health_is_not_kept() -> None:
     assert "two words" not in str(body_of(answers[0]))
 
 
+def test_pages_of_other_origins_may_read_our_errors_and_nobody_elses() -> None:
+    origin = "Origin: https://page.example"
+    refused, served, without = answered(
+        post("/sleep", b"{}", origin), post(PATH, b"{}", origin), post("/sleep", b"{}")
+    )
+    assert b"Access-Control-Allow-Origin: *\r\n" in refused
+    assert status_of(served) == 200
+    assert b"Access-Control" not in served  # the server that answers says that
+    assert b"Access-Control" not in without
+
+
 @pytest.mark.parametrize(
     ("status", "kind", "headers"),
     [(401, "authentication_error", []), (415, "invalid_request_error", ["Content-Encoding: br"]),
