@@ -35,12 +35,6 @@ PARAMETERS = {
     "_is_blocked_waiting_status": ["status"],
     "has_requests": [],
 }
-#: Modules that only engines with KV swapping need.
-SWAPPING = (
-    "sola_sched.kv_swap",
-    "sola_sched.vllm_adapter.swapping",
-    "sola_sched.simulator.swap_link",
-)
 FIRST_SWAPPING = (0, 32)
 
 
@@ -60,7 +54,7 @@ def problems(world: World, version: tuple[int, int], found: set[vllm_use.Use]) -
         use
         for use in found
         if not (use.name in either and use.owner.endswith("Scheduler"))
-        and (version >= FIRST_SWAPPING or not use.where.startswith(SWAPPING))
+        and (version >= FIRST_SWAPPING or not vllm_use.is_of_swapping(use))
     }
     said = [f"no {use}" for use in vllm_use.lacks(needed, world)]
     said += [f"none of {each}" for each in vllm_use.lacking_choices(world)]

@@ -26,7 +26,7 @@ BY_NAME = {
 #: The same in one module, where a name means something else.
 BY_NAME_IN: dict[str, dict[str, str | None]] = {
     "sola_sched.vllm_adapter.booking": {"group": "vllm.v1.engine.EngineCoreOutputs"},
-    "sola_sched.vllm_adapter.steering": {"group": "vllm.v1.engine.EngineCoreOutputs"},
+    "sola_sched.vllm_adapter.rejecting": {"group": "vllm.v1.engine.EngineCoreOutputs"},
     "sola_sched.simulator.baselines.rules": {"group": "vllm.v1.engine.EngineCoreOutputs"},
     "sola_sched.simulator.engine": {
         "batch": "vllm.v1.engine.EngineCoreOutputs",

@@ -16,8 +16,17 @@ from sources import Class, Module, World
 from vllm_known import BY_NAME
 from vllm_types import Reader, Scope, Use, host_of, own_nodes
 
+from sola_sched.vllm_adapter.names import SCHEDULER
+
 ROOT = Path(__file__).resolve().parents[1]
 _LEAVES = ("kernels", "kv_swap", "length_predictor")
+#: Modules that only engines with KV swapping need, and the class that hands hooks over to them.
+SWAPPING = (
+    "sola_sched.kv_swap",
+    "sola_sched.vllm_adapter.swapping",
+    "sola_sched.simulator.swap_link",
+)
+_SCHEDULER = "sola_sched.vllm_adapter.scheduler"
 
 
 def _functions(
@@ -144,6 +153,12 @@ def uses(world: World) -> tuple[set[Use], set[tuple[str, str]]]:
         if module.name == "sola_sched.vllm_adapter.versions":
             _named(reader, module)
     return reader.found, reader.unknown
+
+
+def is_of_swapping(use: Use) -> bool:
+    """Whether only engines with KV swapping need it: the scheduler has some of their hooks."""
+    is_hook = use.module == _SCHEDULER and use.name in SCHEDULER.swapping
+    return is_hook or use.where.startswith(SWAPPING)
 
 
 def unclear(found: set[Use], unknown: set[tuple[str, str]], world: World) -> list[str]:

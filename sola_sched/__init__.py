@@ -1,6 +1,30 @@
 """SLO-aware scheduling for vLLM: `vllm serve MODEL --scheduler-cls sola_sched.Scheduler`.
 
 Importing this package imports neither vLLM nor torch; the names below load on first use.
+
+One word for one thing, in names as in sentences; a policy's own terms are in the head of its
+package:
+
+- *step*: one pass of the model over a batch of requests.
+- *plan*: what a policy decides of one step.
+- *prefill*: the part of a request that computes its prompt.
+- *decode*: the part of a request that makes its output, a token a step.
+- *chunk*: the prompt tokens that one step computes.
+- *slot*: a place among the requests that run at once (`--max-num-seqs`).
+- *block*: a piece of the accelerator's memory for keys and values (KV) of some tokens.
+- *waiting*: without a slot. *Running*: with one.
+- *held*: running, but left out of one step; it keeps its slot and its KV.
+- *shown*: of those waiting, what a plan lets the engine see for one step.
+- *parked*: waiting for something that no plan can give, such as its next input.
+- *preempted*: deprived of slot and KV; it waits again.
+- *swapped*: preempted, with its KV kept in host memory as a *copy*.
+- *rejected*: ended with an error before any work was done for it.
+- *in flight*: scheduled, and its outcome not known yet.
+- *target*: a time that a request is to meet: TTFT, TPOT, or that of its whole answer.
+- *lost*: unable to meet a target any more, whatever is done.
+- *class*: requests of one name that have targets in common.
+- *share*: the part of the engine's time that is guaranteed to a class.
+- *turn*: the time in which one of several engines has their common GPU.
 """
 
 from __future__ import annotations

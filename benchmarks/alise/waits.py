@@ -46,7 +46,7 @@ class Watch:
                 if name in self.noted:
                     at_s, estimate_s = self.noted.pop(name)
                     self.pairs.append((estimate_s, now_s - at_s))
-            if scheduler._num_plans % 16 == 1:
+            if scheduler._planning.num_plans % 16 == 1:
                 self._note(scheduler, now_s)
             return output
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
-from sola_sched.vllm_adapter.turns import TurnsMixin
 
 #: Parts of a step, and what they are; none counts what it calls of another one.
 PARTS = {
@@ -25,14 +25,16 @@ PARTS = {
     "around": "our two calls, but for all of these",
     "arrivals": "booking arrivals, outside of both calls",
 }
-#: Methods of the scheduler by part.
+#: Where they are: attributes of the scheduler, and methods of these.
 _METHODS = {
-    "observe": ("_plan",),
-    "apply": ("_show",),
-    "book_step": ("_record",),
-    "book_tokens": ("_learn",),
-    "book_ends": ("_has_ended", "_book_end"),
-    "arrivals": ("_arrived",),
+    "observe": ("_planning", "_plan"),
+    "plan": ("sola_planner", "plan"),
+    "apply": ("_steering", "_show"),
+    "book_step": ("_booking", "_record"),
+    "book_tokens": ("_booking", "_learn"),
+    "book_ends": ("_booking", "_has_ended", "_book_end"),
+    "metrics": ("_reporting.telemetry", "count_step", "send"),
+    "arrivals": ("_booking", "_arrived"),
 }
 
 
@@ -74,19 +76,16 @@ class _Timed(AsyncScheduler):
         return self.stopwatch.timed("vllm", super().update_from_output)(*args)
 
 
-class TimedSola(TurnsMixin, SolaSchedulerMixin, _Timed):
+class TimedSola(SolaSchedulerMixin, _Timed):
     """Ours, part by part."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         watch = self.stopwatch
-        for part, names in _METHODS.items():
+        for part, (where, *names) in _METHODS.items():
+            owner = attrgetter(where)(self)
             for name in names:
-                setattr(self, name, watch.timed(part, getattr(self, name)))
-        planner: Any = self.sola_planner
-        setattr(planner, "plan", watch.timed("plan", planner.plan))  # noqa: B010
-        for name in ("count_step", "send"):
-            setattr(self._telemetry, name, watch.timed("metrics", getattr(self._telemetry, name)))
+                setattr(owner, name, watch.timed(part, getattr(owner, name)))
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         return self.stopwatch.timed("around", super().schedule)(*args, **kwargs)

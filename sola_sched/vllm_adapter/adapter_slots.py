@@ -27,8 +27,8 @@ def leave_out(state: StepState, requests: Mapping[str, Any], seams: Seams) -> In
     return rows
 
 
-def with_late_refused(state: StepState, plan: StepPlan, rows: IntArray) -> StepPlan:
-    """The plan that also refuses those of `rows` whose first token is overdue."""
+def with_late_rejected(state: StepState, plan: StepPlan, rows: IntArray) -> StepPlan:
+    """The plan that also rejects those of `rows` whose first token is overdue."""
     table = state.table
     is_late = (table.due_s[rows] <= state.now_s) & (table.num_output[rows] == 0)
     return dataclasses.replace(plan, reject=np.concatenate([plan.reject, rows[is_late]]))

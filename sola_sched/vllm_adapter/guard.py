@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 #: Failures that are borne, each forgiven after so many steps without another.
 PATIENCE, FORGIVEN_AFTER_STEPS = 5, 500
@@ -30,12 +32,13 @@ class Guard:
     Attributes:
         is_lost: The state no longer follows the engine: nothing may be read from it or booked.
         is_aside: For good; `is_lost` then stays true.
+        is_pausing: No plan is to be made in this step, since those before it were too slow.
         num_failures: By what was being done; too long plans included.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
-        self.is_lost = self.is_aside = False
+        self.is_lost = self.is_aside = self.is_pausing = False
         self.num_failures: Counter[str] = Counter()
         self._known: set[tuple[str, type[BaseException]]] = set()
         self._num_steps = 0
@@ -44,14 +47,25 @@ class Guard:
         self._slow = _Unforgiven()
         self._pause, self._plans_again_at = FIRST_PAUSE, 0
 
-    @property
-    def is_pausing(self) -> bool:
-        """Whether no plan is to be made in this step, since those before it were too slow."""
-        return self._num_steps < self._plans_again_at
-
     def step(self) -> None:
         """Another step begins."""
         self._num_steps += 1
+        self.is_pausing = self._num_steps < self._plans_again_at
+
+    def book(self, doing: str, action: Callable[..., None], *args: Any) -> None:
+        """Let the state follow an event of the engine; a state that is lost follows nothing.
+
+        Args:
+            doing: As for `failed`.
+            action: Books the event; called with `args`.
+            args: What `action` gets.
+        """
+        if self.is_lost:
+            return
+        try:
+            action(*args)
+        except Exception as error:
+            self.failed(doing, error)
 
     def failed(self, doing: str, error: BaseException) -> None:
         """Something was raised: the state is lost.
@@ -131,7 +145,7 @@ class Guard:
                 doing,
                 self._pause,
             )
-            self._plans_again_at = self._num_steps + self._pause
+            self._plans_again_at, self.is_pausing = self._num_steps + self._pause, True
             # The pause forgives nothing: the next slow one begins a longer pause.
             self._slow.put_off(self._pause)
             self._pause = min(2 * self._pause, LONGEST_PAUSE)

@@ -67,7 +67,7 @@ class GuardedQueue(RequestQueue):
     def plan(self, items: Iterable[Request]) -> None:
         """As `PlannedQueue.plan`; may raise, then `unplan` follows.
 
-        After a failure nothing is hidden any more: vLLM's own queue goes on in its own order.
+        After a failure all are visible again: vLLM's own queue goes on in its own order.
         """
         if self._planned is not None:
             self._shown, self._has_told = list(items), False

@@ -109,7 +109,7 @@ PARTS = (
         "vllm.v1.core.sched.output.SchedulerOutput",
         _names("num_scheduled_tokens total_num_scheduled_tokens"),
     ),
-    Part("vllm.v1.core.sched.interface.PauseState", _names("PAUSED_ALL")),
+    Part("vllm.v1.core.sched.interface.PauseState", _names("PAUSED_ALL UNPAUSED")),
     Part(
         "vllm.v1.request.Request",
         _names(

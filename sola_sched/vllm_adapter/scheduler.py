@@ -1,67 +1,77 @@
 """`sola_sched.Scheduler`: vLLM's V1 scheduler, steered by a planner.
 
 vLLM's own `schedule()` does the work - prefix cache, block allocation, structured output,
-speculative decoding, LoRA, KV connectors. Before each call the mixin observes the state and asks
-the planner; around the call it applies the plan through narrow seams; afterwards it puts back
-what it hid. See `docs/design.md` for the seams and the rules they follow.
+speculative decoding, LoRA, KV connectors. Before each call a plan is made and vLLM is shown what it
+says; afterwards everything is put back. See `docs/design.md` for the seams and the rules they
+follow.
+
+The class here overrides what vLLM calls, and hands over to parts, each of which owns its state:
+
+    planning        observes the state and asks the planner
+    steering        shows vLLM what the plan says, and puts it back
+    rejecting        ends requests that a plan rejects, and answers them
+    booking         tells the state what vLLM does; arrival_times and targets know the requests
+    sessions        keeps streaming sessions whole that are preempted amid a turn
+    swapping        takes KV to the host and back; None where nothing is swapped
+    turns           takes turns with other engines on the same GPU; None without that option
+    reporting       figures, log and metrics
 """
 
 from __future__ import annotations
 
-import dataclasses
-import operator
-import threading
 import time
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler as SynchronousScheduler
 from vllm.v1.request import Request
 
+from sola_sched.colocation.lease import Lease
 from sola_sched.config.sola_config import SolaConfig
-from sola_sched.core.ewt import update_waits
-from sola_sched.core.live import LiveRequest
 from sola_sched.core.monitor import StateMonitor
-from sola_sched.core.state import StepPlan
 from sola_sched.cost.model import CostModel
-from sola_sched.length_predictor.client import make_client
+from sola_sched.length_predictor.client import PredictionClient, make_client
 from sola_sched.length_predictor.histogram import LengthHistogram
-from sola_sched.planner import Planner, make_planner, pass_through
-from sola_sched.reports import load, load_text
-from sola_sched.reports.log import IntervalLog, engine_stats, waits_for_slots_alone
-from sola_sched.vllm_adapter import first_start
-from sola_sched.vllm_adapter.adapter_slots import leave_out, with_late_refused
-from sola_sched.vllm_adapter.booking import BookingMixin, tells_of_failed_loads
+from sola_sched.planner import Planner
+from sola_sched.reports.log import IntervalLog
+from sola_sched.vllm_adapter.arrival_times import ArrivalTimes
+from sola_sched.vllm_adapter.booking import Booking, tells_of_failed_loads
 from sola_sched.vllm_adapter.engine_facts import differences, facts_of
 from sola_sched.vllm_adapter.guard import Guard
 from sola_sched.vllm_adapter.guarded_queue import GuardedQueue
+from sola_sched.vllm_adapter.planning import Planning, new_planner
 from sola_sched.vllm_adapter.prefix_lookups import PrefixLookups
-from sola_sched.vllm_adapter.sessions import SessionsMixin
-from sola_sched.vllm_adapter.steering import BETWEEN_PREFILLS, NEUTRAL, SteeringMixin, place_of
+from sola_sched.vllm_adapter.rejecting import Rejecting
+from sola_sched.vllm_adapter.reporting import Reporting
+from sola_sched.vllm_adapter.sessions import Sessions
+from sola_sched.vllm_adapter.steering import Steering
 from sola_sched.vllm_adapter.support import refuse_others, support_of
-from sola_sched.vllm_adapter.swapping import SwapMixin
-from sola_sched.vllm_adapter.telemetry_sender import TelemetrySender
-from sola_sched.vllm_adapter.turns import TurnsMixin
-from sola_sched.vllm_adapter.versions import Seams, check_version
+from sola_sched.vllm_adapter.swapping import make_swapping
+from sola_sched.vllm_adapter.targets import Targets
+from sola_sched.vllm_adapter.turns import make_turns
+from sola_sched.vllm_adapter.versions import WAITS_FOR_INPUT, Seams, check_version
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from sola_sched.kv_swap.connector import SolaKVSwapConnector
+    from sola_sched.kv_swap.manager import SwapManager
+
+    _Host: type[Any] = AsyncScheduler
+else:
+    _Host = object
 
 # A child of vLLM's logger: its level and handlers are the ones an operator has set up.
 logger = init_logger("vllm.sola_sched")
 
 
-_id_of = operator.attrgetter("request_id")
-#: Steps between two looks whether the policy has been compiled.
-_LOOK_EVERY = 8
-#: Plans between two estimates of the waits: where swapping goes by them, and where nobody does.
-_REVIEW_PLANS, _REPORT_PLANS = 16, 128
-#: Weight of one plan in so many in the running means.
-_REVIEW_WEIGHT = 1.0 / 32.0
-
-
-class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
+class SolaSchedulerMixin(_Host):
     """SOLA's observe - plan - apply loop around the `schedule()` of a vLLM scheduler.
 
     Mix it in before any class derived from vLLM's `AsyncScheduler` (or `Scheduler`, which loses
@@ -70,10 +80,13 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
     flight are accounted for as delivered at the step's predicted end.
 
     Attributes:
-        sola_clock: Monotonic time in seconds; replaceable, e.g. by a simulator.
-        sola_wall_clock: Time on the scale of `Request.arrival_time`; replaceable likewise.
+        sola_config: Our options.
+        sola_wall_clock: Time on the scale of `Request.arrival_time`; replaceable as `sola_clock`.
         sola_cpu_clock: Processor time of this thread in seconds, which plans are held to.
         sola_guard: What failed so far; see `Guard`.
+        sola_monitor: The state that planners see.
+        sola_planner: The policy; None while it is compiled. Replaceable.
+        sola_predictions: Predicts output lengths from text; None without that. Replaceable.
         sola_support: Whether the engine is steered, and with which limits.
     """
 
@@ -81,68 +94,77 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_version(vllm.__version__)
-        config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
-        refuse_others(config.model_config)
+        refuse_others(_vllm_config_of(args, kwargs).model_config)
         super().__init__(*args, **kwargs)
-        self._seams = Seams(self)
-        self._start_swapping()
-        self.sola_config = SolaConfig.from_additional(self.vllm_config.additional_config)
-        self.sola_clock: Callable[[], float] = time.monotonic
+        self._seams = seams = Seams(self)
+        config = self.sola_config = SolaConfig.from_additional(self.vllm_config.additional_config)
         self.sola_wall_clock: Callable[[], float] = time.time
         self.sola_cpu_clock: Callable[[], float] = time.thread_time
         self.sola_guard = Guard(logger)
-        config = self.sola_config
         self.sola_monitor = StateMonitor(
-            self._new_cost_model(),
+            _new_cost_model(config, self.vllm_config),
             LengthHistogram(),
-            lambda: self.sola_clock(),
+            time.monotonic,
             config.shares,
         )
-        self.sola_planner = self._new_planner()
-        self.sola_predictions = make_client(config, self.vllm_config.model_config)
-        self._honours_priority = self.policy == SchedulingPolicy.PRIORITY
-        self.waiting = GuardedQueue(
-            key=place_of if self._honours_priority else None,
-            own_queue=self._seams.own_queue,
-            without_place=self._seams.without_place,
-            failed=self.sola_guard.failed,
+        self.sola_planner: Planner | None = new_planner(config)
+        self.sola_predictions: PredictionClient | None = make_client(
+            config, self.vllm_config.model_config
         )
         self.sola_support = support_of(self.vllm_config, config)
-        self._tokens_per_decode = 1 + int(self.num_spec_tokens)
-        self._default_slo = config.default_slo
-        self._num_blocks = max(1, self.kv_cache_manager.block_pool.num_gpu_blocks - 1)
-        self._start_booking()
-        self._start_sessions()
-        self._start_steering()
-        self._lookups = PrefixLookups(self._seams, self.block_size)
-        self._num_unplanned = 0  # steps while the policy was compiled
-        self._has_stepped_aside = False
-        self._num_in_flight = 0  # steps scheduled and not yet updated
-        self._stalled = False
-        self._counts = dict.fromkeys(
-            (
-                "num_held",
-                "num_reordered",
-                "num_preempted_by_policy",
-                "num_invalid_slo",
-                "num_stalled",
-                "num_kv_given_back",
-            ),
-            0,
+        self._make_parts(seams)
+        self._say_what_is_on()
+
+    def _make_parts(self, seams: Seams) -> None:
+        honours_priority = self.policy == SchedulingPolicy.PRIORITY
+        interval_log = IntervalLog(self.sola_config.log_interval_s)
+        lookups = PrefixLookups(seams, self.block_size) if seams.caches_prefixes else None
+        arrivals = ArrivalTimes(self)
+        targets = Targets(self.sola_config, self.vllm_config.model_config.served_model_name)
+        self._swapping = make_swapping(self, seams)
+        self._sessions = Sessions(self, seams)
+        self._rejecting = Rejecting(self)
+        self._booking = Booking(
+            self,
+            arrivals=arrivals,
+            targets=targets,
+            lookups=lookups,
+            interval_log=interval_log,
+            honours_priority=honours_priority,
         )
-        self._problems: dict[str, int] = {}
-        self._interval_log = IntervalLog(config.log_interval_s)
-        self._num_plans = 0
-        self._short_of_slots = 0.0
-        self._plan_s = 0.0
-        self._telemetry = TelemetrySender(
-            log_stats=bool(getattr(self, "log_stats", False)),
-            load_interval_s=config.load_interval_s,
+        self._steering = Steering(
+            self,
+            seams,
+            booking=self._booking,
+            rejecting=self._rejecting,
+            honours_priority=honours_priority,
         )
+        self._planning = Planning(
+            self,
+            seams,
+            booking=self._booking,
+            steering=self._steering,
+            swapping=self._swapping,
+            lookups=lookups,
+        )
+        self._reporting = Reporting(
+            self,
+            seams,
+            interval_log=interval_log,
+            arrivals=arrivals,
+            targets=targets,
+            planning=self._planning,
+            steering=self._steering,
+            swapping=self._swapping,
+        )
+        self._turns = make_turns(self)
+
+    def _say_what_is_on(self) -> None:
+        config = self.sola_config
         logger.info(
             "sola_sched: policy %s, targets by default: %s%s; cost model %s",
             config.policy,
-            self._default_slo,
+            config.default_slo,
             "".join(
                 f"; of class {name!r}: {slo}"
                 + (f", {config.shares[name]:.0%} of the time" if name in config.shares else "")
@@ -158,335 +180,224 @@ class SolaSchedulerMixin(BookingMixin, SessionsMixin, SteeringMixin, SwapMixin):
                 "half a minute; until then steps are in vLLM's own order"
             )
 
-    def _new_planner(self) -> Planner | None:
-        """The planner, at start and whenever the state is built anew; None while it is compiled."""
-        if self.sola_config.policy == "attain" and first_start.is_compiling():
-            return None
-        return make_planner(self.sola_config)
+    # For operators and tests ----------------------------------------------------------------
 
-    def _look_for_planner(self) -> None:
-        """Plan from now on, if the policy has been compiled; looked for every few steps."""
-        self._num_unplanned += 1
-        if self._num_unplanned % _LOOK_EVERY:
-            return
-        self.sola_planner = self._new_planner()
-        if self.sola_planner is not None:
-            logger.info("sola_sched: the policy has been compiled: steps are planned from now on")
+    @property
+    def sola_clock(self) -> Callable[[], float]:
+        """Monotonic time in seconds; replaceable, e.g. by a simulator."""
+        return self.sola_monitor.clock
 
-    def _new_cost_model(self) -> CostModel:
-        """The profile's, which says what is wrong with it; an empty one that learns without."""
-        config = self.sola_config
-        if config.profile is None:
-            return CostModel(alpha=config.alpha)
-        cost = CostModel.load(config.profile, alpha=config.alpha)
-        cost.on_relearned = partial(logger.warning, "sola_sched: profile %s: %s", config.profile)
-        if other := differences(cost.meta, facts_of(self.vllm_config)):
-            logger.warning(
-                "sola_sched: profile %s was measured on another engine: %s. Its step times are "
-                "corrected while this one runs; measure it with `python -m sola_sched.profile`.",
-                config.profile,
-                ", ".join(other),
-            )
-        return cost
+    @sola_clock.setter
+    def sola_clock(self, clock: Callable[[], float]) -> None:
+        self.sola_monitor.clock = clock
 
-    def shutdown(self) -> None:
-        if self.sola_predictions is not None:
-            self.sola_predictions.close()
-        super().shutdown()
+    @property
+    def sola_swap(self) -> SolaKVSwapConnector | None:
+        """The connector's scheduler half, None where nothing is swapped."""
+        return None if self._swapping is None else self._swapping.connector
 
-    def has_requests(self) -> bool:
-        """vLLM's engine asks before each step, and waits for its clients where there are none."""
-        has_requests = bool(self._rejected) or super().has_requests()
-        if not has_requests:
-            self._was_idle()
-        return has_requests
+    @property
+    def sola_copies(self) -> SwapManager:
+        """The host copies; others after a failure. Only where something is swapped."""
+        assert self._swapping is not None
+        return self._swapping.copies
 
-    def set_pause_state(self, *args: Any, **kwargs: Any) -> None:
-        super().set_pause_state(*args, **kwargs)
-        self._was_idle()
+    @property
+    def sola_lease(self) -> Lease | None:
+        """This engine's part of the turn; None without the option, and after a failure."""
+        return None if self._turns is None else self._turns.lease
 
-    def _was_idle(self) -> None:
-        """What passes until the next step is scheduled is not its time."""
-        self._book("booking idle time", self._note_idle)
-
-    def _note_idle(self) -> None:
-        self.sola_monitor.set_busy(False)
-        if not self.running:  # those that ended are kept no longer
-            self._rows.of(self.running)
+    def sola_stats(self) -> dict[str, Any]:
+        """Counters since start: requests, attainment, interventions, cost-model error."""
+        return self._reporting.stats()
 
     # One step -------------------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        self._num_hidden = 0
-        if not self._has_stepped_aside:
-            self.waiting.begin_step(self._seams.drained_first())
-        self._settle_loads()
-        self._is_throttled = bool(args[0] if args else kwargs.get("throttle_prefills", False))
+        turns = self._turns
+        is_drained = turns is not None and turns.begin_step()
+        self._steering.begin_step()
+        if self._swapping is not None:
+            self._swapping.begin_step()
         if self.sola_planner is None:
-            self._look_for_planner()
-        plan = self._guarded_plan()
-        with self._applied(plan):
+            self._planning.look_for_planner()
+        is_throttled = args[0] if args else kwargs.get("throttle_prefills", False)
+        plan = self._planning.plan(bool(is_throttled))
+        self._steering.show(plan)
+        try:
             output = super().schedule(*args, **kwargs)
-        if num_scheduled := len(output.num_scheduled_tokens):
+        finally:
+            self._steering.put_back()
+            if turns is not None:
+                turns.put_back()
+        num_scheduled = len(output.num_scheduled_tokens)
+        if num_scheduled:
             num_held = len(self.running) - num_scheduled
-            self._telemetry.count_step(self._plan_s, num_held, lambda: self._why_unplanned(plan))
-        # If a plan that withheld something left nothing to run, the next step is vLLM's own.
-        withheld = plan.run is not None or (plan.admit is not None and bool(self.waiting))
-        self._stalled = withheld and not output.num_scheduled_tokens
-        self._counts["num_stalled"] += self._stalled
-        if not (num_scheduled or self.running or self._stalled or self._is_paused()):
-            self._book("making room among those that wait", self._make_one_give_back)
-        if plan.admit is not None and num_scheduled:
-            self._book("telling what the engine is short of", self._note_capacity, output)
-        self._book("booking a step", self._record, output)
-        self._num_in_flight += 1
+            self._reporting.telemetry.count_step(
+                plan, self._planning.plan_s, num_held, self._planning.why_unplanned
+            )
+        is_stalled = self._planning.scheduled(plan, output)
+        has_nobody = not (num_scheduled or self.running or is_stalled or is_drained)
+        if has_nobody and self._pause_state is PauseState.UNPAUSED:
+            self._steering.make_room()
+        if self._steering.has_cadence and plan.admit is not None and num_scheduled:
+            self._steering.note_capacity(output)
+        self._booking.scheduled(output, self._steering.num_held)
+        if turns is not None:
+            turns.scheduled(output)
         return output
 
-    def _why_unplanned(self, plan: StepPlan) -> str:
-        """Why the step with this plan is in vLLM's own order; empty if it is not."""
-        if plan.problem not in (NEUTRAL.problem, "stalled"):
-            return ""
-        if self.sola_planner is None:
-            return "compiling"
-        if self.sola_guard.is_aside:
-            return "aside"
-        if self.sola_support.own_order:
-            return "not_steered"
-        if self.sola_guard.is_lost:
-            return "failed"
-        if self.sola_guard.is_pausing:
-            return "slow"
-        if self._stalled or plan.problem == "stalled":
-            return "stalled"
-        if self._is_paused():
-            return "paused"
-        return "no_targets" if self.sola_monitor.cost.is_ready else "learning"
-
-    def _guarded_plan(self) -> StepPlan:
-        """The plan of this step; vLLM's own order where it cannot be made."""
-        guard = self.sola_guard
-        guard.step()
-        started_s = self.sola_cpu_clock()
-        try:
-            if guard.is_aside:
-                self._step_aside()
-                return NEUTRAL
-            if guard.is_lost:
-                self._restore_state()
-            if guard.is_pausing:
-                self.sola_monitor.begin_step()
-                return NEUTRAL
-            plan = self._plan()
-        except Exception as error:
-            guard.failed("planning a step", error)
-            return NEUTRAL
-        self._plan_s = seconds = self.sola_cpu_clock() - started_s
-        limit_s = self.sola_config.plan_limit_s
-        if limit_s is not None and seconds > limit_s:
-            guard.took_too_long("planning a step", seconds, limit_s)
-        return plan
-
-    def _restore_state(self) -> None:
-        """Build the state anew from what vLLM knows of its requests."""
-        self.waiting.renew()
-        running = set(self.running)
-        live = [*self.running, *self._seams.not_running()]
-        self.sola_monitor.rebuild(
-            [self._as_known(request, request in running) for request in live], self._num_in_flight
-        )
-        self.sola_planner = self._new_planner()
-        self._forget_rows()
-        if self.sola_predictions is not None:
-            self.sola_predictions.forget_but(map(_id_of, live))
-        self.sola_guard.restored()
-
-    def _as_known(self, request: Request, holds_slot: bool) -> LiveRequest:
-        slo_class, slo = self._slo_of(request)
-        return LiveRequest(
-            req_id=request.request_id,
-            num_prompt_tokens=request.num_prompt_tokens,
-            max_tokens=max(1, request.max_tokens),
-            slo=slo,
-            slo_class=slo_class,
-            arrival_s=self._arrival_s(request),
-            priority=request.priority if self._honours_priority else 0,
-            holds_slot=holds_slot,
-            num_computed=request.num_computed_tokens,
-            num_tokens=request.num_tokens + request.num_output_placeholders,
-            num_output=request.num_output_tokens,
-            num_in_flight=request.num_output_placeholders,
-            num_preemptions=request.num_preemptions,
-        )
-
-    def _step_aside(self) -> None:
-        """Leave everything to vLLM; harmless when that has been done."""
-        if self._has_stepped_aside:
-            return
-        self._has_stepped_aside = True
-        self._forget_rows()
-        self.waiting = self._seams.own_queue(self.waiting)
-        predictions, self.sola_predictions = self.sola_predictions, None
-        if predictions is not None:  # its end may take seconds
-            threading.Thread(target=predictions.close, daemon=True).start()
-
-    def _plan(self) -> StepPlan:
-        self.sola_monitor.begin_step()
-        self._seams.merge_skipped()
-        if self.sola_predictions is not None:
-            for req_id, prediction in self.sola_predictions.poll():
-                self.sola_monitor.predicted(req_id, prediction)
-        planner = self.sola_planner
-        if planner is None or self.sola_support.own_order or self._stalled or self._is_paused():
-            return NEUTRAL
-        if self._seams.defers_prefills(self._is_throttled):
-            return BETWEEN_PREFILLS
-        row_of = self.sola_monitor.table.row_of
-        self.sola_monitor.parked([row_of[r.request_id] for r in self._seams.parked()])
-        pool = self.kv_cache_manager.block_pool
-        state = self.sola_monitor.state(
-            self._rows.of(self.running),
-            max_num_tokens=self.max_num_scheduled_tokens,
-            max_num_running=self._seams.num_slots,
-            num_free_blocks=pool.get_num_free_blocks(),
-            num_blocks=self._num_blocks,
-            block_size=self.block_size,
-            tokens_per_decode=self._tokens_per_decode,
-            chunks_prefills=self.scheduler_config.enable_chunked_prefill,
-            max_chunk=self._seams.max_chunk(),
-        )
-        left_out = state.waiting[:0]
-        if self.lora_config:
-            left_out = leave_out(state, self.requests, self._seams)
-        if self._seams.caches_prefixes:
-            self._lookups.step(state.waiting, self.requests, self.sola_monitor)
-        self._expect_loads(state)
-        plan = pass_through(
-            state,
-            planner.plan(state),
-            with_swaps=self._with_swaps,
-            resuming=list(map(self._tokens_to_resume, self._seams.resuming())),
-        )
-        if len(left_out) and self.sola_config.overload == "reject":
-            plan = with_late_refused(state, plan, left_out)
-        if len(plan.reject):
-            known = self._lookups.without_unknown(state, plan.reject)
-            plan = dataclasses.replace(plan, reject=known)
-        self._num_plans += 1
-        if self._num_plans % _REVIEW_PLANS == 1 and state.cost.is_ready:
-            if self.sola_swap is not None or self._num_plans % _REPORT_PLANS == 1:
-                update_waits(state, plan)
-            is_short = waits_for_slots_alone(state)
-            self._short_of_slots += _REVIEW_WEIGHT * (is_short - self._short_of_slots)
-        self._problems[plan.problem] = self._problems.get(plan.problem, 0) + 1
-        return plan
-
-    def _tokens_to_resume(self, request: Request) -> int:
-        left = request.num_tokens - request.num_computed_tokens
-        return left if left > 1 else self._tokens_per_decode
-
-    def _is_paused(self) -> bool:
-        state = getattr(self, "_pause_state", None)
-        return state is not None and state.name != "UNPAUSED"
-
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        self._is_updating = True
+        self._booking.is_updating = True
         try:
             outputs = super().update_from_output(scheduler_output, model_runner_output)
         finally:
-            self._is_updating = False
-        self._num_in_flight -= 1
-        if self._to_place:
-            self._place_sessions()
-        self._book("booking the outcome of a step", self._learn, outputs)
+            self._booking.is_updating = False
+        self._booking.num_in_flight -= 1
+        if self._sessions.to_place:
+            self._sessions.place()
+        self._booking.updated(outputs)
         if tells_of_failed_loads(model_runner_output):
-            self._book("booking a failed load", self._set_back)
-        if self._rejected:
+            self._booking.loads_failed()
+        if self._rejecting.unanswered:
             try:
-                self._answer_rejected(outputs)
+                self._rejecting.answer(outputs)
             except Exception as error:  # those left are answered in the next step
-                self.sola_guard.failed_beside("answering those that were refused", error)
-        if self.sola_config.log_interval_s:
-            try:
-                self._log()
-            except Exception as error:
-                self.sola_guard.failed_beside("logging", error)
-        self._telemetry.send(
-            outputs,
-            self.sola_monitor,
-            is_idle=not self.requests,
-            is_followed=not self.sola_guard.is_lost,
-            swapped_bytes=self._swapped_bytes,
-            load=self._load,
-        )
+                self.sola_guard.failed_beside("answering those that were rejected", error)
+        self._reporting.updated(outputs)
+        if self._turns is not None:
+            self._turns.updated(scheduler_output)
         return outputs
 
-    def _load(self) -> str:
-        """What routers are told."""
-        return load_text.to_json(
-            load.load_of(
-                self.sola_monitor,
-                max_num_seqs=self._seams.num_slots,
-                max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
-                max_model_len=self.vllm_config.model_config.max_model_len,
-                num_gpus=self.vllm_config.parallel_config.world_size,
-                num_free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
-                num_blocks=self._num_blocks,
-                block_size=self.block_size,
-                serves_lost_last=self.sola_config.traits.serves_lost_last,
-            )
-        )
+    # What vLLM does with requests -----------------------------------------------------------
 
-    def sola_stats(self) -> dict[str, Any]:
-        """Counters since start: requests, attainment, interventions, cost-model error."""
-        return {
-            **engine_stats(self.sola_config.policy, self.sola_monitor),
-            "problems": dict(self._problems),
-            "short_of_slots": self._short_of_slots,
-            "num_implausible_arrivals": self._arrivals.num_implausible,
-            "predictor": (
-                self.sola_predictions.stats() if self.sola_predictions is not None else {}
-            ),
-            "failures": dict(self.sola_guard.num_failures),
-            "is_aside": self.sola_guard.is_aside,
-            **self._counts,
-            **self._swap_stats(),
-        }
+    def add_request(self, request: Request) -> None:
+        self._booking.received(request)
+        self._steering.received(request)
+        super().add_request(request)
 
-    def _log(self) -> None:
-        passed_s = self._interval_log.due_s(
-            self.sola_clock(), not self.requests, self.sola_monitor.stats.num_ended
-        )
-        if passed_s is not None:
-            num_running, num_waiting = len(self.running), len(self.waiting)
-            line = self._interval_log.line(
-                passed_s, self.sola_stats(), num_running=num_running, num_waiting=num_waiting
-            )
-            logger.info("sola_sched: %s", line)
+    def get_request_counts(self) -> tuple[int, int]:
+        """Requests with a slot and without, as vLLM counts them, those that are held included."""
+        num_running, num_waiting = super().get_request_counts()
+        return num_running + len(self._steering.out_of_sight), num_waiting
+
+    def _preempt_request(
+        self, request: Request, timestamp: float, drop_stale_output: bool = False
+    ) -> None:
+        if self._swapping is not None:
+            self._swapping.leaves(request, drop_stale_output)
+        super()._preempt_request(request, timestamp, drop_stale_output)
+        self._booking.preempted(request)
+
+    def _enqueue_waiting_request(self, request: Request) -> None:
+        self._booking.goes_back(request)
+        super()._enqueue_waiting_request(request)
+
+    def _handle_stopped_request(self, request: Request) -> bool:
+        self._sessions.stopped(request)
+        return bool(super()._handle_stopped_request(request))
+
+    def _update_request_as_session(self, session: Request, update: Any) -> None:
+        was_parked = session.status.name == WAITS_FOR_INPUT
+        tokens_before = [] if self._swapping is None else list(session.all_token_ids)
+        super()._update_request_as_session(session, update)
+        if self._swapping is not None:
+            self._swapping.continued(session, tokens_before)
+        self._sessions.continued(session, was_parked)
+        self._booking.continued(session)
+
+    def _update_waiting_for_remote_kv(self, request: Request) -> None:
+        if self._swapping is not None:
+            self._swapping.has_loaded(request)
+        super()._update_waiting_for_remote_kv(request)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._booking.ended(request, is_rejected=self._rejecting.is_rejecting)
+        self._sessions.ended(request)
+        if self._swapping is not None:
+            self._swapping.ended(request)
+        return super()._free_request(request, *args, **kwargs)
+
+    # Life of the engine ---------------------------------------------------------------------
+
+    def has_requests(self) -> bool:
+        """vLLM's engine asks before each step, and waits for its clients where there are none."""
+        has_requests = bool(self._rejecting.unanswered) or bool(super().has_requests())
+        if not has_requests:
+            self._booking.has_no_requests()
+            if self._turns is not None:
+                self._turns.has_no_requests()
+        return has_requests
+
+    def set_pause_state(self, *args: Any, **kwargs: Any) -> None:
+        super().set_pause_state(*args, **kwargs)
+        self._booking.has_no_requests()
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, *args: Any, **kwargs: Any
+    ) -> bool:
+        if self._swapping is None:
+            return bool(super().reset_prefix_cache(reset_running_requests, *args, **kwargs))
+        being_written = self._swapping.begin_reset(reset_running_requests)
+        try:
+            return bool(super().reset_prefix_cache(reset_running_requests, *args, **kwargs))
+        finally:
+            self._swapping.end_reset(being_written)
+
+    def shutdown(self) -> None:
+        if self._turns is not None:
+            self._turns.close()
+        if self.sola_predictions is not None:
+            self.sola_predictions.close()
+        super().shutdown()
 
 
-class Scheduler(TurnsMixin, SolaSchedulerMixin, AsyncScheduler):
+class Scheduler(SolaSchedulerMixin, AsyncScheduler):
     """Drop-in replacement: ``vllm serve MODEL --scheduler-cls sola_sched.Scheduler``.
 
     Works with asynchronous scheduling on and off. Options come from
     ``--additional-config '{"sola_sched": {...}}'``; see `SolaConfig`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if not self.scheduler_config.async_scheduling:
-            self.__dict__.update(_synchronous_methods(self))
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Without asynchronous scheduling, one of the class that `_synchronous` gives."""
+        is_async = _vllm_config_of(args, kwargs).scheduler_config.async_scheduling
+        return super().__new__(cls if is_async else _synchronous(cls))
 
 
-def _synchronous_methods(scheduler: AsyncScheduler) -> dict[str, Callable[..., Any]]:
-    """Methods of vLLM's synchronous scheduler, by name, in place of those of its asynchronous one.
+@cache
+def _synchronous(cls: type[AsyncScheduler]) -> type[AsyncScheduler]:
+    """The same class with the methods of vLLM's synchronous scheduler.
 
     Without asynchronous scheduling vLLM itself takes the synchronous class, which does less for
-    each token. What a class in between overrides stays.
+    each token. What a class above vLLM's asynchronous one overrides stays.
     """
     methods = {}
     for name, method in vars(AsyncScheduler).items():
-        simple = getattr(super(AsyncScheduler, scheduler), name, None)
-        is_in_force = getattr(type(scheduler), name) is method
+        simple = getattr(SynchronousScheduler, name, None)
+        is_in_force = getattr(cls, name) is method
         if callable(method) and callable(simple) and is_in_force and not name.startswith("__"):
             methods[name] = simple
-    return methods
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, (cls,), {**names, **methods})
+
+
+def _vllm_config_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> VllmConfig:
+    """The configuration among the arguments of a scheduler's constructor."""
+    return kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+
+
+def _new_cost_model(config: SolaConfig, vllm_config: Any) -> CostModel:
+    """The profile's, which says what is wrong with it; an empty one that learns without."""
+    if config.profile is None:
+        return CostModel(alpha=config.alpha)
+    cost = CostModel.load(config.profile, alpha=config.alpha)
+    cost.on_relearned = partial(logger.warning, "sola_sched: profile %s: %s", config.profile)
+    if other := differences(cost.meta, facts_of(vllm_config)):
+        logger.warning(
+            "sola_sched: profile %s was measured on another engine: %s. Its step times are "
+            "corrected while this one runs; measure it with `python -m sola_sched.profile`.",
+            config.profile,
+            ", ".join(other),
+        )
+    return cost

@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.stats import SchedulerStats
 
 from sola_sched.core.monitor import StateMonitor
+from sola_sched.core.state import StepPlan
 from sola_sched.reports import carrier as telemetry_carrier
 from sola_sched.reports.telemetry import REPORT_INTERVAL_S, Telemetry
 
@@ -45,17 +46,21 @@ class TelemetrySender:
         self._counts = Telemetry(is_heard=reason is None, interval_s=interval_s)
         self._has_failed = False
 
-    def count_step(self, plan_s: float, num_held: int, why_unplanned: Callable[[], str]) -> None:
+    def count_step(
+        self, plan: StepPlan, plan_s: float, num_held: int, why_unplanned: Callable[[StepPlan], str]
+    ) -> None:
         """A step was scheduled.
 
         Args:
-            plan_s: Time that its plan took.
+            plan: Its plan.
+            plan_s: Time that this took.
             num_held: Requests with a slot that sit it out.
-            why_unplanned: Gives the reason if it is in vLLM's own order, an empty string if not.
+            why_unplanned: Gives the reason if a step with this plan is in vLLM's own order, an
+                empty string if not.
         """
         try:
             self._counts.held(num_held)
-            if reason := why_unplanned():
+            if reason := why_unplanned(plan):
                 self._counts.unplanned(reason)
             else:
                 self._counts.planned(plan_s)

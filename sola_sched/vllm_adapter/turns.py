@@ -14,8 +14,7 @@ it as one that has ended.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,128 +23,109 @@ from vllm.v1.core.sched.interface import PauseState
 
 from sola_sched.colocation.lease import Lease
 from sola_sched.colocation.urgency import urgency, urgency_of_a_waiter
-from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.monitor import StateMonitor
 from sola_sched.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-    _Host: type[Any] = AsyncScheduler
-else:
-    _Host = object
+    from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
 
 logger = init_logger("vllm.sola_sched")
 
 _T = TypeVar("_T")
 
 
-class TurnsMixin(_Host):
-    """Goes before `SolaSchedulerMixin`; without the option it does nothing.
+class Turns:
+    """The turns of one engine.
+
+    Args:
+        scheduler: Of that engine.
+        lease: Its part of the group's turns.
 
     Attributes:
-        sola_lease: This engine's part of the turn; None without the option, and after a failure.
+        lease: The same; None after a failure.
     """
 
-    sola_config: SolaConfig
-    sola_monitor: StateMonitor
-    _pause_state: Any
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.sola_lease: Lease | None = None
-        self._num_on_device = 0  # steps with tokens that are not updated yet
-        config = self.sola_config.turns
-        if config is None:
-            return
-        refuse_ranks(self.vllm_config.parallel_config)
-        name = str(self.vllm_config.model_config.served_model_name)
-        self._has_deadlines = self.sola_config.traits.goes_by_targets
-        rule = "deadline" if self._has_deadlines else "shortest"
-        self.sola_lease = Lease(
-            config.group, name=name, share=config.share, limit_s=config.limit_s, rule=rule
-        )
-        slos = (self.sola_config.default_slo, *self.sola_config.classes.values())
+    def __init__(self, scheduler: SolaSchedulerMixin, lease: Lease) -> None:
+        self._scheduler = scheduler
+        self.lease: Lease | None = lease
+        config = scheduler.sola_config
+        self._has_deadlines = config.traits.goes_by_targets
+        slos = (config.default_slo, *config.classes.values())
         self._shortest_ttft_s = min(slo.ttft_s for slo in slos)
+        self._num_on_device = 0  # steps with tokens that are not updated yet
         self._overruns_told = 0
-        logger.info(
-            "sola_sched: takes turns in group %r, guaranteed share %g", config.group, config.share
-        )
+        self._paused_before: Any = None  # vLLM's state, while it is to schedule nothing
 
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        if self.sola_lease is None:
-            return super().schedule(*args, **kwargs)
-        if self._num_on_device and self._of_lease(
-            "asking who waits for a turn", False, lambda lease: lease.is_wanted
-        ):
-            with self._drained():
-                return super().schedule(*args, **kwargs)
+    def begin_step(self) -> bool:
+        """Take the turn before a step is planned; whether the step is to be empty instead."""
         if not self._num_on_device:
-            since_s = self.sola_clock()
+            since_s = self._scheduler.sola_clock()
             self._of_lease(
                 "taking a turn", None, lambda lease: lease.take(self._urgency_of_a_waiter)
             )
-            waited_s = self.sola_clock() - since_s
-            self._book("booking a wait for the turn", self.sola_monitor.waited, waited_s)
-        output = super().schedule(*args, **kwargs)
+            waited_s = self._scheduler.sola_clock() - since_s
+            monitor = self._scheduler.sola_monitor
+            self._scheduler.sola_guard.book("booking a wait for the turn", monitor.waited, waited_s)
+            return False
+        if not self._of_lease("asking who waits for a turn", False, lambda lease: lease.is_wanted):
+            return False
+        self._paused_before = self._scheduler._pause_state
+        self._scheduler._pause_state = PauseState.PAUSED_ALL
+        return True
+
+    def put_back(self) -> None:
+        """Let steps have requests again. Call after vLLM's own `schedule()`."""
+        if self._paused_before is not None:
+            self._scheduler._pause_state, self._paused_before = self._paused_before, None
+
+    def scheduled(self, output: Any) -> None:
+        """A step has been scheduled, perhaps an empty one."""
         if output.num_scheduled_tokens:
             self._num_on_device += 1
         elif not self._num_on_device:
             self._give(None)  # there is nothing that could run
-        return output
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if self.sola_lease is not None and scheduler_output.num_scheduled_tokens:
+    def updated(self, output: Any) -> None:
+        """A step has ended, and its outcome is booked."""
+        if output.num_scheduled_tokens:
             self._num_on_device -= 1
             if not self._num_on_device:
-                self._give(self._urgency if self.requests else None)
-        return outputs
+                self._give(self._urgency if self._scheduler.requests else None)
 
-    def has_requests(self) -> bool:
-        has_requests: bool = super().has_requests()
-        if not has_requests and self.sola_lease is not None and not self._num_on_device:
-            # All requests were aborted between two steps.
+    def has_no_requests(self) -> None:
+        """The engine has nothing to do: all requests may have been aborted between two steps."""
+        if not self._num_on_device:
             self._of_lease("withdrawing from turns", None, lambda lease: lease.withdraw())
-        return has_requests
 
-    def shutdown(self) -> None:
+    def close(self) -> None:
+        """Leave the group."""
         self._of_lease("leaving the group of turns", None, lambda lease: lease.close())
-        super().shutdown()
 
     def _give(self, urgency: Callable[[], float] | None) -> None:
         """End a turn, as `Lease.give`."""
         self._of_lease("giving a turn back", False, lambda lease: lease.give(urgency))
-        if self.sola_lease is not None:
-            self._tell(self.sola_lease)
+        if self.lease is not None:
+            self._tell(self.lease)
 
     def _of_lease(self, doing: str, otherwise: _T, action: Callable[[Lease], _T]) -> _T:
         """What the action returns; `otherwise` without a lease, which ends where it fails."""
-        lease = self.sola_lease
+        lease = self.lease
         if lease is None:
             return otherwise
         try:
             return action(lease)
         except Exception as error:
-            self.sola_lease = None
+            self.lease = None
             lease.abandon()
-            self.sola_guard.failed_beside(
+            self._scheduler.sola_guard.failed_beside(
                 doing,
                 error,
                 "this engine goes on without turns, beside the others; restart it to take turns "
                 "again",
             )
             return otherwise
-
-    @contextlib.contextmanager
-    def _drained(self) -> Iterator[None]:
-        """Let the next `schedule()` give an empty step."""
-        before, self._pause_state = self._pause_state, PauseState.PAUSED_ALL
-        try:
-            yield
-        finally:
-            self._pause_state = before
 
     def _urgency(self) -> float:
         return self._asked(urgency)
@@ -154,11 +134,11 @@ class TurnsMixin(_Host):
         return self._asked(partial(urgency_of_a_waiter, shortest_ttft_s=self._shortest_ttft_s))
 
     def _asked(self, rule: Callable[[bool, StateMonitor, float], float]) -> float:
-        now_s = self.sola_clock()
+        now_s = self._scheduler.sola_clock()
         try:
-            return rule(self._has_deadlines, self.sola_monitor, now_s)
+            return rule(self._has_deadlines, self._scheduler.sola_monitor, now_s)
         except Exception as error:  # the planner's state is lost: see `Guard`
-            self.sola_guard.failed_beside("telling how urgent the next step is", error)
+            self._scheduler.sola_guard.failed_beside("telling how urgent the next step is", error)
             return now_s if self._has_deadlines else 0.0
 
     def _tell(self, lease: Lease) -> None:
@@ -171,6 +151,30 @@ class TurnsMixin(_Host):
                 lease.limit_s,
             )
         self._overruns_told = num_lost
+
+
+def make_turns(scheduler: SolaSchedulerMixin) -> Turns | None:
+    """Join the group that the options name; None without the option.
+
+    Raises:
+        ConfigError: The engine's ranks wait for each other.
+    """
+    config = scheduler.sola_config.turns
+    if config is None:
+        return None
+    vllm_config = scheduler.vllm_config
+    refuse_ranks(vllm_config.parallel_config)
+    lease = Lease(
+        config.group,
+        name=str(vllm_config.model_config.served_model_name),
+        share=config.share,
+        limit_s=config.limit_s,
+        rule="deadline" if scheduler.sola_config.traits.goes_by_targets else "shortest",
+    )
+    logger.info(
+        "sola_sched: takes turns in group %r, guaranteed share %g", config.group, config.share
+    )
+    return Turns(scheduler, lease)
 
 
 def refuse_ranks(parallel_config: ParallelConfig) -> None:

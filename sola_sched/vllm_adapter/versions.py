@@ -88,7 +88,7 @@ class Seams:
     def defers_prefills(self, is_throttled: bool) -> bool:
         """Whether vLLM starts and continues no prefill in the next step, for the cadence's sake.
 
-        Asked before anybody is hidden: vLLM itself goes by the requests that it sees.
+        Asked before anybody is held: vLLM itself goes by the requests that it sees.
 
         Args:
             is_throttled: What the engine core says: this step is none of those at which data
@@ -126,21 +126,29 @@ class Seams:
             return None
         return max(threshold, config.max_num_batched_tokens // num_requests if is_adaptive else 0)
 
-    def limit_chunks(self, limit: tuple[int, bool] | None = None) -> tuple[int, bool]:
-        """That threshold and whether it adapts to the requests there; set first where given."""
+    def chunk_limit(self) -> tuple[int, bool]:
+        """That threshold, and whether it adapts to the requests there."""
         scheduler = self._scheduler
-        if limit is not None:
-            scheduler.scheduler_config.long_prefill_token_threshold = limit[0]
-            if hasattr(scheduler, _ADAPTIVE):
-                setattr(scheduler, _ADAPTIVE, limit[1])
         threshold = scheduler.scheduler_config.long_prefill_token_threshold
         return threshold, getattr(scheduler, _ADAPTIVE, False)
+
+    def limit_chunks(self, threshold: int, is_adaptive: bool) -> None:
+        """Set both."""
+        scheduler = self._scheduler
+        scheduler.scheduler_config.long_prefill_token_threshold = threshold
+        if hasattr(scheduler, _ADAPTIVE):
+            setattr(scheduler, _ADAPTIVE, is_adaptive)
 
     @property
     def num_slots(self) -> int:
         """Requests that may hold a slot at once, parked streaming sessions subtracted."""
         slots = int(getattr(self._scheduler, self.slots_attribute))
         return slots - int(getattr(self._scheduler, "num_waiting_for_streaming_input", 0))
+
+    def add_slots(self, number: int) -> None:
+        """Let so many more requests run at once, or fewer."""
+        slots = getattr(self._scheduler, self.slots_attribute)
+        setattr(self._scheduler, self.slots_attribute, slots + number)
 
     def merge_skipped(self) -> None:
         """Bring requests that only waited for a passing condition back under the plan's order."""

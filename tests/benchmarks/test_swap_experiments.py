@@ -24,16 +24,16 @@ _SWAP = f"{_ALISE},swap.mode=raw,swap.host_gib=8"
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     """Tokens by request of every step of the runs that follow."""
-    from sola_sched.vllm_adapter.scheduler import Scheduler
+    from sola_sched.vllm_adapter.booking import Booking
 
     seen: list[dict[str, int]] = []
-    record = Scheduler._record
+    record = Booking._record
 
-    def remember(self: Any, output: Any) -> None:
+    def remember(self: Any, output: Any, num_held: int) -> None:
         seen.append(dict(output.num_scheduled_tokens))
-        record(self, output)
+        record(self, output, num_held)
 
-    monkeypatch.setattr(Scheduler, "_record", remember)
+    monkeypatch.setattr(Booking, "_record", remember)
     return seen
 
 

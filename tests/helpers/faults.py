@@ -25,9 +25,11 @@ from sola_sched.planner.alise import AlisePlanner
 from sola_sched.planner.attain import AttainPlanner
 from sola_sched.planner.doubling import DoublingPlanner
 from sola_sched.planner.paper import PaperPlanner
-from sola_sched.vllm_adapter import scheduler as scheduler_module
+from sola_sched.vllm_adapter import planning
+from sola_sched.vllm_adapter.rejecting import Rejecting
 from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
-from sola_sched.vllm_adapter.swapping import SwapMixin
+from sola_sched.vllm_adapter.steering import Steering
+from sola_sched.vllm_adapter.swapping import Swapping
 from sola_sched.vllm_adapter.versions import Seams
 
 
@@ -73,7 +75,7 @@ SITES: dict[str, tuple[Any, str]] = {
     "cost observe": (CostModel, "observe"),
     "cost step": (CostModel, "step_s"),
     "lengths": (LengthHistogram, "observe"),
-    "waits": (scheduler_module, "update_waits"),
+    "waits": (planning, "update_waits"),
     "show queue": (PlannedQueue, "plan"),
     "show all": (PlannedQueue, "unplan"),
     "queue add": (PlannedQueue, "add_request"),
@@ -90,20 +92,20 @@ SITES: dict[str, tuple[Any, str]] = {
     "resuming": (Seams, "resuming"),
     "may preempt": (Seams, "can_preempt"),
     "is ending": (Seams, "is_ending"),
-    "hide": (SolaSchedulerMixin, "_hide"),
-    "preempt": (SolaSchedulerMixin, "_preempt_rows"),
-    "answer": (SolaSchedulerMixin, "_answer_rejected"),
+    "hold": (Steering, "_hold"),
+    "preempt": (Steering, "_preempt"),
+    "answer": (Rejecting, "answer"),
     "predictor ended": (EndlessAnswers, "ended"),
     "predictor forget_but": (EndlessAnswers, "forget_but"),
     "predictor poll": (EndlessAnswers, "poll"),
     "predictor submit": (EndlessAnswers, "submit"),
-    "reject": (SolaSchedulerMixin, "_reject"),
+    "reject": (Rejecting, "reject"),
     "statistics": (SolaSchedulerMixin, "sola_stats"),
 }
 #: The same of KV swapping.
 SWAP_SITES: dict[str, tuple[Any, str]] = {
-    "expect loads": (SwapMixin, "_expect_loads"),
-    "plan swaps": (SwapMixin, "_with_swaps"),
+    "expect loads": (Swapping, "expect_loads"),
+    "plan swaps": (Swapping, "with_swaps"),
     "weigh a copy": (Link, "is_worth_loading"),
     "learn from a copy": (Link, "observe"),
     "save": (SwapManager, "save"),
@@ -126,7 +128,7 @@ COPY_SITES: dict[str, tuple[Any, str]] = {
     "copies reported": (SwapManager, "report"),
     "copies sent": (SwapManager, "take_jobs"),
     "pieces of a load": (Segment, "load_pieces"),
-    "session copy": (SwapMixin, "_cut_copy"),
+    "session copy": (Swapping, "_cut_copy"),
     "slots freed": (SlotAllocator, "free"),
     "slots taken": (SlotAllocator, "allocate"),
 }

@@ -95,6 +95,6 @@ def leftovers(core: Any) -> list[str]:
         problems.append("copies are under way")
     if manager.num_free_slots != manager.num_slots:
         problems.append(f"{manager.num_slots - manager.num_free_slots} host slots are in use")
-    if core.scheduler._inexact:
-        problems.append(f"requests are still marked as inexact: {core.scheduler._inexact}")
+    if inexact := core.scheduler._swapping.inexact:
+        problems.append(f"requests are still marked as inexact: {inexact}")
     return problems

@@ -131,7 +131,7 @@ def test_a_state_that_is_built_anew_after_a_step_of_the_clock_keeps_the_arrivals
         }
         monitor.table = RequestTable()
         scheduler.sola_guard.is_lost = True
-        scheduler._restore_state()
+        scheduler._planning.restore()
         for name, row in monitor.table.row_of.items():
             compared.append((float(monitor.table.arrival_s[row]), before[name]))
 

@@ -133,7 +133,7 @@ def test_a_displaced_session_that_ends_leaves_nothing(is_parked: bool, end: str)
     step_until(engine, lambda: False)
 
     assert not scheduler.requests
-    assert not scheduler._without_kv
+    assert not scheduler._sessions.without_kv
     assert engine.num_free_blocks == num_free
     assert_each_has_one_place(scheduler)
 

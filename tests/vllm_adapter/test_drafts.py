@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 
 from virtual_model import TINY_MODEL
 from virtual_runs import STEP_TIME, make_workload
+from vllm.v1.core.sched.scheduler import Scheduler
 
 import sola_sched
 from sola_sched.simulator import StepTrace, VirtualEngine, VirtualRequest
@@ -19,13 +20,16 @@ pytestmark = pytest.mark.vllm
 NUM_DRAFTS = 3
 
 
-class Drafting(sola_sched.Scheduler):
-    """Every decode has drafts, none of which is accepted."""
+class WithDrafts(Scheduler):
+    """vLLM's scheduler, of an engine with speculative decoding."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.num_spec_tokens = NUM_DRAFTS
-        self._tokens_per_decode = 1 + NUM_DRAFTS
+
+
+class Drafting(sola_sched.SolaSchedulerMixin, WithDrafts):
+    """Every decode has drafts, none of which is accepted."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         for request in self.running:

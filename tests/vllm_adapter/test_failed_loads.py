@@ -72,6 +72,6 @@ def test_nothing_of_requests_is_kept_after_it_has_stepped_aside() -> None:
 
     assert scheduler.sola_guard.is_aside
     assert engine.record("session").num_output_tokens > 30
-    assert not scheduler._continued
-    assert not scheduler._ended
-    assert not scheduler._rows._requests
+    assert not scheduler._booking._continued
+    assert not scheduler._booking._ended
+    assert not scheduler._booking.rows._requests

@@ -36,7 +36,7 @@ REFUSING = ("answer", "queue contains", "reject")
 SHARE_OF = {
     "cost step": 0.002,
     "answer": 0.5,
-    "hide": 0.9,
+    "hold": 0.9,
     "is ending": 0.5,
     "may preempt": 0.5,
     "monitor finished": 0.1,
@@ -54,7 +54,7 @@ SHARE_OF = {
 }
 #: Sites with a few calls in a run: none is left alone.
 RARE = (
-    "hide",
+    "hold",
     "is ending",
     "may preempt",
     "monitor rebuild",
@@ -202,7 +202,7 @@ def test_the_state_that_is_built_anew_is_the_one_that_was_lost() -> None:
     def compare(_: Any) -> None:
         nonlocal num_compared
         before = scheduler.sola_monitor.table
-        scheduler._restore_state()
+        scheduler._planning.restore()
         after = scheduler.sola_monitor.table
         after.check_integrity()
         assert after.row_of.keys() == before.row_of.keys()
@@ -248,7 +248,7 @@ def test_plans_that_take_too_long_make_planning_pause_and_short_ones_do_not(
         engine = make_engine({"plan_limit_s": 0.1})
         engine.scheduler.sola_cpu_clock = lambda: seconds
         assert_nothing_is_lost(engine, engine.run(make_workload()))
-        stats, num_plans = engine.scheduler.sola_stats(), engine.scheduler._num_plans
+        stats, num_plans = engine.scheduler.sola_stats(), engine.scheduler._planning.num_plans
         assert not stats["is_aside"]
         if is_slow:
             assert stats["failures"] == {"planning a step": num_plans}

@@ -19,6 +19,7 @@ import sola_sched
 from sola_sched.cost.fit import StepShape
 from sola_sched.simulator import VirtualRequest
 from sola_sched.simulator.host import make_request
+from sola_sched.vllm_adapter.turns import Turns
 
 pytestmark = pytest.mark.vllm
 
@@ -174,11 +175,8 @@ def asleep_without_those_it_had(idle: Idle) -> None:
 
 
 def while_another_engine_computes(idle: Idle) -> None:
-    scheduler = idle.scheduler
-    if scheduler.sola_lease is None:
-        scheduler.sola_lease = Turn(idle)
-        scheduler._has_deadlines, scheduler._shortest_ttft_s = True, 1.0
-        scheduler._overruns_told = 0
+    if idle.scheduler.sola_lease is None:
+        idle.scheduler._turns = Turns(idle.scheduler, Turn(idle))
     idle.add(3)
     idle.steps(4)
 
@@ -229,7 +227,7 @@ def idle(request: pytest.FixtureRequest, is_async: bool) -> Idle:
     if idle.scheduler.sola_lease is not None:
         idle.scheduler.sola_lease.is_wanted = False
         idle.end()
-        idle.scheduler.sola_lease = None
+        idle.scheduler._turns = None
     session: Any = idle.scheduler.requests.get("session")
     if session is not None:
         idle.scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
@@ -242,4 +240,4 @@ def test_an_idle_engine_keeps_no_request_that_has_ended() -> None:
     warm_up(engine, 10)
     step_until(engine, lambda: False)
     assert not engine.scheduler.has_requests()
-    assert engine.scheduler._rows._requests == []
+    assert engine.scheduler._booking.rows._requests == []

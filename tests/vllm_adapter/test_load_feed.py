@@ -36,7 +36,7 @@ class TellingScheduler(sola_sched.Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._telemetry = TelemetrySender(
+        self._reporting.telemetry = TelemetrySender(
             log_stats=True, load_interval_s=self.sola_config.load_interval_s
         )
         self.received: list[TelemetryReport] = []

@@ -68,6 +68,8 @@ class Rank:
         self.broken: list[int] = []
         self.counter = 0
         self._schedule, self._count = engine.scheduler.schedule, prompt_tokens(requests)
+        if isinstance(engine.scheduler, sola_sched.Scheduler):  # by its options one engine alone
+            engine.scheduler._steering.has_cadence = True
         engine.scheduler.schedule = self._throttled
         for request in requests:
             engine.add(request)
@@ -159,6 +161,16 @@ def test_when_vllm_puts_prefills_off(
     seams._scheduler = SimpleNamespace(**{**base, "last_prefill_step": 8, **facts})
 
     assert seams.defers_prefills(is_throttled) is defers
+
+
+@pytest.mark.parametrize(("interval", "has_cadence"), [(1, False), (INTERVAL, True)])
+def test_the_operators_interval_makes_a_cadence(interval: int, has_cadence: bool) -> None:
+    def change(arguments: dict[str, Any]) -> None:
+        arguments["vllm_config"].scheduler_config.prefill_schedule_interval = interval
+
+    engine = make_engine(changed(sola_sched.Scheduler, change))
+
+    assert engine.scheduler._steering.has_cadence is has_cadence
 
 
 def test_one_engine_keeps_its_own_cadence() -> None:
@@ -295,7 +307,7 @@ def test_who_sits_out_counts_where_vllm_divides_a_step_by_its_requests() -> None
         def get_request_counts(self) -> tuple[int, int]:
             counts = super().get_request_counts()
             live = sum(not r.is_finished() for r in self.requests.values())
-            counted.append((sum(counts), live, self._num_unseen))
+            counted.append((sum(counts), live, len(self._steering.out_of_sight)))
             return counts
 
     engine = make_engine(with_threshold(Counting, THRESHOLD, True))
@@ -304,7 +316,7 @@ def test_who_sits_out_counts_where_vllm_divides_a_step_by_its_requests() -> None
     engine.run(make_workload(50))
 
     assert [(count, live) for count, live, _ in counted if count != live] == []
-    assert sum(num_unseen > 0 for _, _, num_unseen in counted) > 20
+    assert sum(num_held > 0 for _, _, num_held in counted) > 20
 
 
 # What must not be split -----------------------------------------------------------------------

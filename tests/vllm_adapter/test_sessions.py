@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 
 import sola_sched
 from sola_sched.simulator import VirtualRequest
-from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
+from sola_sched.vllm_adapter.steering import Steering
 
 pytestmark = pytest.mark.vllm
 
@@ -100,7 +100,7 @@ def test_each_input_of_a_session_counts_from_its_own_arrival(
     row = monitor.table.row_of["session"]
     assert monitor.table.arrival_s[row] == pytest.approx(sent_s, abs=0.02)
     assert monitor.table.num_prompt[row] == scheduler.requests["session"].num_prompt_tokens
-    assert scheduler._arrivals.num_implausible == 0
+    assert scheduler.sola_stats()["num_implausible_arrivals"] == 0
     step_until(engine, lambda: _status(scheduler) == PARKED)
     assert monitor.stats.num_finished == 1  # the first one, when the second began
     scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
@@ -149,15 +149,15 @@ def test_sessions_that_go_on_together_in_full_memory_are_answered(is_async: bool
 
 @pytest.mark.injects_failures
 def test_a_failure_while_room_is_made_costs_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_room, failed = SolaSchedulerMixin._make_one_give_back, []
+    make_room, failed = Steering._make_one_give_back, []
 
-    def fail_once(scheduler: Any) -> None:
+    def fail_once(steering: Any) -> None:
         if not failed:
-            failed.append(scheduler)
+            failed.append(steering)
             raise RuntimeError("injected")
-        make_room(scheduler)
+        make_room(steering)
 
-    monkeypatch.setattr(SolaSchedulerMixin, "_make_one_give_back", fail_once)
+    monkeypatch.setattr(Steering, "_make_one_give_back", fail_once)
     scheduler, num_tokens = _go_on_together(sola_sched.Scheduler, {}, True)
 
     assert min(num_tokens[:3]) >= 25

@@ -31,7 +31,7 @@ class ListeningScheduler(sola_sched.Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._telemetry = TelemetrySender(log_stats=True)
+        self._reporting.telemetry = TelemetrySender(log_stats=True)
         self.received: list[TelemetryReport] = []
 
     def update_from_output(self, *args: Any) -> Any:

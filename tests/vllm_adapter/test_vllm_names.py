@@ -34,7 +34,6 @@ PACKAGES = Path(vllm.__file__).parents[1]
 TOOLS = ("sola_sched.bench", "sola_sched.simulator", "sola_sched.profile", "sola_sched.serving")
 #: Programs, and the front end's half.
 OUTSIDE_A_STEP = (*TOOLS, "sola_sched.vllm_adapter.plugin", "sola_sched.vllm_adapter.stat_logger")
-SWAPPING = ("sola_sched.vllm_adapter.swapping", "sola_sched.kv_swap")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +68,7 @@ def test_it_is_known_whose_attributes_a_step_reads(world, scan) -> None:
 @NEEDS_SWAPPING  # types are followed through a vLLM that has all of it
 def test_the_list_has_the_names_that_a_step_touches_and_no_others(world, scan) -> None:
     steps = {use for use in scan[0] if not use.where.startswith(OUTSIDE_A_STEP)}
-    steering = {use for use in steps if not use.where.startswith(SWAPPING)}
+    steering = {use for use in steps if not vllm_use.is_of_swapping(use)}
     either = {name for group in EITHER for name in group}
 
     def is_listed(use: vllm_use.Use, names: Callable[[Part], tuple[str, ...]]) -> bool:
@@ -115,12 +114,11 @@ def test_a_new_use_and_a_rename_are_found_by_themselves() -> None:
 
     def with_a_new_use(path: str) -> str | None:
         text = ours(path)
-        if path == "sola_sched/vllm_adapter/swapping.py":
+        if path == "sola_sched/vllm_adapter/swapping_ahead.py":
             assert text is not None
-            return text.replace(
-                "manager = self.sola_swap, self.kv_cache_manager",
-                "manager = self.sola_swap, self.kv_cache_manager\n        manager.brand_new(1)",
-            )
+            line = "connector, manager = self._swapping.connector, scheduler.kv_cache_manager\n"
+            assert line in text
+            return text.replace(line, f"{line}        manager.brand_new(1)\n")
         return text
 
     world._read = with_a_new_use

@@ -89,17 +89,17 @@ class Baseline(AsyncScheduler):
             return
         if plan.admit is not None:
             self.waiting.plan(self._seams.within_max_loras(plan.admit))
-        hidden = [r for r in self.running if plan.holds_decodes and not r.is_prefill_chunk]
-        if hidden:
+        held = [r for r in self.running if plan.holds_decodes and not r.is_prefill_chunk]
+        if held:
             self.running = [r for r in self.running if r.is_prefill_chunk]
         budget, slots = self.max_num_scheduled_tokens, self._seams.slots_attribute
         num_slots = getattr(self, slots)
-        setattr(self, slots, num_slots - len(hidden))
+        setattr(self, slots, num_slots - len(held))
         self.max_num_scheduled_tokens = min(budget, plan.token_budget or budget)
         try:
             yield
         finally:
-            self.running = [*hidden, *self.running]
+            self.running = [*held, *self.running]
             self.max_num_scheduled_tokens = budget
             setattr(self, slots, num_slots)
             self.waiting.unplan()

@@ -214,7 +214,7 @@ class RealSharedEngine(GroupEngine):
         return None if due_s is None else max(now_s, due_s - self._start_s)
 
     def _let_pass(self, member: _Member, now_s: float) -> None:
-        """The engine has waited until now, in nobody's step: see `TurnsMixin`."""
+        """The engine has waited until now, in nobody's step: see `Turns`."""
         clock = member.engine.clock
         since_s, clock.now = clock.now, max(clock.now, self._start_s + now_s)
         if member.policy is not None:

@@ -1,0 +1,264 @@
+"""Making the plan of a step: observe the state, ask the planner, pass its plan on.
+
+What fails or takes too long stops at the guard, and the step is in vLLM's own order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import threading
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import Request
+
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.core.ewt import update_waits
+from sola_sched.core.state import StepPlan
+from sola_sched.planner import Planner, make_planner, pass_through
+from sola_sched.reports.log import waits_for_slots_alone
+from sola_sched.vllm_adapter import first_start
+from sola_sched.vllm_adapter.adapter_slots import leave_out, with_late_rejected
+from sola_sched.vllm_adapter.steering import BETWEEN_PREFILLS, NEUTRAL
+from sola_sched.vllm_adapter.versions import Seams
+
+if TYPE_CHECKING:
+    from sola_sched.vllm_adapter.booking import Booking
+    from sola_sched.vllm_adapter.prefix_lookups import PrefixLookups
+    from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
+    from sola_sched.vllm_adapter.steering import Steering
+    from sola_sched.vllm_adapter.swapping import Swapping
+
+logger = init_logger("vllm.sola_sched")
+
+_id_of = operator.attrgetter("request_id")
+#: Steps between two looks whether the policy has been compiled.
+_LOOK_EVERY = 8
+#: Plans between two estimates of the waits: where swapping goes by them, and where nobody does.
+_REVIEW_PLANS, _REPORT_PLANS = 16, 128
+#: Weight of one plan in so many in the running means.
+_REVIEW_WEIGHT = 1.0 / 32.0
+
+
+class Planning:
+    """Makes the plans of one scheduler.
+
+    Args:
+        scheduler: Whose steps they are; has the planner, the monitor, the guard and the clocks.
+        seams: Of the same scheduler.
+        booking: Keeps the state.
+        steering: Carries the plans out.
+        swapping: Expects copies and makes room; None where nothing is swapped.
+        lookups: Looks waiting requests up in the prefix cache; None where nothing is cached.
+
+    Attributes:
+        num_plans: Since start.
+        problems: Plans by the problem that was solved.
+        short_of_slots: Share of the latest plans while slots alone were short.
+        plan_s: Processor time of the latest plan.
+        num_stalled: Steps since start in which nothing could run because of a plan.
+    """
+
+    def __init__(
+        self,
+        scheduler: SolaSchedulerMixin,
+        seams: Seams,
+        *,
+        booking: Booking,
+        steering: Steering,
+        swapping: Swapping | None,
+        lookups: PrefixLookups | None,
+    ) -> None:
+        self._scheduler, self._seams = scheduler, seams
+        self._booking, self._steering = booking, steering
+        self._swapping, self._lookups = swapping, lookups
+        self._monitor, self._guard = scheduler.sola_monitor, scheduler.sola_guard
+        self._plan_limit_s = scheduler.sola_config.plan_limit_s
+        self._rejects = scheduler.sola_config.overload == "reject"
+        # What no step changes.
+        self._num_blocks = max(1, scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1)
+        self._tokens_per_decode = 1 + int(scheduler.num_spec_tokens)
+        self._chunks_prefills = bool(scheduler.scheduler_config.enable_chunked_prefill)
+        self._is_stalled = False
+        self._has_stepped_aside = False
+        self._num_unplanned = 0  # steps while the policy was compiled
+        self.num_plans = self.num_stalled = 0
+        self.problems: dict[str, int] = {}
+        self.short_of_slots = self.plan_s = 0.0
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that requests can have."""
+        return self._num_blocks
+
+    def plan(self, is_throttled: bool) -> StepPlan:
+        """The plan of the next step; vLLM's own order where it cannot be made.
+
+        Args:
+            is_throttled: What vLLM's engine says of the step: prefills are to be put off.
+        """
+        guard, scheduler = self._guard, self._scheduler
+        guard.step()
+        cpu_clock = scheduler.sola_cpu_clock
+        started_s = cpu_clock()
+        try:
+            if guard.is_aside:
+                self._step_aside()
+                return NEUTRAL
+            if guard.is_lost:
+                self.restore()
+            if guard.is_pausing:
+                self._monitor.begin_step()
+                return NEUTRAL
+            plan = self._plan(is_throttled)
+        except Exception as error:
+            guard.failed("planning a step", error)
+            return NEUTRAL
+        self.plan_s = seconds = cpu_clock() - started_s
+        limit_s = self._plan_limit_s
+        if limit_s is not None and seconds > limit_s:
+            guard.took_too_long("planning a step", seconds, limit_s)
+        return plan
+
+    def _plan(self, is_throttled: bool) -> StepPlan:
+        scheduler, seams, monitor = self._scheduler, self._seams, self._monitor
+        monitor.begin_step()
+        seams.merge_skipped()
+        if scheduler.sola_predictions is not None:
+            for req_id, prediction in scheduler.sola_predictions.poll():
+                monitor.predicted(req_id, prediction)
+        planner = scheduler.sola_planner
+        if planner is None or scheduler.sola_support.own_order or self._is_stalled:
+            return NEUTRAL
+        if scheduler._pause_state is not PauseState.UNPAUSED:
+            return NEUTRAL
+        if seams.defers_prefills(is_throttled):
+            return BETWEEN_PREFILLS
+        parked, resuming, row_of = seams.parked(), seams.resuming(), monitor.table.row_of
+        monitor.parked([row_of[request.request_id] for request in parked] if parked else ())
+        state = monitor.state(
+            self._booking.rows.of(scheduler.running),
+            max_num_tokens=scheduler.max_num_scheduled_tokens,
+            max_num_running=seams.num_slots,
+            num_free_blocks=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            num_blocks=self._num_blocks,
+            block_size=scheduler.block_size,
+            tokens_per_decode=self._tokens_per_decode,
+            chunks_prefills=self._chunks_prefills,
+            max_chunk=seams.max_chunk(),
+        )
+        left_out = None
+        if scheduler.lora_config:
+            left_out = leave_out(state, scheduler.requests, seams)
+        if self._lookups is not None:
+            self._lookups.step(state.waiting, scheduler.requests, monitor)
+        with_swaps = None
+        if self._swapping is not None:
+            self._swapping.expect_loads(state)
+            with_swaps = self._swapping.with_swaps
+        plan = pass_through(
+            state,
+            planner.plan(state),
+            with_swaps=with_swaps,
+            resuming=list(map(self._tokens_to_resume, resuming)) if resuming else (),
+        )
+        if left_out is not None and len(left_out) and self._rejects:
+            plan = with_late_rejected(state, plan, left_out)
+        if len(plan.reject) and self._lookups is not None:
+            known = self._lookups.without_unknown(state, plan.reject)
+            plan = dataclasses.replace(plan, reject=known)
+        self.num_plans += 1
+        if self.num_plans % _REVIEW_PLANS == 1 and state.cost.is_ready:
+            if self._swapping is not None or self.num_plans % _REPORT_PLANS == 1:
+                update_waits(state, plan)
+            is_short = waits_for_slots_alone(state)
+            self.short_of_slots += _REVIEW_WEIGHT * (is_short - self.short_of_slots)
+        self.problems[plan.problem] = self.problems.get(plan.problem, 0) + 1
+        return plan
+
+    def _tokens_to_resume(self, request: Request) -> int:
+        left = request.num_tokens - request.num_computed_tokens
+        return left if left > 1 else self._tokens_per_decode
+
+    def scheduled(self, plan: StepPlan, output: Any) -> bool:
+        """A step has been scheduled; whether its plan left nothing to run.
+
+        If a plan that withheld something did, the next step is vLLM's own.
+        """
+        self._is_stalled = False
+        if not output.num_scheduled_tokens:
+            withheld = plan.run is not None or (
+                plan.admit is not None and bool(self._scheduler.waiting)
+            )
+            self._is_stalled = withheld
+            self.num_stalled += withheld
+        return self._is_stalled
+
+    def why_unplanned(self, plan: StepPlan) -> str:
+        """Why the step with this plan is in vLLM's own order; empty if it is not."""
+        if plan.problem not in (NEUTRAL.problem, "stalled"):
+            return ""
+        scheduler = self._scheduler
+        if scheduler.sola_planner is None:
+            return "compiling"
+        if self._guard.is_aside:
+            return "aside"
+        if scheduler.sola_support.own_order:
+            return "not_steered"
+        if self._guard.is_lost:
+            return "failed"
+        if self._guard.is_pausing:
+            return "slow"
+        if self._is_stalled or plan.problem == "stalled":
+            return "stalled"
+        if scheduler._pause_state is not PauseState.UNPAUSED:
+            return "paused"
+        return "no_targets" if self._monitor.cost.is_ready else "learning"
+
+    # The planner and the state --------------------------------------------------------------
+
+    def look_for_planner(self) -> None:
+        """Plan from now on, if the policy has been compiled; looked for every few steps."""
+        self._num_unplanned += 1
+        if self._num_unplanned % _LOOK_EVERY:
+            return
+        self._scheduler.sola_planner = new_planner(self._scheduler.sola_config)
+        if self._scheduler.sola_planner is not None:
+            logger.info("sola_sched: the policy has been compiled: steps are planned from now on")
+
+    def restore(self) -> None:
+        """Build the state anew from what vLLM knows of its requests."""
+        scheduler, booking = self._scheduler, self._booking
+        scheduler.waiting.renew()
+        running = set(scheduler.running)
+        live = [*scheduler.running, *self._seams.not_running()]
+        self._monitor.rebuild(
+            [booking.as_known(request, request in running) for request in live],
+            booking.num_in_flight,
+        )
+        scheduler.sola_planner = new_planner(scheduler.sola_config)
+        booking.forget_rows()
+        if scheduler.sola_predictions is not None:
+            scheduler.sola_predictions.forget_but(map(_id_of, live))
+        self._guard.restored()
+
+    def _step_aside(self) -> None:
+        """Leave everything to vLLM; harmless when that has been done."""
+        if self._has_stepped_aside:
+            return
+        self._has_stepped_aside = True
+        self._booking.forget_rows()
+        self._steering.step_aside()
+        scheduler = self._scheduler
+        predictions, scheduler.sola_predictions = scheduler.sola_predictions, None
+        if predictions is not None:  # its end may take seconds
+            threading.Thread(target=predictions.close, daemon=True).start()
+
+
+def new_planner(config: SolaConfig) -> Planner | None:
+    """The planner, at start and whenever the state is built anew; None while it is compiled."""
+    if config.policy == "attain" and first_start.is_compiling():
+        return None
+    return make_planner(config)

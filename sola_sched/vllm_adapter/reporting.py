@@ -1,0 +1,130 @@
+"""What the scheduler tells of itself: `sola_stats`, lines in the log, metrics, the load."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from sola_sched.reports import load, load_text
+from sola_sched.reports.log import IntervalLog, engine_stats
+from sola_sched.vllm_adapter.telemetry_sender import TelemetrySender
+from sola_sched.vllm_adapter.versions import Seams
+
+if TYPE_CHECKING:
+    from sola_sched.vllm_adapter.arrival_times import ArrivalTimes
+    from sola_sched.vllm_adapter.planning import Planning
+    from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
+    from sola_sched.vllm_adapter.steering import Steering
+    from sola_sched.vllm_adapter.swapping import Swapping
+    from sola_sched.vllm_adapter.targets import Targets
+
+logger = init_logger("vllm.sola_sched")
+
+
+class Reporting:
+    """Reports of one scheduler.
+
+    Args:
+        scheduler: Of which they are.
+        seams: Of the same scheduler.
+        interval_log: Says when a line is due.
+        arrivals, targets, planning, steering, swapping: Parts with figures.
+
+    Attributes:
+        telemetry: Counts steps for the metrics.
+    """
+
+    def __init__(
+        self,
+        scheduler: SolaSchedulerMixin,
+        seams: Seams,
+        *,
+        interval_log: IntervalLog,
+        arrivals: ArrivalTimes,
+        targets: Targets,
+        planning: Planning,
+        steering: Steering,
+        swapping: Swapping | None,
+    ) -> None:
+        self._scheduler, self._seams, self._interval_log = scheduler, seams, interval_log
+        self._arrivals, self._targets = arrivals, targets
+        self._planning, self._steering, self._swapping = planning, steering, swapping
+        config = scheduler.sola_config
+        self._has_log = bool(config.log_interval_s)
+        self._swapped_bytes = _no_bytes if swapping is None else swapping.num_bytes
+        self.telemetry = TelemetrySender(
+            log_stats=bool(getattr(scheduler, "log_stats", False)),
+            load_interval_s=config.load_interval_s,
+        )
+
+    def updated(self, outputs: Any) -> None:
+        """A step has ended, and its outcome is booked; metrics go along with its outputs."""
+        scheduler = self._scheduler
+        if self._has_log:
+            try:
+                self._log()
+            except Exception as error:
+                scheduler.sola_guard.failed_beside("logging", error)
+        self.telemetry.send(
+            outputs,
+            scheduler.sola_monitor,
+            is_idle=not scheduler.requests,
+            is_followed=not scheduler.sola_guard.is_lost,
+            swapped_bytes=self._swapped_bytes,
+            load=self._load,
+        )
+
+    def _log(self) -> None:
+        scheduler = self._scheduler
+        passed_s = self._interval_log.due_s(
+            scheduler.sola_clock(), not scheduler.requests, scheduler.sola_monitor.stats.num_ended
+        )
+        if passed_s is not None:
+            num_running, num_waiting = len(scheduler.running), len(scheduler.waiting)
+            line = self._interval_log.line(
+                passed_s, scheduler.sola_stats(), num_running=num_running, num_waiting=num_waiting
+            )
+            logger.info("sola_sched: %s", line)
+
+    def _load(self) -> str:
+        """What routers are told."""
+        scheduler = self._scheduler
+        vllm_config = scheduler.vllm_config
+        return load_text.to_json(
+            load.load_of(
+                scheduler.sola_monitor,
+                max_num_seqs=self._seams.num_slots,
+                max_num_batched_tokens=scheduler.scheduler_config.max_num_batched_tokens,
+                max_model_len=vllm_config.model_config.max_model_len,
+                num_gpus=vllm_config.parallel_config.world_size,
+                num_free_blocks=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+                num_blocks=self._planning.num_blocks,
+                block_size=scheduler.block_size,
+                serves_lost_last=scheduler.sola_config.traits.serves_lost_last,
+            )
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Figures since start: see `SolaSchedulerMixin.sola_stats`."""
+        scheduler, guard = self._scheduler, self._scheduler.sola_guard
+        predictions, planning = scheduler.sola_predictions, self._planning
+        figures = {
+            **engine_stats(scheduler.sola_config.policy, scheduler.sola_monitor),
+            "problems": dict(planning.problems),
+            "short_of_slots": planning.short_of_slots,
+            "num_implausible_arrivals": self._arrivals.num_implausible,
+            "num_invalid_slo": self._targets.num_invalid,
+            "predictor": predictions.stats() if predictions is not None else {},
+            "failures": dict(guard.num_failures),
+            "is_aside": guard.is_aside,
+            "num_stalled": planning.num_stalled,
+            **self._steering.counts,
+        }
+        if self._swapping is not None:
+            figures["swap"] = self._swapping.stats()
+        return figures
+
+
+def _no_bytes() -> tuple[int, int]:
+    return 0, 0

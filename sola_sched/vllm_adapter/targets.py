@@ -1,0 +1,62 @@
+"""The class and the targets of each request: its own, its adapter's or model's, or the default."""
+
+from __future__ import annotations
+
+from vllm.logger import init_logger
+from vllm.v1.request import Request
+
+from sola_sched.config.slo import CLASS_KEY, DEFAULT_CLASS, SloTarget, request_target
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.errors import SloError
+
+logger = init_logger("vllm.sola_sched")
+
+
+class Targets:
+    """Finds targets.
+
+    Args:
+        config: Has the classes.
+        model_name: Under which the model is served, which may be that of a class.
+
+    Attributes:
+        num_invalid: Requests whose own targets cannot be read.
+    """
+
+    def __init__(self, config: SolaConfig, model_name: str) -> None:
+        self._classes, self._default = config.classes, config.default_slo
+        self._model_name = model_name
+        self._strangers: set[str] = set()  # adapters without a class, which the log has named
+        self.num_invalid = 0
+
+    def of(self, request: Request) -> tuple[str, SloTarget]:
+        """Name of its SLO class, and its targets."""
+        params = request.sampling_params
+        extra_args = params.extra_args if params is not None else None
+        service, default = self._service_of(request)
+        try:
+            target = request_target(extra_args, default, self._classes)
+        except SloError as error:  # the front end refuses these unless the plug-in is off
+            self.num_invalid += 1
+            if self.num_invalid == 1:
+                logger.warning("%s: using the default SLO instead. %s", request.request_id, error)
+            return service, default
+        return (extra_args or {}).get(CLASS_KEY) or service, target
+
+    def _service_of(self, request: Request) -> tuple[str, SloTarget]:
+        """The class of its adapter's or model's name, and its targets, whatever it says."""
+        classes = self._classes
+        if request.lora_request is None:
+            name = self._model_name
+        else:
+            name = request.lora_request.lora_name
+            if classes and name not in classes and name not in self._strangers:
+                self._strangers.add(name)
+                logger.info(
+                    "sola_sched: adapter %r has no class in 'classes': its requests that name "
+                    "none have the default targets and no share",
+                    name,
+                )
+        if name in classes:
+            return name, classes[name]
+        return DEFAULT_CLASS, self._default
