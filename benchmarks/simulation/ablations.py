@@ -65,7 +65,7 @@ def _tuned(**constants: Any) -> type[Scheduler]:
     """`attain` with other constants."""
 
     class Tuned(Scheduler):
-        def _new_planner(self) -> Any:
+        def sola_new_planner(self) -> Any:
             return AttainPlanner(self.sola_config, AttainTuning(**constants))
 
     return Tuned

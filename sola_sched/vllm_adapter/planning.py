@@ -14,12 +14,10 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request
 
-from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.ewt import update_waits
 from sola_sched.core.state import StepPlan
-from sola_sched.planner import Planner, make_planner, pass_through
+from sola_sched.planner import pass_through
 from sola_sched.reports.log import waits_for_slots_alone
-from sola_sched.vllm_adapter import first_start
 from sola_sched.vllm_adapter.adapter_slots import leave_out, with_late_rejected
 from sola_sched.vllm_adapter.steering import BETWEEN_PREFILLS, NEUTRAL
 from sola_sched.vllm_adapter.versions import Seams
@@ -224,7 +222,7 @@ class Planning:
         self._num_unplanned += 1
         if self._num_unplanned % _LOOK_EVERY:
             return
-        self._scheduler.sola_planner = new_planner(self._scheduler.sola_config)
+        self._scheduler.sola_planner = self._scheduler.sola_new_planner()
         if self._scheduler.sola_planner is not None:
             logger.info("sola_sched: the policy has been compiled: steps are planned from now on")
 
@@ -238,7 +236,7 @@ class Planning:
             [booking.as_known(request, request in running) for request in live],
             booking.num_in_flight,
         )
-        scheduler.sola_planner = new_planner(scheduler.sola_config)
+        scheduler.sola_planner = scheduler.sola_new_planner()
         booking.forget_rows()
         if scheduler.sola_predictions is not None:
             scheduler.sola_predictions.forget_but(map(_id_of, live))
@@ -255,10 +253,3 @@ class Planning:
         predictions, scheduler.sola_predictions = scheduler.sola_predictions, None
         if predictions is not None:  # its end may take seconds
             threading.Thread(target=predictions.close, daemon=True).start()
-
-
-def new_planner(config: SolaConfig) -> Planner | None:
-    """The planner, at start and whenever the state is built anew; None while it is compiled."""
-    if config.policy == "attain" and first_start.is_compiling():
-        return None
-    return make_planner(config)

@@ -38,14 +38,15 @@ from sola_sched.core.monitor import StateMonitor
 from sola_sched.cost.model import CostModel
 from sola_sched.length_predictor.client import PredictionClient, make_client
 from sola_sched.length_predictor.histogram import LengthHistogram
-from sola_sched.planner import Planner
+from sola_sched.planner import Planner, make_planner
 from sola_sched.reports.log import IntervalLog
+from sola_sched.vllm_adapter import first_start
 from sola_sched.vllm_adapter.arrival_times import ArrivalTimes
 from sola_sched.vllm_adapter.booking import Booking, tells_of_failed_loads
 from sola_sched.vllm_adapter.engine_facts import differences, facts_of
 from sola_sched.vllm_adapter.guard import Guard
 from sola_sched.vllm_adapter.guarded_queue import GuardedQueue
-from sola_sched.vllm_adapter.planning import Planning, new_planner
+from sola_sched.vllm_adapter.planning import Planning
 from sola_sched.vllm_adapter.prefix_lookups import PrefixLookups
 from sola_sched.vllm_adapter.rejecting import Rejecting
 from sola_sched.vllm_adapter.reporting import Reporting
@@ -107,7 +108,7 @@ class SolaSchedulerMixin(_Host):
             time.monotonic,
             config.shares,
         )
-        self.sola_planner: Planner | None = new_planner(config)
+        self.sola_planner: Planner | None = self.sola_new_planner()
         self.sola_predictions: PredictionClient | None = make_client(
             config, self.vllm_config.model_config
         )
@@ -180,7 +181,16 @@ class SolaSchedulerMixin(_Host):
                 "half a minute; until then steps are in vLLM's own order"
             )
 
-    # For operators and tests ----------------------------------------------------------------
+    # For users ------------------------------------------------------------------------------
+
+    def sola_new_planner(self) -> Planner | None:
+        """The planner, at start and whenever the state is built anew; None while it is compiled.
+
+        May be overridden, by a scheduler whose planner is not one of the options'.
+        """
+        if self.sola_config.policy == "attain" and first_start.is_compiling():
+            return None
+        return make_planner(self.sola_config)
 
     @property
     def sola_clock(self) -> Callable[[], float]:
@@ -299,10 +309,11 @@ class SolaSchedulerMixin(_Host):
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:
         was_parked = session.status.name == WAITS_FOR_INPUT
-        tokens_before = [] if self._swapping is None else list(session.all_token_ids)
+        swapping = self._swapping
+        tokens = [] if swapping is None else swapping.tokens_of(session)
         super()._update_request_as_session(session, update)
-        if self._swapping is not None:
-            self._swapping.continued(session, tokens_before)
+        if swapping is not None:
+            swapping.continued(session, tokens)
         self._sessions.continued(session, was_parked)
         self._booking.continued(session)
 
@@ -361,8 +372,10 @@ class Scheduler(SolaSchedulerMixin, AsyncScheduler):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Without asynchronous scheduling, one of the class that `_synchronous` gives."""
-        is_async = _vllm_config_of(args, kwargs).scheduler_config.async_scheduling
-        return super().__new__(cls if is_async else _synchronous(cls))
+        chosen: Any = cls
+        if not _vllm_config_of(args, kwargs).scheduler_config.async_scheduling:
+            chosen = _synchronous(chosen)
+        return super().__new__(chosen)
 
 
 @cache

@@ -152,6 +152,10 @@ class Swapping:
         if self.connector.is_int8 and not has_failed:
             self.inexact.add(request.request_id)
 
+    def tokens_of(self, request: Request) -> list[int]:
+        """Its tokens so far; for `continued`."""
+        return list(request.all_token_ids)
+
     def continued(self, session: Request, before: list[int]) -> None:
         """vLLM has given a session its next input; `before` are its tokens until then."""
         try:

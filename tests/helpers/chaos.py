@@ -50,7 +50,7 @@ class ChaosPlanner:
 class ChaosScheduler(sola_sched.Scheduler):
     """`sola_sched.Scheduler` with a `ChaosPlanner`; the seed is ``additional_config["chaos"]``."""
 
-    def _new_planner(self) -> ChaosPlanner:
+    def sola_new_planner(self) -> ChaosPlanner:
         return ChaosPlanner(
             int(self.vllm_config.additional_config.get("chaos", 0)),
             rejects=self.sola_config.overload == "reject",

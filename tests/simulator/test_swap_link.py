@@ -23,6 +23,7 @@ from sola_sched.kv_swap.jobs import Job, Piece
 from sola_sched.simulator import StepTimeModel, VirtualEngine, VirtualRequest
 from sola_sched.simulator.swap_link import LinkSpeed, SwapLink
 from sola_sched.vllm_adapter.scheduler import Scheduler
+from sola_sched.vllm_adapter.swapping import Swapping
 
 pytestmark = pytest.mark.vllm
 
@@ -68,10 +69,9 @@ def serve(
     *,
     is_async: bool,
     always: bool = True,
-    scheduler_cls: type[Scheduler] = Scheduler,
 ) -> VirtualEngine:
     engine = VirtualEngine(
-        scheduler_cls,
+        Scheduler,
         model=TINY_MODEL,
         num_blocks=34,
         max_model_len=512,
@@ -110,17 +110,19 @@ def test_swapping_saves_the_time_of_computing_again(is_async: bool) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_whoever_waits_has_a_token_left_to_compute(is_async: bool) -> None:
+def test_whoever_waits_has_a_token_left_to_compute(
+    is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or a step that has no tokens but for its decodes would never admit it."""
-    least = []
+    least, with_swaps = [], Swapping.with_swaps
 
-    class Watched(Scheduler):
-        def _with_swaps(self, state: StepState, plan: StepPlan) -> StepPlan:
-            table, waiting = state.table, state.waiting
-            least.extend(table.prefill_target[waiting] - table.num_computed[waiting])
-            return super()._with_swaps(state, plan)
+    def watched(self: Swapping, state: StepState, plan: StepPlan) -> StepPlan:
+        table, waiting = state.table, state.waiting
+        least.extend(table.prefill_target[waiting] - table.num_computed[waiting])
+        return with_swaps(self, state, plan)
 
-    serve(FAST, is_async=is_async, scheduler_cls=Watched)
+    monkeypatch.setattr(Swapping, "with_swaps", watched)
+    serve(FAST, is_async=is_async)
 
     assert min(least) == 1
 

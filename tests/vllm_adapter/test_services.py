@@ -15,6 +15,7 @@ import sola_sched
 from sola_sched.config.slo import DEFAULT_CLASS, SloTarget
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.simulator import VirtualEngine, VirtualRequest
+from sola_sched.vllm_adapter.targets import Targets
 
 pytestmark = pytest.mark.vllm
 
@@ -22,14 +23,9 @@ CLASSES = {"chat": SloTarget(0.5), "base": SloTarget(1.5)}
 
 
 def service_of(adapter: str | None, served_as: str = "llama") -> tuple[str, SloTarget]:
-    scheduler = SimpleNamespace(
-        sola_config=SolaConfig(classes=CLASSES),
-        _base_service=served_as,
-        _default_slo=SloTarget(9.0),
-        _strangers=set(),
-    )
+    targets = Targets(SolaConfig(ttft_s=9.0, tpot_s=None, classes=CLASSES), served_as)
     lora = None if adapter is None else SimpleNamespace(lora_name=adapter)
-    return sola_sched.Scheduler._service_of(scheduler, SimpleNamespace(lora_request=lora))
+    return targets.of(SimpleNamespace(lora_request=lora, sampling_params=None))
 
 
 def test_a_request_is_of_the_class_of_its_adapter_or_model() -> None:
