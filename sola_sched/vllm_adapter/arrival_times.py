@@ -23,11 +23,11 @@ class ArrivalTimes:
     """Finds arrivals at receipt, and keeps them as long as the requests live.
 
     Args:
-        scheduler: Has the clocks.
+        scheduler: Whose requests they are; its monitor has our clock.
     """
 
     def __init__(self, scheduler: SolaSchedulerMixin) -> None:
-        self._scheduler = scheduler
+        self._scheduler, self._monitor = scheduler, scheduler.sola_monitor
         self._clock = ArrivalClock()
         self._arrived_s: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
         self._inputs_s: WeakKeyDictionary[Request, deque[float]] = WeakKeyDictionary()
@@ -39,7 +39,7 @@ class ArrivalTimes:
 
     def step(self) -> None:
         """Look at the clock at each step, so that a jump of another one is noticed."""
-        self._clock.look(self._scheduler.sola_clock())
+        self._clock.look(self._monitor.clock())
 
     def of(self, request: Request) -> float:
         """Its arrival on our clock, as it was found at its receipt."""
@@ -55,11 +55,11 @@ class ArrivalTimes:
     def begin_input(self, session: Request) -> None:
         """From now on the session's arrival is that of its oldest input not begun."""
         inputs_s = self._inputs_s.get(session)
-        self._arrived_s[session] = inputs_s.popleft() if inputs_s else self._scheduler.sola_clock()
+        self._arrived_s[session] = inputs_s.popleft() if inputs_s else self._monitor.clock()
 
     def _find(self, request: Request) -> float:
         """When one that is received now arrived, on our clock."""
-        now_s = self._scheduler.sola_clock()
+        now_s = self._monitor.clock()
         return now_s - self._wait_s(request, now_s) - _waited_before_s(request)
 
     def _wait_s(self, request: Request, now_s: float) -> float:

@@ -304,7 +304,9 @@ class SolaSchedulerMixin(_Host):
         super()._enqueue_waiting_request(request)
 
     def _handle_stopped_request(self, request: Request) -> bool:
-        self._sessions.stopped(request)
+        # One that has a token has computed some: it was preempted since the step was scheduled.
+        if request.resumable and not request.num_computed_tokens:
+            self._sessions.stopped(request)
         return bool(super()._handle_stopped_request(request))
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:
@@ -324,7 +326,8 @@ class SolaSchedulerMixin(_Host):
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._booking.ended(request, is_rejected=self._rejecting.is_rejecting)
-        self._sessions.ended(request)
+        if self._sessions.without_kv:
+            self._sessions.ended(request)
         if self._swapping is not None:
             self._swapping.ended(request)
         return super()._free_request(request, *args, **kwargs)

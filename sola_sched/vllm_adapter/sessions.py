@@ -36,16 +36,14 @@ class Sessions:
         self.without_kv: dict[str, Request] = {}
         self.to_place: list[Request] = []
 
-    def stopped(self, request: Request) -> None:
-        """A request has its last token, or the last of a turn. Call before vLLM handles that."""
-        # One that has a token has computed some: it was preempted since the step was scheduled.
-        if request.resumable and not request.num_computed_tokens:
-            self.to_place.append(request)
-            self.without_kv[request.request_id] = request
-            # As if it had run on: all its tokens but the last one, which vLLM leaves out anyway.
-            request.num_computed_tokens = request.num_tokens - 1
-            request.drop_stale_output = True  # what else is in flight is not of its next turn
-            self._seams.take_out(request)
+    def stopped(self, session: Request) -> None:
+        """A preempted session gets the last token of a turn. Call before vLLM handles that."""
+        self.to_place.append(session)
+        self.without_kv[session.request_id] = session
+        # As if it had run on: all its tokens but the last one, which vLLM leaves out anyway.
+        session.num_computed_tokens = session.num_tokens - 1
+        session.drop_stale_output = True  # what else is in flight is not of its next turn
+        self._seams.take_out(session)
 
     def continued(self, session: Request, was_parked: bool) -> None:
         """vLLM has given a session its next input; whether it had waited for that."""

@@ -120,38 +120,32 @@ class Steering:
             return
         running = scheduler.running
         chunks = None if plan.prefill_cap is None else self._seams.chunk_limit()
-        before = self._before = scheduler.policy, scheduler.max_num_scheduled_tokens, chunks
+        self._before = scheduler.policy, scheduler.max_num_scheduled_tokens, chunks
         held: list[Request] = []
         try:
             held = self._show(plan)
         except Exception as error:
             self._guard.failed("applying a plan", error)
             scheduler.running = [r for r in running if r.status == RequestStatus.RUNNING]
-            self._set_limits(before)
-            scheduler.waiting.unplan()
+            self.put_back()
         if held:
             self.out_of_sight, self.num_held = held, len(held)
             self._seams.add_slots(-len(held))
 
     def put_back(self) -> None:
         """Undo what `show` has changed. Call after vLLM's own step, whatever came of it."""
-        before = self._before
-        if before is None:
+        if self._before is None:
             return
-        self._before = None
+        scheduler = self._scheduler
         held, self.out_of_sight = self.out_of_sight, []
         if held:
-            self._scheduler.running.extend(held)
+            scheduler.running.extend(held)
             self._seams.add_slots(len(held))
-        self._set_limits(before)
-        self._scheduler.waiting.unplan()
-
-    def _set_limits(self, limits: tuple[Any, int, tuple[int, bool] | None]) -> None:
-        policy, max_num_tokens, chunks = limits
-        self._scheduler.policy = policy
-        self._scheduler.max_num_scheduled_tokens = max_num_tokens
+        scheduler.policy, scheduler.max_num_scheduled_tokens, chunks = self._before
+        self._before = None
         if chunks is not None:
             self._seams.limit_chunks(*chunks)
+        scheduler.waiting.unplan()
 
     def _show(self, plan: StepPlan) -> list[Request]:
         """Do what the plan says before vLLM's own step; returns the requests that sit it out."""

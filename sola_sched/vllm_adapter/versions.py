@@ -187,13 +187,14 @@ class Seams:
     def resuming(self) -> list[Any]:
         """Waiting requests whose KV is there: vLLM starts them before all that a plan admits."""
         scheduler = self._scheduler
+        queue = scheduler.skipped_waiting if self._has_skipped else scheduler.kv_holding_waiting
         loaded, is_blocked = (
             scheduler.finished_recving_kv_req_ids,
             scheduler._is_blocked_waiting_status,
         )
         return [
             request
-            for request in self.drained_first()
+            for request in queue
             if request.request_id in loaded
             or (request.num_computed_tokens and not is_blocked(request.status))
         ]
