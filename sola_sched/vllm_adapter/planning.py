@@ -8,17 +8,21 @@ from __future__ import annotations
 import dataclasses
 import operator
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request
 
+from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.ewt import update_waits
 from sola_sched.core.state import StepPlan
+from sola_sched.cost.model import CostModel
 from sola_sched.planner import pass_through
 from sola_sched.reports.log import waits_for_slots_alone
 from sola_sched.vllm_adapter.adapter_slots import leave_out, with_late_rejected
+from sola_sched.vllm_adapter.engine_facts import differences, facts_of
 from sola_sched.vllm_adapter.steering import BETWEEN_PREFILLS, NEUTRAL
 from sola_sched.vllm_adapter.versions import Seams
 
@@ -253,3 +257,22 @@ class Planning:
         predictions, scheduler.sola_predictions = scheduler.sola_predictions, None
         if predictions is not None:  # its end may take seconds
             threading.Thread(target=predictions.close, daemon=True).start()
+
+
+def cost_model_of(config: SolaConfig, vllm_config: Any) -> CostModel:
+    """The step-time model of an engine: the profile's, or one that learns from live steps.
+
+    It says in the log where the profile is of another engine, and where it turns out to be wrong.
+    """
+    if config.profile is None:
+        return CostModel(alpha=config.alpha)
+    cost = CostModel.load(config.profile, alpha=config.alpha)
+    cost.on_relearned = partial(logger.warning, "sola_sched: profile %s: %s", config.profile)
+    if other := differences(cost.meta, facts_of(vllm_config)):
+        logger.warning(
+            "sola_sched: profile %s was measured on another engine: %s. Its step times are "
+            "corrected while this one runs; measure it with `python -m sola_sched.profile`.",
+            config.profile,
+            ", ".join(other),
+        )
+    return cost

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -35,7 +35,6 @@ from vllm.v1.request import Request
 from sola_sched.colocation.lease import Lease
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.monitor import StateMonitor
-from sola_sched.cost.model import CostModel
 from sola_sched.length_predictor.client import PredictionClient, make_client
 from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.planner import Planner, make_planner
@@ -43,10 +42,9 @@ from sola_sched.reports.log import IntervalLog
 from sola_sched.vllm_adapter import first_start
 from sola_sched.vllm_adapter.arrival_times import ArrivalTimes
 from sola_sched.vllm_adapter.booking import Booking, tells_of_failed_loads
-from sola_sched.vllm_adapter.engine_facts import differences, facts_of
 from sola_sched.vllm_adapter.guard import Guard
 from sola_sched.vllm_adapter.guarded_queue import GuardedQueue
-from sola_sched.vllm_adapter.planning import Planning
+from sola_sched.vllm_adapter.planning import Planning, cost_model_of
 from sola_sched.vllm_adapter.prefix_lookups import PrefixLookups
 from sola_sched.vllm_adapter.rejecting import Rejecting
 from sola_sched.vllm_adapter.reporting import Reporting
@@ -103,7 +101,7 @@ class SolaSchedulerMixin(_Host):
         self.sola_cpu_clock: Callable[[], float] = time.thread_time
         self.sola_guard = Guard(logger)
         self.sola_monitor = StateMonitor(
-            _new_cost_model(config, self.vllm_config),
+            cost_model_of(config, self.vllm_config),
             LengthHistogram(),
             time.monotonic,
             config.shares,
@@ -369,12 +367,13 @@ class SolaSchedulerMixin(_Host):
 class Scheduler(SolaSchedulerMixin, AsyncScheduler):
     """Drop-in replacement: ``vllm serve MODEL --scheduler-cls sola_sched.Scheduler``.
 
-    Works with asynchronous scheduling on and off. Options come from
+    Works with asynchronous scheduling on and off. Off, an instance is of a subclass (of yours, if
+    you derive from this one) with the methods of vLLM's synchronous scheduler. Options come from
     ``--additional-config '{"sola_sched": {...}}'``; see `SolaConfig`.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Without asynchronous scheduling, one of the class that `_synchronous` gives."""
+        """An instance, in the mode that the configuration says."""
         chosen: Any = cls
         if not _vllm_config_of(args, kwargs).scheduler_config.async_scheduling:
             chosen = _synchronous(chosen)
@@ -383,7 +382,7 @@ class Scheduler(SolaSchedulerMixin, AsyncScheduler):
 
 @cache
 def _synchronous(cls: type[AsyncScheduler]) -> type[AsyncScheduler]:
-    """The same class with the methods of vLLM's synchronous scheduler.
+    """A subclass with the methods of vLLM's synchronous scheduler.
 
     Without asynchronous scheduling vLLM itself takes the synchronous class, which does less for
     each token. What a class above vLLM's asynchronous one overrides stays.
@@ -401,19 +400,3 @@ def _synchronous(cls: type[AsyncScheduler]) -> type[AsyncScheduler]:
 def _vllm_config_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> VllmConfig:
     """The configuration among the arguments of a scheduler's constructor."""
     return kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
-
-
-def _new_cost_model(config: SolaConfig, vllm_config: Any) -> CostModel:
-    """The profile's, which says what is wrong with it; an empty one that learns without."""
-    if config.profile is None:
-        return CostModel(alpha=config.alpha)
-    cost = CostModel.load(config.profile, alpha=config.alpha)
-    cost.on_relearned = partial(logger.warning, "sola_sched: profile %s: %s", config.profile)
-    if other := differences(cost.meta, facts_of(vllm_config)):
-        logger.warning(
-            "sola_sched: profile %s was measured on another engine: %s. Its step times are "
-            "corrected while this one runs; measure it with `python -m sola_sched.profile`.",
-            config.profile,
-            ", ".join(other),
-        )
-    return cost

@@ -39,7 +39,7 @@ class _Watched(sola_sched.Scheduler):
 
     def shutdown(self) -> None:
         assert self.sola_lease is not None
-        type(self).stats = self.sola_lease.stats
+        _Watched.stats = self.sola_lease.stats
         super().shutdown()
 
 
