@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 
-from sola_sched.core import kept_code
+from sola_sched.compiled import kept_code
 from sola_sched.vllm_adapter.guard import Guard
 
 # How long an example takes depends on what else the machine does; times are for `-m timing`.

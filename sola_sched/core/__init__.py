@@ -3,6 +3,6 @@
 `monitor` keeps the table, `state` is what a planner gets and gives, `metrics` defines TTFT, TPOT
 and goodput.
 
-May import: errors, config, cost, prediction.
-Third party: numpy, numba.
+May import: errors, config, compiled, cost, prediction.
+Third party: numpy.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sola_sched.core.compiled import compiled
+from sola_sched.compiled.functions import compiled
 from sola_sched.prediction.length import NUM_LEVELS
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sola_sched.core.compiled import IntArray, Records, compiled, entry
+from sola_sched.compiled.functions import IntArray, Records, compiled, entry
 
 
 @entry

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sola_sched.compiled.functions import BoolArray, FloatArray, IntArray
 from sola_sched.config.slo import DEFAULT_CLASS, SloTarget
-from sola_sched.core.compiled import BoolArray, FloatArray, IntArray
 from sola_sched.core.live import LiveRequest
 from sola_sched.core.outcomes import ClassOutcomes, MonitorStats
 from sola_sched.core.services import Services

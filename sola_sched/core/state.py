@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from sola_sched.compiled.functions import BoolArray, FloatArray, IntArray, Records, records_of
 from sola_sched.core import loops
-from sola_sched.core.compiled import BoolArray, FloatArray, IntArray, Records, records_of
 from sola_sched.core.services import Services
 from sola_sched.core.traffic import RecentTraffic
 from sola_sched.cost.model import CostModel

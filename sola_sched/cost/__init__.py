@@ -1,5 +1,5 @@
 """What a step costs: the model of step times, its fit, its correction by live steps, its file.
 
-May import: errors.
+May import: errors, compiled.
 Third party: numpy.
 """

@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float64]
+from sola_sched.compiled.functions import FloatArray, as_it_stands, compiled
 
 #: Kinds of steps.
 PREFILL, DECODE, MIXED = range(3)
@@ -61,11 +60,18 @@ class StepShape(NamedTuple):
     prefill_ctx_tokens: float
 
 
+@compiled
+def kind_by(num_decodes: float, prefill_tokens: float) -> int:
+    """``PREFILL``, ``DECODE`` or ``MIXED``; -1 for a step that computes nothing."""
+    if num_decodes > 0:
+        return MIXED if prefill_tokens > 0 else DECODE
+    return PREFILL if prefill_tokens > 0 else -1
+
+
 def kind_of(shape: StepShape) -> int | None:
     """``PREFILL``, ``DECODE`` or ``MIXED``; None for a step that computes nothing."""
-    if shape.num_decodes > 0:
-        return MIXED if shape.prefill_tokens > 0 else DECODE
-    return PREFILL if shape.prefill_tokens > 0 else None
+    kind = as_it_stands(kind_by)(shape.num_decodes, shape.prefill_tokens)
+    return None if kind < 0 else kind
 
 
 def features_of(shape: StepShape) -> tuple[float, ...]:
@@ -183,51 +189,3 @@ def solve_nonnegative(gram: FloatArray, target: FloatArray, start: FloatArray) -
             solution[index] = np.maximum(moved, 0.0)
             passive = solution > 0.0
     return solution
-
-
-class StepMemory:
-    """The last measured steps of each kind.
-
-    One ring per kind: an hour of decode-only steps must not push out the last prefill.
-
-    Args:
-        num_kinds: Kinds of steps.
-        capacity: Steps kept per kind.
-    """
-
-    def __init__(self, num_kinds: int, capacity: int) -> None:
-        # Lists: a step adds a row without numpy, which only a fit needs.
-        self._rings: list[list[tuple[float, ...]]] = [[] for _ in range(num_kinds)]
-        self._capacity = capacity
-        self.num_added = [0] * num_kinds
-
-    @property
-    def has_forgotten(self) -> bool:
-        """True once a step has been overwritten."""
-        return max(self.num_added) > self._capacity
-
-    def add(self, kind: int, row: tuple[float, ...]) -> None:
-        """Keep one step; ``row`` is its features followed by its time in seconds."""
-        ring, place = self._rings[kind], self.num_added[kind] % self._capacity
-        ring[place : place + 1] = (row,)
-        self.num_added[kind] += 1
-
-    def forget(self, kind: int) -> None:
-        """Keep nothing of a kind, as before its first step."""
-        self._rings[kind].clear()
-        self.num_added[kind] = 0
-
-    def all_steps(self) -> tuple[FloatArray, FloatArray]:
-        """Features [n, NUM_FEATURES] and times [n] of every step kept."""
-        return _features_and_times([row for ring in self._rings for row in ring])
-
-    def last_steps(self, kind: int, count: int) -> tuple[FloatArray, FloatArray]:
-        """Features and times of at most ``count`` newest steps of a kind, oldest first."""
-        ring, place = self._rings[kind], self.num_added[kind] % self._capacity
-        rows = ring if len(ring) < self._capacity else ring[place:] + ring[:place]
-        return _features_and_times(rows[max(0, len(rows) - count) :])
-
-
-def _features_and_times(rows: list[tuple[float, ...]]) -> tuple[FloatArray, FloatArray]:
-    table = np.array(rows, dtype=np.float64).reshape(-1, NUM_FEATURES + 1)
-    return table[:, :-1], table[:, -1]

@@ -7,24 +7,23 @@ never run, and is on its own after some fifty steps.
 
 A factor that says that steps of its kind are long also keeps a planner from making any, and so from
 learning better. So one whose kind does not run while others do is taken ever less at its word: see
-`Correction.far`. The first step of the kind then decides whether it was right.
+`far`. The first step of the kind then decides whether it was right.
+
+`at` is a record with `CORRECTION`. Ratios are measured times over C_0, > 0.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+
+from sola_sched.compiled.functions import compiled
 from sola_sched.cost.fit import DECODE, MIXED, PREFILL
 
 # On whose average a kind leans, nearest first.
-_NEIGHBOURS = {
-    PREFILL: (MIXED, DECODE),
-    DECODE: (MIXED, PREFILL),
-    MIXED: (DECODE, PREFILL),
-}
+_NEIGHBOURS = ((MIXED, DECODE), (MIXED, PREFILL), (DECODE, PREFILL))
 # One step counts as at most this factor away from what was expected,
 _MAX_JUMP = 2.0
 # but so many of a kind in a row that are this factor off, all to the same side, are no outliers.
@@ -43,6 +42,20 @@ _RUNS = 64
 # Smaller steps back to what is remembered say nothing about who was right.
 _CLEAR = 1.1
 
+#: What a correction is, by kind of step:
+#:
+#: - alpha: Confidence in one measured step, in (0, 1].
+#: - gamma: Factors, each > 0.
+#: - own, lean: A kind's average is ``own + lean * start``.
+#: - age, patience: Steps of other kinds since the last one of each, and how many it bears; see
+#:   `far`.
+#: - off, num_off: The latest ratios, as long as all of them are far off to the same side.
+CORRECTION = [
+    ("alpha", "f8"), ("gamma", "f8", (3,)), ("own", "f8", (3,)), ("lean", "f8", (3,)),
+    ("age", "i8", (3,)), ("patience", "i8", (3,)), ("off", "f8", (3, _MANY)),
+    ("num_off", "i8", (3,)),
+]  # fmt: skip
+
 
 class Gamma(NamedTuple):
     """Correction factors by kind of step."""
@@ -52,144 +65,145 @@ class Gamma(NamedTuple):
     mixed: float
 
 
-class Correction:
-    """Follows measured over predicted times, one exponential average per kind of step.
+@compiled
+def forget(at):
+    """Start from 1, with no step taken in; how long each kind has not run stays known."""
+    for kind in range(3):
+        at.gamma[kind], at.own[kind], at.lean[kind], at.num_off[kind] = 1.0, 0.0, 1.0, 0
+
+
+@compiled
+def update(at, kind, ratio):
+    """gamma <- alpha ratio + (1 - alpha) gamma, with the ratio clipped around gamma."""
+    _settle(at, kind, ratio)
+    old = at.gamma[kind]
+    clipped = min(max(ratio, old / _MAX_JUMP), old * _MAX_JUMP)
+    at.own[kind] += at.alpha * (clipped - at.own[kind])
+    at.lean[kind] *= 1.0 - at.alpha
+    _follow_many(at, kind, ratio, old)
+    at.gamma[kind] = _followed(at, kind)
+    for each in range(3):
+        if each != kind:
+            at.age[each] += 1
+            if at.lean[each] > _ALONE or at.age[each] > _RUNS:
+                at.gamma[each] = _followed(at, each)
+    _bound(at)
+
+
+@compiled
+def at_most(at, kind, ratio):
+    """A longer step had all of one of this kind in it, and took `ratio` times C_0 of that one.
+
+    A factor that is above that by half is wrong, whether or not a step of its kind ever runs.
+    One below may still be, so its kind counts as no younger for that.
+    """
+    if at.gamma[kind] > ratio * _OFF:
+        prefill, decode, mixed = at.age[PREFILL], at.age[DECODE], at.age[MIXED]
+        update(at, kind, ratio)
+        at.age[PREFILL], at.age[DECODE], at.age[MIXED] = prefill, decode, mixed
+        _bound(at)
+
+
+@compiled
+def replay(at, ratios, counts):
+    """Start from 1 again and take in the newest ratios of each kind, oldest first.
+
+    No step has run meanwhile: a kind that has not run for long stays one.
 
     Args:
-        alpha: Confidence in one measured step, in (0, 1].
-
-    Attributes:
-        gamma: Factors [prefill, decode, mixed], each > 0; owned and changed by this object.
+        ratios: [kinds, most].
+        counts: So many of each kind.
     """
+    forget(at)
+    age, patience = at.age.copy(), at.patience.copy()
+    # Kinds that run come last: they would lean on what is remembered of those that do not.
+    for runs in range(2):
+        for kind in range(3):
+            if (age[kind] <= _RUNS) == (runs == 1):
+                for place in range(counts[kind]):
+                    for each in range(3):
+                        at.age[each], at.patience[each] = 0, PATIENCE
+                    update(at, kind, ratios[kind, place])
+    for kind in range(3):
+        at.age[kind], at.patience[kind] = age[kind], patience[kind]
+    _bound(at)
 
-    def __init__(self, alpha: float) -> None:
-        if not 0.0 < alpha <= 1.0:
-            raise ValueError(f"'alpha' must be in (0, 1] (got {alpha!r}).")
-        self._alpha = alpha
-        self.gamma = [1.0, 1.0, 1.0]
-        # Steps of other kinds since the last one of each, and how many it bears: see `far`.
-        self._age = [0, 0, 0]
-        self._patience = [PATIENCE] * 3
-        self._forget()
 
-    def _forget(self) -> None:
-        # A kind's average is `_own + _lean * start`.
-        self._own = [0.0, 0.0, 0.0]
-        self._lean = [1.0, 1.0, 1.0]
-        # The latest ratios of a kind, as long as all of them are far off to the same side.
-        self._off: list[list[float]] = [[], [], []]
+@compiled
+def far(at, kind):
+    """How many times larger or smaller than those of the kinds that run a factor may be.
 
-    def update(self, kind: int, ratio: float) -> None:
-        """gamma <- alpha ratio + (1 - alpha) gamma, with the ratio clipped around gamma.
+    1.05 + 2^(8 (1 - n / patience)) after n steps of others since the last one of its own kind.
+    """
+    return _CLOSE + math.pow(2.0, 8.0 * (1.0 - at.age[kind] / at.patience[kind]))
 
-        Args:
-            kind: ``PREFILL``, ``DECODE`` or ``MIXED``.
-            ratio: Measured time over C_0, > 0.
-        """
-        self._settle(kind, ratio)
-        old = self.gamma[kind]
-        clipped = min(max(ratio, old / _MAX_JUMP), old * _MAX_JUMP)
-        self._own[kind] += self._alpha * (clipped - self._own[kind])
-        self._lean[kind] *= 1.0 - self._alpha
-        off = self._off[kind]
-        if off and (off[-1] > old) != (ratio > old):
-            off.clear()
-        if ratio * _OFF < old or ratio > old * _OFF:
-            off.append(ratio)
-            if len(off) == _MANY:
-                self._own[kind], self._lean[kind] = statistics.median(off), 0.0
-                off.clear()
-        elif off:
-            off.clear()
-        self.gamma[kind] = self._followed(kind)
-        for each in range(3):
-            if each != kind:
-                self._age[each] += 1
-                if self._lean[each] > _ALONE or self._age[each] > _RUNS:
-                    self.gamma[each] = self._followed(each)
-        self._bound()
 
-    def at_most(self, kind: int, ratio: float) -> None:
-        """A longer step had all of one of this kind in it, and took `ratio` times C_0 of that one.
+@compiled
+def _follow_many(at, kind, ratio, old):
+    """So many steps in a row that are far off to the same side are right: their median is."""
+    count = at.num_off[kind]
+    if count and (at.off[kind, count - 1] > old) != (ratio > old):
+        count = 0
+    if ratio * _OFF < old or ratio > old * _OFF:
+        at.off[kind, count] = ratio
+        count += 1
+        if count == _MANY:
+            at.own[kind], at.lean[kind] = np.median(at.off[kind]), 0.0
+            count = 0
+    else:
+        count = 0
+    at.num_off[kind] = count
 
-        A factor that is above that by half is wrong, whether or not a step of its kind ever runs.
-        One below may still be, so its kind counts as no younger for that.
-        """
-        if self.gamma[kind] > ratio * _OFF:
-            ages = list(self._age)
-            self.update(kind, ratio)
-            self._age = ages
-            self._bound()
 
-    def far(self, kind: int) -> float:
-        """How many times larger or smaller than those of the kinds that run a factor may be.
+@compiled
+def _bound(at):
+    """Hold the factors of kinds that have not run for long against the others."""
+    if max(at.age[PREFILL], at.age[DECODE], at.age[MIXED]) <= _RUNS:
+        return
+    least, most = np.inf, 0.0
+    for kind in range(3):
+        if at.age[kind] <= _RUNS:
+            least, most = min(least, at.gamma[kind]), max(most, at.gamma[kind])
+    for kind in range(3):
+        if at.age[kind] > _RUNS:
+            times = far(at, kind)
+            at.gamma[kind] = min(max(at.gamma[kind], least / times), most * times)
 
-        1.05 + 2^(8 (1 - n / patience)) after n steps of others since the last one of its own kind.
-        """
-        return _CLOSE + math.pow(2.0, 8.0 * (1.0 - self._age[kind] / self._patience[kind]))
 
-    def _bound(self) -> None:
-        """Hold the factors of kinds that have not run for long against the others."""
-        oldest = max(self._age)
-        if oldest <= _RUNS:
-            return
-        fresh = [self.gamma[each] for each in range(3) if self._age[each] <= _RUNS]
-        for each in range(3):
-            if self._age[each] > _RUNS:
-                far = self.far(each)
-                least, most = min(fresh) / far, max(fresh) * far
-                self.gamma[each] = min(max(self.gamma[each], least), most)
+@compiled
+def _settle(at, kind, ratio):
+    """A kind runs again: what is remembered of it counts again as far as this step confirms it.
 
-    def _settle(self, kind: int, ratio: float) -> None:
-        """A kind runs again: what is remembered of it counts again as far as this step confirms it.
+    By one step's worth at most: the first step of a kind for long is often a slow one.
+    """
+    age, at.age[kind] = at.age[kind], 0
+    if age <= _RUNS:
+        return
+    now, before = at.gamma[kind], _followed(at, kind)
+    if max(now, before) <= _CLEAR * min(now, before):
+        at.gamma[kind] = before
+        return
+    confirms = (ratio >= math.sqrt(now * before)) == (before >= now)
+    if confirms:
+        now = min(max(before, now / _MAX_JUMP), now * _MAX_JUMP)
+        at.patience[kind] = min(2 * at.patience[kind], MOST_PATIENCE)
+    else:
+        at.patience[kind] = PATIENCE
+    if now != before:
+        at.own[kind], at.lean[kind], at.num_off[kind] = now, 0.0, 0
+    at.gamma[kind] = now
 
-        By one step's worth at most: the first step of a kind for long is often a slow one.
-        """
-        age, self._age[kind] = self._age[kind], 0
-        if age <= _RUNS:
-            return
-        now, before = self.gamma[kind], self._followed(kind)
-        if max(now, before) <= _CLEAR * min(now, before):
-            self.gamma[kind] = before
-            return
-        confirms = (ratio >= math.sqrt(now * before)) == (before >= now)
-        if confirms:
-            now = min(max(before, now / _MAX_JUMP), now * _MAX_JUMP)
-        self._patience[kind] = (
-            min(2 * self._patience[kind], MOST_PATIENCE) if confirms else PATIENCE
-        )
-        if now != before:
-            self._own[kind], self._lean[kind] = now, 0.0
-            self._off[kind].clear()
-        self.gamma[kind] = now
 
-    def _followed(self, kind: int) -> float:
-        return min(max(self._average(kind), _MIN_GAMMA), _MAX_GAMMA)
-
-    def _average(self, kind: int) -> float:
-        own, lean = self._own, self._lean
-        if lean[kind] <= _ALONE:
-            return own[kind] + lean[kind]
-        near, far = _NEIGHBOURS[kind]
-        start = own[near] + lean[near] * (own[far] + lean[far])
+@compiled
+def _followed(at, kind):
+    """The average of a kind, within what a factor may be."""
+    own, lean = at.own[kind], at.lean[kind]
+    if lean <= _ALONE:
+        average = own + lean
+    else:
+        near, far_off = _NEIGHBOURS[kind]
+        start = at.own[near] + at.lean[near] * (at.own[far_off] + at.lean[far_off])
         # What few steps said may be old: it counts as no further off than one step would.
-        usual = (1.0 - lean[kind]) * start
-        mine = min(max(own[kind], usual / _MAX_JUMP), usual * _MAX_JUMP)
-        return mine + lean[kind] * start
-
-    def replay(self, ratios_by_kind: Iterable[Iterable[float]]) -> None:
-        """Start from 1 again and take in the newest ratios of each kind, oldest first.
-
-        No step has run meanwhile: a kind that has not run for long stays one.
-        """
-        self.gamma[:] = 1.0, 1.0, 1.0
-        self._forget()
-        ages, patience = self._age, self._patience
-        ratios = [list(each) for each in ratios_by_kind]
-        # Kinds that run come last: they would lean on what is remembered of those that do not.
-        for kind in sorted(range(3), key=lambda each: ages[each] <= _RUNS):
-            for ratio in ratios[kind]:
-                self._age, self._patience = [0, 0, 0], [PATIENCE] * 3
-                self.update(kind, ratio)
-        self._age, self._patience = ages, patience
-        self._bound()
+        usual = (1.0 - lean) * start
+        average = min(max(own, usual / _MAX_JUMP), usual * _MAX_JUMP) + lean * start
+    return min(max(average, _MIN_GAMMA), _MAX_GAMMA)

@@ -32,43 +32,32 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from sola_sched.compiled.functions import Record, as_it_stands
+from sola_sched.cost import online, times
 from sola_sched.cost.file import Coefficients, read_profile, write_profile
 from sola_sched.cost.fit import (
-    DECODE,
     MIXED,
     NUM_FEATURES,
     PREFILL,
     PROMPT_FEATURES,
-    StepMemory,
     StepShape,
     features_of,
     fit_coefficients,
     kind_of,
 )
-from sola_sched.cost.gamma import Correction, Gamma
+from sola_sched.cost.gamma import Gamma
+from sola_sched.cost.memory import NUM_KINDS, all_steps, has_forgotten, last_steps, new_memory
 from sola_sched.cost.review import ProfileReview
+from sola_sched.cost.times import MAX_TOKENS, Times
 from sola_sched.errors import ProfileError
 
 __all__ = ["MAX_TOKENS", "Coefficients", "CostModel", "Gamma", "StepShape"]
 
-#: Largest answer of ``max_prefill_tokens``, also where prefill looks free.
-MAX_TOKENS = 2.0**31
-
-_ERROR_WEIGHT = 0.01
-_FIRST_REFIT = 8
-_REFIT_EVERY = 512
-# A fit whose errors keep exceeding the usual one is renewed sooner.
-_EARLY_REFIT_EVERY = 128
-_USUAL_ERROR = 0.2
-_MAX_SURPRISE = 3.0
+# Most steps between two fits, in the long run and while errors exceed the usual one.
+_REFIT_EVERY, _EARLY_REFIT_EVERY = 512, 128
 _MEMORY_PER_KIND = 512
-# After so many decode steps in a row, steps with prompts are forgotten if a short prompt would take
-# so many times as long as the decodes.
-_DOUBTED_STEPS, _DOUBTED_TOKENS, _DOUBTED_TIMES = 512, 128, 10.0
 _REPLAYED_STEPS = 32
-_MIN_STEPS = 16
 _TINY_S = 1e-12
-_MIN_STEPS_PER_PHASE = 4
 
 _AnyArray = NDArray[Any]
 
@@ -83,25 +72,19 @@ class CostModel:
         alpha: Confidence in one measured step, in (0, 1] (Eq. 5).
 
     Attributes:
+        model, memory: What changes at each step, for compiled functions: one `online.MODEL`, and
+            the steps that are remembered.
         meta: Where the coefficients come from, as stored in the profile.
         on_relearned: Called once, with a sentence that says why, when live steps take over from
             coefficients that were given.
     """
 
     def __init__(self, *, alpha: float = 0.1) -> None:
-        self._memory = StepMemory(3, _MEMORY_PER_KIND)
+        self.model = online.new_model(alpha)
+        self.memory = new_memory(_MEMORY_PER_KIND)
         #: Of the coefficients that were given; None where live steps refit them.
         self._review: ProfileReview | None = None
         self._is_relearned = False
-        self._num_steps = self._next_early_refit = 0
-        self._next_refit = _FIRST_REFIT
-        self._surprise = 0.0  # sum of errors above the usual one, >= 0
-        self._num_decodes_alone = 0  # steps since the last one with a prompt
-        self._is_ready = self._is_fitted = False
-        self._num_errors = 0
-        self._error = 0.0
-        self._correction = Correction(alpha)
-        self._gamma = self._correction.gamma
         self._row = np.zeros(NUM_FEATURES)
         self.meta: dict[str, Any] = {}
         self.on_relearned: Callable[[str], None] | None = None
@@ -117,8 +100,9 @@ class CostModel:
     ) -> CostModel:
         """A ready model with known coefficients; live steps move gamma, as long as they hold."""
         model = cls(alpha=alpha)
-        model._review = ProfileReview()
-        model._is_ready = model._is_fitted = True
+        at = model._at
+        model._review = ProfileReview(at)
+        at.is_given = at.is_fitted = at.is_ready = True
         model.meta = dict(meta or {})
         model._set(coefficients)
         return model
@@ -154,13 +138,13 @@ class CostModel:
             has_decode=has_decode,
         )
         model = cls.from_coefficients(coefficients, alpha=alpha)
-        model._is_ready = has_prefill and has_decode
+        model._at.is_ready = has_prefill and has_decode
         return model
 
     @property
     def is_ready(self) -> bool:
         """True when predictions rest on enough steps with prefill and with decode."""
-        return self._is_ready
+        return bool(self.model["is_ready"][0])
 
     @property
     def is_learning(self) -> bool:
@@ -180,12 +164,12 @@ class CostModel:
     @property
     def gamma(self) -> Gamma:
         """The correction factors in force."""
-        return Gamma(*self._gamma)
+        return Gamma(*self.model["gamma"][0].tolist())
 
     @property
     def num_observed(self) -> int:
         """Live steps seen by ``observe``."""
-        return self._num_steps
+        return int(self._at.num_steps)
 
     @property
     def mean_abs_error(self) -> float:
@@ -194,7 +178,8 @@ class CostModel:
         Predictions are the ones made before the step moved gamma, once the model is ready; NaN
         before any.
         """
-        return self._error if self._num_errors else math.nan
+        at = self._at
+        return float(at.error) if at.num_errors else math.nan
 
     @overload
     def prefill_s(self, new_tokens: float, has_tokens: float = 0.0) -> float: ...
@@ -212,7 +197,8 @@ class CostModel:
         Returns:
             Seconds, one value per request; each includes the constant d0.
         """
-        return self._gamma[PREFILL] * (self._chunk(new_tokens, has_tokens) + self._d0)
+        # Floats first: int32 token counts squared would overflow.
+        return as_it_stands(times.chunk_alone_s)(self._times, new_tokens, has_tokens)
 
     @overload
     def prefill_marginal_s(self, new_tokens: float, has_tokens: float = 0.0) -> float: ...
@@ -222,7 +208,7 @@ class CostModel:
     ) -> _AnyArray: ...
     def prefill_marginal_s(self, new_tokens: Any, has_tokens: Any = 0.0) -> Any:
         """What a chunk adds to a mixed step that runs anyway: ``prefill_s`` without constant."""
-        return self._gamma[MIXED] * self._chunk(new_tokens, has_tokens)
+        return as_it_stands(times.chunk_s)(self._times, new_tokens, has_tokens)
 
     @overload
     def decode_s(self, num_decodes: float, ctx_tokens: float) -> float: ...
@@ -240,13 +226,12 @@ class CostModel:
         Returns:
             Seconds.
         """
-        return self._gamma[DECODE] * (self._a1 * num_decodes + self._b1 * ctx_tokens + self._c1)
+        return as_it_stands(times.decode_s)(self._times, num_decodes, ctx_tokens)
 
     @property
     def chunk_overhead_s(self) -> float:
         """What a decode step costs more because it has a chunk at all, however short, seconds."""
-        gamma = self._gamma
-        return max(0.0, gamma[MIXED] * self._mixed_constant - gamma[DECODE] * self._c1)
+        return float(as_it_stands(times.chunk_overhead_s)(self._times))
 
     def step_s(self, shape: StepShape) -> float:
         """Predicted time of a step, seconds; 0 for an empty one.
@@ -254,15 +239,18 @@ class CostModel:
         A mixed step costs at least what its decodes or its prefill would cost alone: that keeps
         the prediction monotone when the gammas of the kinds differ.
         """
-        kind = kind_of(shape)
-        return 0.0 if kind is None else self._predicted_s(kind, *self._bases_s(kind, shape))
+        return float(online.step_s(self.model, *map(float, shape)))
 
     def paper_step_s(self, shape: StepShape) -> float:
         """Predicted time as published: C^p + C^d, each with its constant."""
-        prefill = self._chunks(shape) + self._d0 if shape.prefill_tokens > 0 else 0.0
-        decode = self._decodes(shape) + self._c1 if shape.num_decodes > 0 else 0.0
         kind = kind_of(shape)
-        return 0.0 if kind is None else self._gamma[kind] * (prefill + decode)
+        if kind is None:
+            return 0.0
+        of, (decodes, ctx, *chunks) = self._times, shape
+        seconds = of.c1 + as_it_stands(times.decodes_base_s)(of, decodes, ctx) if decodes else 0.0
+        if shape.prefill_tokens > 0:
+            seconds += of.d0 + as_it_stands(times.chunks_base_s)(of, *chunks)
+        return float(of.gamma[kind] * seconds)
 
     def max_prefill_tokens(
         self,
@@ -273,8 +261,6 @@ class CostModel:
     ) -> float:
         """Largest chunk whose step, with these decodes, is predicted to fit in a time budget.
 
-        The root of b0 n^2 + (a0 has + c0) n + constant = budget, for one request's chunk.
-
         Args:
             budget_s: Time for the whole step, seconds.
             num_decodes: Decodes in the same step, >= 0.
@@ -284,23 +270,11 @@ class CostModel:
         Returns:
             Tokens as a real number in [0, ``MAX_TOKENS``]; 0 when even one token does not fit.
         """
-        gamma = self._gamma
-        # A gamma is > 0, so each bound of `step_s` on gamma (chunk + rest) gives the chunk's time.
-        room_s = budget_s / gamma[PREFILL] - self._d0
-        if num_decodes > 0:
-            decodes = self._a1 * num_decodes + self._b1 * decode_ctx_tokens
-            if gamma[DECODE] * (decodes + self._c1) > budget_s:
-                return 0.0
-            mixed_room_s = budget_s / gamma[MIXED] - decodes - self._mixed_constant
-            room_s = min(room_s, mixed_room_s)
-        # `not >` instead of `<=`: a NaN budget gives 0 as well.
-        if not room_s > 0.0:
-            return 0.0
-        linear = self._a0 * has_tokens + self._c0
-        divisor = linear + math.sqrt(linear * linear + 4.0 * self._b0 * room_s)
-        if divisor * MAX_TOKENS <= 2.0 * room_s or math.isinf(room_s):
-            return MAX_TOKENS
-        return 2.0 * room_s / divisor
+        return float(
+            as_it_stands(times.most_tokens)(
+                self._times, budget_s, num_decodes, decode_ctx_tokens, has_tokens
+            )
+        )
 
     def observe(self, shape: StepShape, measured_s: float) -> None:
         """Take in one measured step: gamma (Eq. 5), running error, and learning if it is on.
@@ -310,38 +284,18 @@ class CostModel:
         coefficients with such a fit (ever more rarely while they stand it, none below an error of
         5 %). Empty steps and times that are not finite and > 0 are ignored.
         """
-        kind = kind_of(shape)
-        if kind is None or not 0.0 < measured_s < math.inf:
-            return
-        self._num_steps += 1
-        is_review_due = False
-        if self._is_fitted:
-            bases_s = self._bases_s(kind, shape)
-            if self._is_ready:
-                self._num_errors += 1
-                weight = max(1.0 / self._num_errors, _ERROR_WEIGHT)
-                error = abs(self._predicted_s(kind, *bases_s) - measured_s) / measured_s
-                self._error += weight * (error - self._error)
-                self._surprise = max(0.0, self._surprise + min(error, 1.0) - _USUAL_ERROR)
-                if self._review is not None:
-                    is_review_due = self._review.add(kind, error)
-            base_s = bases_s[kind]
-            if base_s > 0.0:
-                self._correction.update(kind, measured_s / base_s)
-                if kind == MIXED:
-                    self._hold_parts(bases_s, measured_s)
-        self._memory.add(kind, (*features_of(shape), measured_s))
-        self._num_decodes_alone = self._num_decodes_alone + 1 if kind == DECODE else 0
-        if self._review is None and self._num_decodes_alone == _DOUBTED_STEPS:
-            self._doubt_prompts(measured_s)
-        if self._review is not None:
-            if is_review_due and self._has_enough_steps():
-                self._compare(self._review)
-        elif (
-            self._num_steps >= self._next_refit
-            or (not self._is_ready and self._has_enough_steps())
-            or (self._surprise > _MAX_SURPRISE and self._num_steps >= self._next_early_refit)
-        ):
+        due = online.observe(self.model, self.memory, *map(float, shape), float(measured_s))
+        if due != online.NOTHING:
+            self.renew(due)
+
+    def renew(self, due: int) -> None:
+        """Do what is due after a step, as `online.observe` has said."""
+        if due == online.DOUBT:
+            self._forget_prompts()
+            due = as_it_stands(online.what_is_due)(self._at, False)
+        if due == online.COMPARE and self._review is not None:
+            self._compare(self._review)
+        elif due == online.REFIT:
             self._refit()
 
     def save(self, path: str | os.PathLike[str], *, meta: Mapping[str, Any]) -> None:
@@ -354,10 +308,10 @@ class CostModel:
         Raises:
             ProfileError: There is nothing to save yet.
         """
-        if not self._is_fitted:
+        if not self._at.is_fitted:
             raise ProfileError(
                 "A cost model must have been fitted before it is saved "
-                f"(got one that has seen {self._num_steps} steps)."
+                f"(got one that has seen {self.num_observed} steps)."
             )
         write_profile(path, self._coefficients, meta)
 
@@ -372,81 +326,39 @@ class CostModel:
         coefficients, meta = read_profile(path)
         return cls.from_coefficients(coefficients, alpha=alpha, meta=meta)
 
+    @property
+    def _at(self) -> Record:
+        """The record of `model`, by attributes."""
+        return self.model.view(np.recarray)[0]
+
+    @property
+    def _times(self) -> Times:
+        """The coefficients and factors in force."""
+        return Times(*self._linear, self.model["gamma"][0].tolist())
+
     def _set(self, coefficients: Coefficients) -> None:
         self._coefficients = coefficients
-        self._a0, self._b0, self._c0 = coefficients.a0, coefficients.b0, coefficients.c0
-        self._a1, self._b1 = coefficients.a1, coefficients.b1
-        self._d0, self._c1 = coefficients.d0, coefficients.c1
-        self._mixed_constant = coefficients.d0 + coefficients.c1 - coefficients.overlap
+        self._linear = times.linear_of(coefficients)
+        for name, value in zip(times.LINEAR, self._linear, strict=True):
+            self.model[name] = value
 
-    def _chunk(self, new_tokens: Any, has_tokens: Any) -> Any:
-        # Floats first: int32 token counts squared would overflow.
-        return new_tokens * (self._a0 * has_tokens + self._b0 * new_tokens + self._c0)
-
-    def _chunks(self, shape: StepShape) -> float:
-        return (
-            self._a0 * shape.prefill_ctx_tokens
-            + self._b0 * shape.prefill_sq_tokens
-            + self._c0 * shape.prefill_tokens
-        )
-
-    def _decodes(self, shape: StepShape) -> float:
-        return self._a1 * shape.num_decodes + self._b1 * shape.decode_ctx_tokens
-
-    def _bases_s(self, kind: int, shape: StepShape) -> tuple[float, float, float]:
-        """C_0 of the prompts alone, of the decodes alone and of both: what the kind needs of it."""
-        if kind == DECODE:
-            return 0.0, self._decodes(shape) + self._c1, 0.0
-        chunks = self._chunks(shape)
-        if kind == PREFILL:
-            return chunks + self._d0, 0.0, 0.0
-        decodes = self._decodes(shape)
-        return chunks + self._d0, decodes + self._c1, chunks + decodes + self._mixed_constant
-
-    def _predicted_s(self, kind: int, prompts: float, decodes: float, together: float) -> float:
-        """The time of a step of a kind, by its `_bases_s`."""
-        gamma = self._gamma
-        if kind == DECODE:
-            return gamma[DECODE] * decodes
-        if kind == PREFILL:
-            return gamma[PREFILL] * prompts
-        return max(gamma[MIXED] * together, gamma[DECODE] * decodes, gamma[PREFILL] * prompts)
-
-    def _hold_parts(self, bases_s: tuple[float, float, float], measured_s: float) -> None:
-        """A mixed step took no less than its decodes or its prefill would alone: see `step_s`."""
-        for kind in (PREFILL, DECODE):
-            if bases_s[kind] > 0.0:
-                self._correction.at_most(kind, measured_s / bases_s[kind])
-
-    def _has_enough_steps(self) -> bool:
-        prefill, decode, mixed = self._memory.num_added
-        return (
-            self._num_steps >= _MIN_STEPS
-            and prefill + mixed >= _MIN_STEPS_PER_PHASE
-            and decode + mixed >= _MIN_STEPS_PER_PHASE
-        )
-
-    def _doubt_prompts(self, decode_s: float) -> None:
+    def _forget_prompts(self) -> None:
         """Learn the time of prompts anew where what is known keeps them from being let in.
 
         The first ones of an engine are often slow, and no others may have been seen. While too few
         new ones have, the model is not ready, and so keeps none from running.
         """
-        tokens = _DOUBTED_TOKENS
-        alone_s = self.step_s(StepShape(0, 0, tokens, float(tokens * tokens), 0.0))
-        if not self._is_ready or alone_s <= _DOUBTED_TIMES * decode_s:
-            return
-        for kind in (PREFILL, MIXED):
-            self._memory.forget(kind)
+        self._at.num_added[[PREFILL, MIXED]] = 0
         self._row[list(PROMPT_FEATURES)] = 0.0
         self._refit()
 
     def _compare(self, review: ProfileReview) -> None:
         """Let live steps take over if the coefficients that were given have failed."""
-        row = self._coefficients.as_fit() * self._gamma[MIXED]
-        if not review.has_failed(self._memory, row):
+        row = self._coefficients.as_fit() * self._times.gamma[MIXED]
+        if not review.has_failed(self.memory, row):
             return
         self._review, self._is_relearned, self._row = None, True, row
+        self._at.is_given = False
         self._refit()
         if self.on_relearned is not None:
             self.on_relearned(
@@ -457,23 +369,29 @@ class CostModel:
             )
 
     def _refit(self) -> None:
-        memory = self._memory
-        rows, times_s = memory.all_steps()
+        at, num_added = self._at, self._at.num_added
+        rows, times_s = all_steps(self.memory, num_added)
         # What was forgotten or never seen survives only in the coefficients of before.
-        keeps = memory.has_forgotten or self._is_relearned
+        keeps = has_forgotten(self.memory, num_added) or self._is_relearned
         self._row = fit_coefficients(rows, times_s, self._row if keeps else None)
-        prefill, decode, mixed = memory.num_added
+        prefill, decode, mixed = num_added.tolist()
         self._set(
             Coefficients.from_fit(
                 self._row, has_prefill=prefill + mixed > 0, has_decode=decode + mixed > 0
             )
         )
-        self._is_fitted, self._is_ready = True, self._has_enough_steps()
-        while self._next_refit <= self._num_steps:
-            self._next_refit += min(self._next_refit, _REFIT_EVERY)
-        self._next_early_refit = self._num_steps + min(_EARLY_REFIT_EVERY, self._num_steps // 4 + 8)
-        self._surprise = 0.0
-        self._correction.replay(
-            (times_s / np.maximum(rows @ self._row, _TINY_S)).tolist()
-            for rows, times_s in map(memory.last_steps, range(3), [_REPLAYED_STEPS] * 3)
-        )
+        at.is_fitted, at.is_ready = True, as_it_stands(online.has_enough_steps)(at)
+        while at.next_refit <= at.num_steps:
+            at.next_refit += min(at.next_refit, _REFIT_EVERY)
+        at.next_early_refit = at.num_steps + min(_EARLY_REFIT_EVERY, at.num_steps // 4 + 8)
+        at.surprise = 0.0
+        self._replay()
+
+    def _replay(self) -> None:
+        """Let the newest steps correct coefficients that are new."""
+        ratios, counts = np.zeros((NUM_KINDS, _REPLAYED_STEPS)), np.zeros(NUM_KINDS, dtype=np.int64)
+        for kind in range(NUM_KINDS):
+            rows, times_s = last_steps(self.memory, self._at.num_added, kind, _REPLAYED_STEPS)
+            counts[kind] = len(times_s)
+            ratios[kind, : len(times_s)] = times_s / np.maximum(rows @ self._row, _TINY_S)
+        online.replay(self.model, ratios, counts)

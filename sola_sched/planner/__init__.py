@@ -1,7 +1,7 @@
 """The per-step optimization: `make_planner(config).plan(StepState) -> StepPlan`.
 
-May import: errors, config, cost, core, prediction.
-Third party: numpy, scipy, numba (attain*).
+May import: errors, config, compiled, cost, core, prediction.
+Third party: numpy, scipy.
 """
 
 from __future__ import annotations

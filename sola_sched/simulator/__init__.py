@@ -1,8 +1,8 @@
 """Virtual-time simulation of a real vLLM scheduler; vLLM loads on first use of the engine.
 
-May import: errors, config, cost, prediction, core, planner, reports, cluster, kv_swap,
+May import: errors, config, compiled, cost, prediction, core, planner, reports, cluster, kv_swap,
 length_predictor, vllm_adapter, colocation.
-Third party: numpy, scipy, vllm, numba (cluster.*).
+Third party: numpy, scipy, vllm.
 """
 
 from __future__ import annotations

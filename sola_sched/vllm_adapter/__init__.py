@@ -3,7 +3,7 @@
 `names` lists every name of vLLM that a step depends on, `versions` the releases and where they
 differ.
 
-May import: errors, config, cost, prediction, core, planner, reports, kv_swap, length_predictor,
-  colocation.
+May import: errors, config, compiled, cost, prediction, core, planner, reports, kv_swap,
+  length_predictor, colocation.
 Third party: numpy, prometheus_client, vllm.
 """

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 
-from sola_sched.core import kept_code
+from sola_sched.compiled import kept_code
 
 #: Set for the processes of an engine for which the policy is being compiled.
 _VARIABLE = "SOLA_SCHED_COMPILES"

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sola_sched.cluster.routers import ROUTERS
+from sola_sched.compiled.functions import records_of
 from sola_sched.config.slo import SloTarget
 from sola_sched.config.sola_config import CONFIG_KEY
-from sola_sched.core.compiled import records_of
 from sola_sched.core.state import LIKELY, REQUEST
 from sola_sched.prediction.length import NUM_LEVELS, LengthPrediction, remaining_at
 from sola_sched.simulator.cluster.cluster import VirtualCluster

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from step_costs import make_model, make_shape, random_shapes
 
 from sola_sched.cost.fit import kind_of
-from sola_sched.cost.gamma import MOST_PATIENCE, PATIENCE, Correction
+from sola_sched.cost import gamma, online
+from sola_sched.cost.gamma import MOST_PATIENCE, PATIENCE
 from sola_sched.cost.model import CostModel, StepShape
 
 PREFILL = make_shape(chunk=300)
@@ -30,6 +31,24 @@ kinds = st.sampled_from(range(3))
 wrong_starts = st.lists(
     st.tuples(kinds, st.floats(0.01, 1000.0), st.integers(1, 20)), min_size=1, max_size=3
 )
+
+
+class Correction:
+    """The factors of a cost model by themselves."""
+
+    def __init__(self) -> None:
+        self._model = online.new_model(0.1)
+        self.gamma = self._model["gamma"][0]
+
+    def update(self, kind: int, ratio: float, count: int = 1) -> None:
+        for _ in range(count):
+            gamma.update(self._model[0], kind, ratio)
+
+    def replay(self, ratios: list[list[float]]) -> None:
+        rows = np.zeros((3, max(map(len, ratios))))
+        for row, values in zip(rows, ratios, strict=True):
+            row[: len(values)] = values
+        online.replay(self._model, rows, np.array([len(values) for values in ratios]))
 
 
 def observe(model: CostModel, truth: CostModel, shape: StepShape, factor: float = 1.0) -> None:
@@ -108,7 +127,7 @@ def test_a_slow_first_step_after_a_long_while_restores_a_stale_factor_by_one_ste
 
 
 def test_a_kind_that_was_confirmed_again_and_again_is_corrected_in_the_end() -> None:
-    correction = Correction(alpha=0.1)
+    correction = Correction()
     for _ in range(20):
         correction.update(0, 1.8)
         for _ in range(1000):
@@ -122,7 +141,7 @@ def test_a_kind_that_was_confirmed_again_and_again_is_corrected_in_the_end() -> 
 
 
 def test_a_stale_factor_stays_one_when_coefficients_are_fitted_anew() -> None:
-    correction = Correction(alpha=0.1)
+    correction = Correction()
     for _ in range(8):
         correction.update(0, 60.0)
     for _ in range(ENOUGH):
@@ -134,7 +153,7 @@ def test_a_stale_factor_stays_one_when_coefficients_are_fitted_anew() -> None:
 
 
 def test_a_kind_that_runs_does_not_lean_on_a_stale_one_when_coefficients_are_fitted_anew() -> None:
-    correction = Correction(alpha=0.1)
+    correction = Correction()
     for _ in range(8):
         correction.update(2, 200.0)
     for _ in range(ENOUGH):

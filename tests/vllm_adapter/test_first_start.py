@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from virtual_runs import make_small_engine, step_until, warm_up
 
 import sola_sched
-from sola_sched.core import kept_code
+from sola_sched.compiled import kept_code
 from sola_sched.simulator import VirtualRequest
 from sola_sched.vllm_adapter import first_start
 

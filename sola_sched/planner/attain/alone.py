@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from sola_sched.core.compiled import compiled
+from sola_sched.compiled.functions import compiled
+from sola_sched.cost.times import prompts_constant_s
 from sola_sched.planner.attain.entry import find_admissible
 from sola_sched.planner.attain.pace import find_jobs, free_slots, keep_on_time
 from sola_sched.planner.attain.records import GIVING, MAY, insert
-from sola_sched.planner.attain.times import prompts_constant_s
 
 
 @compiled

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from sola_sched.compiled.functions import compiled
 from sola_sched.core import state
-from sola_sched.core.compiled import compiled
+from sola_sched.cost.times import chunk_s, decode_s
 from sola_sched.planner.attain.entry import tokens_in
 from sola_sched.planner.attain.lost import is_rejected
 from sola_sched.planner.attain.pace import free_slots, token_room
@@ -20,7 +21,6 @@ from sola_sched.planner.attain.records import (
     insert,
     is_in,
 )
-from sola_sched.planner.attain.times import chunk_s, decode_s
 
 _blocks_of_step = compiled(state.blocks_of_step)
 #: Credit of this share of the most counts as full: it has been waiting to be spent.

@@ -6,9 +6,10 @@ import math
 
 import numpy as np
 
-from sola_sched.core.compiled import compiled, entry
+from sola_sched.compiled.functions import compiled, entry
 from sola_sched.core.lengths import expected_left
 from sola_sched.core.state import PREFILL
+from sola_sched.cost.times import copy_times, decode_s
 from sola_sched.planner.attain.alone import find_prompts_alone
 from sola_sched.planner.attain.best_effort import find_victims, serve_lost
 from sola_sched.planner.attain.entry import let_in
@@ -24,7 +25,6 @@ from sola_sched.planner.attain.records import (
     RUN,
     Step,
 )
-from sola_sched.planner.attain.times import decode_s
 
 #: What `look` finds: nothing to decide; or a pipeline to run, for which output lengths of
 #: prefills, and equally likely ones of all, are wanted as well.
@@ -227,8 +227,7 @@ def _take_out(step, first, num_before):
 def plan(
     at, tuning, account, requests, decodes, prefills, lists, lifts, running, waiting, num_victims,
     bin_of, line, trusts_predictions, now_s, elapsed_s, per_step, prefill_share, num_free_blocks,
-    has_e2e, has_ranks, keeps_kv, gamma_prefill, gamma_decode, gamma_mixed, num_came, first_came_s,
-    mean_prompt, mean_output,
+    has_e2e, has_ranks, keeps_kv, cost, num_came, first_came_s, mean_prompt, mean_output,
 ):  # fmt: skip
     """`look` and `decide` in one call, where the lengths of outputs can be told here.
 
@@ -237,6 +236,7 @@ def plan(
         bin_of, line, trusts_predictions: As in `expected_left`; a line without classes where only
             Python can tell lengths.
         now_s ... mean_output: What changes from step to step, as in `STEP`.
+        cost: As `CostModel.model`.
 
     Returns:
         What the plan is about, as in `PROBLEMS`, >= 0. Otherwise -1 - what `look` has found: it is
@@ -246,9 +246,7 @@ def plan(
     step.now_s, step.elapsed_s, step.per_step = now_s, elapsed_s, per_step
     step.prefill_share, step.num_free_blocks = prefill_share, num_free_blocks
     step.has_e2e, step.has_ranks, step.keeps_kv = has_e2e, has_ranks, keeps_kv
-    step.gamma_prefill, step.gamma_decode, step.gamma_mixed = (
-        gamma_prefill, gamma_decode, gamma_mixed,
-    )  # fmt: skip
+    copy_times(step, cost[0])
     step.num_came, step.first_came_s = num_came, first_came_s
     step.mean_prompt, step.mean_output = mean_prompt, mean_output
     ahead = np.empty(len(running), np.int64)

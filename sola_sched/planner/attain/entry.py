@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
-from sola_sched.core.compiled import compiled
+from sola_sched.compiled.functions import compiled
+from sola_sched.cost.times import most_tokens
 from sola_sched.planner.attain.lost import most_lent_s
 from sola_sched.planner.attain.pace import open_slots, token_room
 from sola_sched.planner.attain.records import MAY, ORDER
-from sola_sched.planner.attain.times import most_tokens
 
 #: Tokens and times are turned into each other and back.
 _ROUNDING = 1.0 + 1e-6
@@ -58,7 +58,7 @@ def tokens_in(step, limit_s, room, has, ends):
     """
     if room <= 0 or math.isinf(limit_s):
         return max(0, room)
-    tokens, tuning = most_tokens(step.at, limit_s, has), step.tuning
+    tokens, tuning = _most_beside(step.at, limit_s, has), step.tuning
     is_long = tokens >= tuning.many_tiles * tuning.tile
     multiple = tuning.tile if is_long else tuning.sub_tile
     rounded = float(tokens // multiple * multiple)
@@ -66,6 +66,12 @@ def tokens_in(step, limit_s, room, has, ends):
         if end <= tokens * _ROUNDING:
             rounded = max(rounded, end)
     return min(room, int(rounded))
+
+
+@compiled
+def _most_beside(at, limit_s, has):
+    """The longest chunk beside the decodes that are alive for which `limit_s` is enough, tokens."""
+    return most_tokens(at, limit_s, at.num_alive, at.ctx_alive, has)
 
 
 @compiled
@@ -108,7 +114,7 @@ def _take_whole(step, count):
     first, room = may[0], float(token_room(at))
     if not math.isinf(at.limit_s):
         has = step.prefills[first].has
-        room = min(room, most_tokens(at, at.limit_s, has) * _ROUNDING)
+        room = min(room, _most_beside(at, at.limit_s, has) * _ROUNDING)
     is_first_in = step.prefills[first].chunk <= room
     for i in range(count):
         place = may[i]

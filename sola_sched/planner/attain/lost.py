@@ -6,15 +6,10 @@ import math
 
 import numpy as np
 
-from sola_sched.core.compiled import compiled
+from sola_sched.compiled.functions import compiled
 from sola_sched.core.state import DECODE
+from sola_sched.cost.times import chunk_overhead_s, chunk_s, decode_s
 from sola_sched.planner.attain.records import GIVING, PREEMPT, insert, is_in, rank_of
-from sola_sched.planner.attain.times import (
-    chunk_overhead_s,
-    chunk_s,
-    decode_s,
-    usual_token_s,
-)
 
 
 @compiled
@@ -152,7 +147,7 @@ def _lose_hurried(step):
     One of them would keep all steps short, and the prompts of many others waiting.
     """
     at = step.at
-    token_s = usual_token_s(at, at.decode_s)
+    token_s = _usual_token_s(at, at.decode_s)
     for place in range(at.num_decodes):
         decode = step.decodes[place]
         left_s = step.tuning.keep * (step.requests[decode.row].e2e_due_s - at.now_s)
@@ -279,13 +274,13 @@ def _limit_s(at, tuning, prefill, request):
         if request.first_token_s > request.due_s:
             limit_s = -np.inf
         elif target_s < np.inf:
-            gain_s = max(target_s - usual_token_s(at, at.decode_s), 0.0)
+            gain_s = max(target_s - _usual_token_s(at, at.decode_s), 0.0)
             ahead_s = target_s * request.num_output + gain_s * (prefill.left - 1.0)
             limit_s = request.first_token_s + ahead_s - at.now_s
     if request.e2e_due_s < np.inf:  # its tokens have to come in time too, at the usual pace
         left_s = tuning.keep * (request.e2e_due_s - at.now_s)
         step_s = max(at.decode_s, decode_s(at, 1.0, 0.0))  # it will be one of them
-        token_s = usual_token_s(at, step_s)
+        token_s = _usual_token_s(at, step_s)
         limit_s = min(limit_s, left_s - (prefill.left - 1.0) * token_s)
     return limit_s
 
@@ -325,3 +320,9 @@ def spare_one(step):
     step.prefills[first].is_hopeless = False
     at.num_hopeless -= 1
     account.spared = step.requests[step.prefills[first].row].serial
+
+
+@compiled
+def _usual_token_s(at, step_s):
+    """Time between two tokens of a decode, with the prefills that come in between, seconds."""
+    return step_s / max(0.1, 1.0 - at.prefill_share) / at.per_step

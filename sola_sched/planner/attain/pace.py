@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
-from sola_sched.core.compiled import compiled
+from sola_sched.compiled.functions import compiled
 from sola_sched.core.traffic import NUM_ENOUGH
+from sola_sched.cost.times import chunk_s, decode_s
 from sola_sched.planner.attain.lost import is_rejected, most_lent_s
 from sola_sched.planner.attain.records import NEAR, ORDER
-from sola_sched.planner.attain.times import chunk_s, decode_s
 
 
 @compiled

@@ -6,21 +6,20 @@ import math
 
 import numpy as np
 
+from sola_sched.compiled.functions import FloatArray, IntArray, Record, records_of
 from sola_sched.config.policies import PolicyTraits
 from sola_sched.config.sola_config import SolaConfig
-from sola_sched.core.compiled import FloatArray, IntArray, Record, records_of
 from sola_sched.core.state import REQUEST, StepPlan, StepState
-from sola_sched.cost.model import Coefficients
+from sola_sched.cost.online import new_model
 from sola_sched.planner.attain import course
 from sola_sched.planner.attain.records import (
     ADMIT,
+    LIMITS,
     PREEMPT,
     REJECT,
     RUN,
-    SELDOM,
     STEP,
     Step,
-    linear_of,
     new_account,
     room_for,
     tuning_of,
@@ -59,7 +58,6 @@ class AttainPlanner:
         self._tuning, self._account = tuning_of(config, tuning), new_account()
         self._at = records_of(STEP, 1)
         self._found = self._at[["num_run", "num_admit", "num_preempt", "num_reject", "budget"]]
-        self._linear: Coefficients | None = None
         self._limits: tuple[int, ...] = ()
         self._reserve(1)
         _warm_up(self)
@@ -118,7 +116,7 @@ class AttainPlanner:
             *parts, state.running, state.waiting, num_victims, *state.lengths.lines(), trusts,
             float(state.now_s), float(state.elapsed_s), float(state.accepted_per_decode),
             float(state.prefill_share), num_free, state.has_e2e, state.has_ranks,
-            state.reload_s_per_token != math.inf, *state.cost.gamma, *state.traffic.means(),
+            state.reload_s_per_token != math.inf, state.cost.model, *state.traffic.means(),
         )  # fmt: skip
         if found < 0:
             wanted = -1 - found
@@ -129,14 +127,13 @@ class AttainPlanner:
 
     def _note(self, state: StepState) -> None:
         """Fill in what seldom changes, where it has."""
-        linear = state.cost.coefficients
         limits = (
             state.max_num_tokens, state.max_num_running, state.num_blocks, state.block_size,
             state.tokens_per_decode, state.max_chunk or 0, state.chunks_prefills,
         )  # fmt: skip
-        if linear is not self._linear or limits != self._limits:
-            self._linear, self._limits = linear, limits
-            self._at[SELDOM][0] = (*limits, *linear_of(linear))
+        if limits != self._limits:
+            self._limits = limits
+            self._at[LIMITS][0] = limits
 
     def _lengths(self, state: StepState, wanted: int) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Likely lengths of all, and expected ones of decodes and prefills, as far as wanted."""
@@ -188,6 +185,6 @@ def _warm_up(planner: AttainPlanner) -> None:
     )  # fmt: skip
     course.plan(
         *parts, none, none, 0, *NO_LINES, False, 0.0, 0.0, 1.0, 0.0, 0, False, False, False,
-        1.0, 1.0, 1.0, 0, 0.0, 0.0, 0.0,
+        new_model(0.1), 0, 0.0, 0.0, 0.0,
     )  # fmt: skip
     course.decide(*parts, _NO_LIKELY, _NO_LEFT, _NO_LEFT, 0)

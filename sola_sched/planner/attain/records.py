@@ -7,16 +7,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sola_sched.compiled.functions import IntArray, Record, Records, compiled, records_of
 from sola_sched.config.sola_config import SolaConfig
-from sola_sched.core.compiled import IntArray, Record, Records, compiled, records_of
-from sola_sched.cost.model import Coefficients
 from sola_sched.planner.attain.tuning import AttainTuning
 
 #: What is the same for all requests of a step. From `now_s` on what `StepState` and `CostModel`
 #: say of it; from `num_decodes` on what the stages find, seconds and tokens:
 #:
 #: - max_chunk: 0 for no limit. keeps_kv: whether displaced requests may find their KV swapped.
-#: - a0 ... mixed: coefficients of the step times, each with its gamma; see `times`.
+#: - a0 ... mixed, gamma: coefficients and factors of the step times; see `cost.times`.
 #: - num_came ... mean_output: recent traffic, as `RecentTraffic.means`.
 #: - num_decodes, num_prefills, num_started: requests in `decodes` and `prefills`; the first
 #:   `num_started` of these hold a slot.
@@ -33,14 +32,13 @@ from sola_sched.planner.attain.tuning import AttainTuning
 #: - lost_run, num_chosen, lost_tokens, is_alone, is_blocked: of `best_effort`.
 #: - num_run, num_admit, num_preempt, num_reject, budget: of the plan; num_run is -1 for all as
 #:   they stand.
-_STEP = [
+_STEP: list[Any] = [
     ("now_s", "f8"), ("elapsed_s", "f8"), ("per_step", "f8"), ("prefill_share", "f8"),
     ("max_num_tokens", "i8"), ("max_num_running", "i8"), ("num_free_blocks", "i8"),
     ("num_blocks", "i8"), ("block_size", "i8"), ("tokens_per_decode", "i8"), ("max_chunk", "i8"),
     ("chunks_prefills", "?"), ("has_e2e", "?"), ("has_ranks", "?"), ("keeps_kv", "?"),
     ("a0", "f8"), ("b0", "f8"), ("c0", "f8"), ("a1", "f8"), ("b1", "f8"), ("c1", "f8"),
-    ("d0", "f8"), ("mixed", "f8"), ("gamma_prefill", "f8"), ("gamma_decode", "f8"),
-    ("gamma_mixed", "f8"),
+    ("d0", "f8"), ("mixed", "f8"), ("gamma", "f8", (3,)),
     ("num_came", "i8"), ("first_came_s", "f8"), ("mean_prompt", "f8"), ("mean_output", "f8"),
     ("num_running", "i8"), ("num_waiting", "i8"),
     ("num_decodes", "i8"), ("num_prefills", "i8"), ("num_started", "i8"), ("lowest", "i8"),
@@ -59,15 +57,12 @@ _STEP = [
 ]  # fmt: skip
 STEP = np.dtype(_STEP, align=True)
 #: The fields that are given; the others are found.
-GIVEN = [name for name, _ in _STEP[: _STEP.index(("num_running", "i8"))]]
-#: Of them the coefficients of step times, and recent traffic.
-LINEAR = GIVEN[GIVEN.index("a0") : GIVEN.index("gamma_prefill")]
+GIVEN = [name for name, *_ in _STEP[: _STEP.index(("num_running", "i8"))]]
+#: Of them recent traffic, and what seldom changes.
 TRAFFIC = GIVEN[GIVEN.index("num_came") :]
-
-#: Of these, what seldom changes.
-SELDOM = [
+LIMITS = [
     "max_num_tokens", "max_num_running", "num_blocks", "block_size", "tokens_per_decode",
-    "max_chunk", "chunks_prefills", *LINEAR,
+    "max_chunk", "chunks_prefills",
 ]  # fmt: skip
 
 #: A decode of the step; times in seconds.
@@ -179,12 +174,6 @@ def room_for(capacity: int) -> tuple[Records, Records, Any]:
     """Decodes, prefills and lists of a `Step` for so many requests."""
     lists = np.zeros((NUM_LISTS, capacity), dtype=np.int64)
     return records_of(DECODE, capacity), records_of(PREFILL, capacity), lists
-
-
-def linear_of(model: Coefficients) -> tuple[float, ...]:
-    """The `LINEAR` of a cost model."""
-    mixed = model.d0 + model.c1 - model.overlap
-    return model.a0, model.b0, model.c0, model.a1, model.b1, model.c1, model.d0, mixed
 
 
 @compiled

@@ -14,17 +14,24 @@ from typing import Any
 import numpy as np
 
 from sola_sched.cluster.view import InstanceView
+from sola_sched.compiled.functions import Records, for_types_of, records_of
 from sola_sched.config.slo import SloTarget
 from sola_sched.config.sola_config import SolaConfig
-from sola_sched.core.compiled import Records, for_types_of, records_of
 from sola_sched.core.state import REQUEST
 from sola_sched.core.traffic import RecentTraffic
-from sola_sched.cost.model import Coefficients
+from sola_sched.cost.file import Coefficients
+from sola_sched.cost.memory import new_memory
+from sola_sched.cost.times import LINEAR, linear_of
 from sola_sched.planner.attain import records
 from sola_sched.prediction.length import LengthPrediction
 from sola_sched.simulator.cluster.engine import Ended, Progress
 from sola_sched.simulator.cluster.fast import steps
-from sola_sched.simulator.cluster.fast.learned import FIRST_FIT, first_fit, fit_again, new_memory
+from sola_sched.simulator.cluster.fast.learned import (
+    FIRST_FIT,
+    NUM_REMEMBERED,
+    first_fit,
+    fit_again,
+)
 from sola_sched.simulator.cluster.fast.state import ENDED, ENGINE, NUM_LISTS, TRUTH, Engine
 from sola_sched.simulator.cluster.fast.times import pack
 from sola_sched.simulator.cluster.rows import Columns, running_columns, waiting_columns
@@ -93,7 +100,7 @@ class FastInstance:
             records_of(TRUTH, _NUM_FIRST),
             np.zeros((NUM_LISTS, _NUM_FIRST + 1), np.int64),
             pack(batch_time),
-            new_memory(),
+            new_memory(NUM_REMEMBERED),
             records_of(records.STEP, 1),
             records.tuning_of(SolaConfig()),
             records.new_account(),
@@ -144,8 +151,8 @@ class FastInstance:
         self._at["is_fit_due"] = False
         plan = self._engine.plan
         linear = Coefficients.from_fit(self._fit, has_prefill=True, has_decode=True)
-        plan[records.LINEAR][0] = records.linear_of(linear)
-        plan["gamma_prefill"] = plan["gamma_decode"] = plan["gamma_mixed"] = 1.0
+        plan[list(LINEAR)][0] = linear_of(linear)
+        plan["gamma"] = 1.0
 
     def progress(self, req_id: str, now_s: float) -> Progress:
         """See `ClusterEngine.progress`."""

@@ -13,17 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from sola_sched.core.compiled import compiled
+from sola_sched.compiled.functions import compiled
 from sola_sched.cost.fit import (
     DECODE,
     MIXED,
-    NUM_FEATURES,
     PREFILL,
     StepShape,
     features_of,
     fit_coefficients,
+    kind_by,
 )
-from sola_sched.planner.attain.times import decode_s
+from sola_sched.cost.memory import all_steps, remember
+from sola_sched.cost.times import base_of, bases_s, decode_s
 from sola_sched.prediction.length import FloatArray
 from sola_sched.simulator.cluster.fast.state import RUNNING, rows_in
 from sola_sched.simulator.cluster.step_model import BatchTime
@@ -36,11 +37,6 @@ _ALPHA, _AVERAGING = 0.1, 0.05
 #: Steps of the first fit: decodes, the KV of each; prompt tokens, those computed before.
 _DECODES, _CONTEXTS = (0, 1, 4, 16, 48, 96, 160, 256), (128, 512, 1024, 2048)
 _TOKENS, _COMPUTED = (0, 32, 128, 256, 512, 1024, 2048), (0, 512)
-
-
-def new_memory() -> FloatArray:
-    """Features and times of the steps of each kind, as in `cost.fit`."""
-    return np.zeros((3, NUM_REMEMBERED, NUM_FEATURES + 1))
 
 
 @lru_cache(maxsize=64)
@@ -57,8 +53,7 @@ def first_fit(batch_time: BatchTime) -> FloatArray:
 
 def fit_again(memory: FloatArray, num_done: Any, before: FloatArray) -> FloatArray:
     """Coefficients by the steps that are remembered, of which so many were done of each kind."""
-    rows = np.concatenate([steps[:num] for steps, num in zip(memory, num_done, strict=True)])
-    return fit_coefficients(rows[:, :-1], rows[:, -1], before)
+    return fit_coefficients(*all_steps(memory, num_done), before)
 
 
 @compiled
@@ -68,26 +63,18 @@ def note_steps(e, took_s):
     num = at.num_decodes + at.num_ending
     # Of k steps: those of the one in the middle.
     ctx = at.ctx + at.kv_ending + 0.5 * num * (at.k + 1.0)
-    decodes_s = plan.a1 * num + plan.b1 * ctx
-    chunks_s = plan.a0 * at.pairs + plan.b0 * at.squares + plan.c0 * at.tokens
-    step_s, keep, share = took_s / at.k, (1.0 - _ALPHA) ** at.k, 0.0
-    if not at.tokens:
-        kind, ratio = DECODE, step_s / (decodes_s + plan.c1)
-        plan.gamma_decode = ratio + keep * (plan.gamma_decode - ratio)
-    elif not num:
-        kind, ratio, share = PREFILL, step_s / (chunks_s + plan.d0), 1.0
-        plan.gamma_prefill = ratio + keep * (plan.gamma_prefill - ratio)
-    else:
-        kind, ratio = MIXED, step_s / (chunks_s + decodes_s + plan.mixed)
-        plan.gamma_mixed = ratio + keep * (plan.gamma_mixed - ratio)
+    kind, step_s, share = kind_by(num, at.tokens), took_s / at.k, 0.0
+    bases = bases_s(plan, kind, num, ctx, at.tokens, at.squares, at.pairs)
+    # Eq. 5 for so many equal steps.
+    ratio, keep = step_s / base_of(kind, bases), (1.0 - _ALPHA) ** at.k
+    plan.gamma[kind] = ratio + keep * (plan.gamma[kind] - ratio)
+    if kind == PREFILL:
+        share = 1.0
+    elif kind == MIXED:
         share = max(0.0, 1.0 - decode_s(plan, num, ctx) / step_s)
     keep = (1.0 - _AVERAGING) ** at.k
     plan.prefill_share = share + keep * (plan.prefill_share - share)
-    row = e.memory[kind, at.num_done[kind] % NUM_REMEMBERED]
-    row[0], row[1], row[2], row[3], row[4] = at.pairs, at.squares, at.tokens, num, ctx
-    row[5], row[8] = 1.0, step_s
-    row[6], row[7] = (1.0 if at.tokens else 0.0), (1.0 if num else 0.0)
-    at.num_done[kind] += 1
+    remember(e.memory, at.num_done, kind, num, ctx, at.tokens, at.squares, at.pairs, step_s)
     at.num_steps += at.k
     if at.num_steps >= at.next_fit:
         at.is_fit_due = True
@@ -102,7 +89,7 @@ def settled_steps(e):
         shortest_s = min(shortest_s, requests[row].tpot_s)
     step_s = decode_s(plan, at.num_decodes, at.ctx + at.num_decodes)
     left_s = e.tuning[0].keep * shortest_s - step_s
-    more_s = plan.gamma_decode * plan.b1 * at.num_decodes
+    more_s = plan.gamma[DECODE] * plan.b1 * at.num_decodes
     if not left_s < more_s * 2.0**30:
         return 1 << 30
     return 1 + max(0, int(left_s / more_s))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sola_sched.core.compiled import compiled
+from sola_sched.compiled.functions import compiled
 from sola_sched.core.lengths import mean_left, overrun
 from sola_sched.core.state import LIKELY
 from sola_sched.prediction.length import NUM_LEVELS

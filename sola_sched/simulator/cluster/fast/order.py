@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sola_sched.core.compiled import compiled
+from sola_sched.compiled.functions import compiled
 from sola_sched.core.state import DECODE, PREFILL
 from sola_sched.simulator.cluster.fast.state import (
     CHUNKS,

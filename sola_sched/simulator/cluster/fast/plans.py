@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sola_sched.core.compiled import compiled
+from sola_sched.compiled.functions import compiled
 from sola_sched.core.state import DECODE
 from sola_sched.planner.attain import course
 from sola_sched.planner.attain.records import ADMIT, PREEMPT, RUN

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sola_sched.core.compiled import compiled
+from sola_sched.compiled.functions import compiled
 from sola_sched.core.state import DECODE, FREE, PREFILL, WAITING
 
 #: Lists: those that wait, in vLLM's order; those that run, by admission; the prompts of the steps
@@ -70,7 +70,7 @@ class Engine(NamedTuple):
         truth: Records (`TRUTH`), [rows].
         lists: [`NUM_LISTS`, rows + 1].
         times: See `times.pack`.
-        memory: Steps that are remembered; see `learned.new_memory`.
+        memory: Steps that are remembered; see `cost.memory`.
         plan, tuning, account, decodes, prefills, plan_lists: What plans are made of; see
             `planner.attain.records.Step`. The first three are arrays of one.
     """

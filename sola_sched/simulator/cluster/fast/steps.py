@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from sola_sched.core.compiled import compiled, entry
+from sola_sched.compiled.functions import compiled, entry
 from sola_sched.core.state import DECODE, WAITING
 from sola_sched.prediction.length import NUM_LEVELS
 from sola_sched.simulator.cluster.fast.learned import note_steps, settled_steps

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from sola_sched.core.compiled import compiled
+from sola_sched.compiled.functions import compiled
+from sola_sched.cost.times import Times, linear_of
+from sola_sched.cost.times import step_s as fitted_step_s
 from sola_sched.errors import ConfigError
 from sola_sched.prediction.length import FloatArray
 from sola_sched.simulator.cluster.step_model import TYPICAL_CTX, BatchTime
@@ -26,7 +28,7 @@ _ROOFLINE, _TABLES, _FITTED = range(3)
 _FORM, _FACTOR, _AS_DECODES = range(3)
 _BASE, _PER_DECODE, _PER_CTX, _PER_PREFILL, _PER_PAIR, _WEIGHTS, _PER_ANY, _POWER = range(3, 11)
 _HOST, _ATTENTION, _PER_TOKEN, _MAX_GRAPH, _TOKENS, _REQUESTS, _PAIRS, _GRID, _CURVES = range(3, 12)
-_A0, _B0, _C0, _D0, _A1, _B1, _C1, _BOTH, _PREFILL, _DECODE, _MIXED = range(3, 14)
+_A0, _B0, _C0, _A1, _B1, _C1, _D0, _BOTH, _PREFILL, _DECODE, _MIXED = range(3, 14)
 
 
 def pack(batch_time: BatchTime) -> FloatArray:
@@ -74,10 +76,7 @@ def _tables(tables: StepTables) -> Iterable[float]:
 
 
 def _fitted(measured: MeasuredStepTime) -> Iterable[float]:
-    c, gamma = measured.cost.coefficients, measured.cost.gamma
-    mixed = c.d0 + c.c1 - c.overlap
-    return (c.a0, c.b0, c.c0, c.d0, c.a1, c.b1, c.c1, mixed, gamma.prefill, gamma.decode,
-            gamma.mixed)  # fmt: skip
+    return (*linear_of(measured.cost.coefficients), *measured.cost.gamma)
 
 
 _FORMS: tuple[tuple[type, int, Callable[[Any], Iterable[float]]], ...] = (
@@ -151,16 +150,11 @@ def _roofline_s(times, decodes, ctx, tokens, pairs):
 @compiled
 def _fitted_s(times, decodes, ctx, tokens, squares, pairs):
     """See `CostModel.step_s`."""
-    chunks_s = times[_A0] * pairs + times[_B0] * squares + times[_C0] * tokens
-    decodes_s = times[_A1] * decodes + times[_B1] * ctx
-    chunks_alone_s = times[_PREFILL] * (chunks_s + times[_D0]) if tokens > 0.0 else 0.0
-    if decodes <= 0.0:
-        return chunks_alone_s
-    decodes_alone_s = times[_DECODE] * (decodes_s + times[_C1])
-    if tokens <= 0.0:
-        return decodes_alone_s
-    together_s = times[_MIXED] * (chunks_s + decodes_s + times[_BOTH])
-    return max(together_s, decodes_alone_s, chunks_alone_s)
+    of = Times(
+        times[_A0], times[_B0], times[_C0], times[_A1], times[_B1], times[_C1], times[_D0],
+        times[_BOTH], (times[_PREFILL], times[_DECODE], times[_MIXED]),
+    )  # fmt: skip
+    return fitted_step_s(of, decodes, ctx, tokens, squares, pairs)
 
 
 @compiled

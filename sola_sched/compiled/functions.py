@@ -13,7 +13,7 @@ import numpy as np
 from numba import config, njit, typeof
 from numpy.typing import NDArray
 
-from sola_sched.core.kept_code import folder
+from sola_sched.compiled.kept_code import folder
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -43,6 +43,14 @@ def entry(function: _Function) -> _Function:
         return compiled(function)
     finally:
         config.CACHE_DIR = before
+
+
+def as_it_stands(function: _Function) -> _Function:
+    """The Python function that was compiled, for arguments of any types.
+
+    Those that it calls are compiled ones all the same.
+    """
+    return cast(_Function, getattr(function, "py_func", function))
 
 
 def for_types_of(function: _Function, *args: object) -> _Function:

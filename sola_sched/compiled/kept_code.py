@@ -18,7 +18,7 @@ from sola_sched.config.cache_dir import user_cache_dir
 _PACKAGE = Path(__file__).parents[1]
 #: Files with compiled functions, or with constants of such.
 _SOURCES = (
-    "core/*.py", "cost/model.py", "planner/attain/*.py", "prediction/length.py",
+    "compiled/*.py", "core/*.py", "cost/*.py", "planner/attain/*.py", "prediction/length.py",
     "simulator/cluster/step_model.py", "simulator/cluster/fast/*.py",
 )  # fmt: skip
 _READY = "ready"

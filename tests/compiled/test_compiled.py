@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sola_sched.core import kept_code
+from sola_sched.compiled import kept_code
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 
