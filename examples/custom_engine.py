@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from sola_sched import CostModel, SloTarget, SolaConfig, StateMonitor, make_planner
+from sola_sched import CostModel, EngineLimits, SloTarget, SolaConfig, StateMonitor, make_planner
 from sola_sched.length_predictor.histogram import LengthHistogram
 
 SLO = SloTarget(ttft_s=1.0, tpot_s=0.05)
 MAX_TOKENS, SLOTS, BLOCKS, BLOCK_SIZE = 2048, 64, 4000, 16
+LIMITS = EngineLimits(MAX_TOKENS, SLOTS, BLOCKS, BLOCK_SIZE)
 
 
 class Engine:
@@ -50,16 +51,7 @@ class Engine:
         used = sum(-(-int(table.num_computed[row]) // BLOCK_SIZE) for row in self.running)
         run, admit, budget = list(self.running), list(self.waiting), MAX_TOKENS
         if self.planner is not None:
-            plan = self.planner.plan(
-                self.monitor.state(
-                    self.running,
-                    max_num_tokens=MAX_TOKENS,
-                    max_num_running=SLOTS,
-                    num_free_blocks=BLOCKS - used,
-                    num_blocks=BLOCKS,
-                    block_size=BLOCK_SIZE,
-                )
-            )
+            plan = self.planner.plan(self.monitor.state(self.running, LIMITS, BLOCKS - used))
             for row in plan.preempt.tolist():
                 self.running.remove(row)
                 self.waiting.insert(0, row)

@@ -43,6 +43,7 @@ _EXPORTS = {
     "SolaSchedulerMixin": "sola_sched.vllm_adapter.scheduler",
     "SloTarget": "sola_sched.config.slo",
     "StateMonitor": "sola_sched.core.monitor",
+    "EngineLimits": "sola_sched.core.state",
     "StepPlan": "sola_sched.core.state",
     "StepState": "sola_sched.core.state",
     "make_planner": "sola_sched.planner",
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from sola_sched.config.slo import SloTarget
     from sola_sched.config.sola_config import SolaConfig
     from sola_sched.core.monitor import StateMonitor
-    from sola_sched.core.state import StepPlan, StepState
+    from sola_sched.core.state import EngineLimits, StepPlan, StepState
     from sola_sched.cost.model import CostModel
     from sola_sched.planner import make_planner
     from sola_sched.prediction.length import LengthPrediction

@@ -8,62 +8,36 @@ nothing is recomputed per step from the requests themselves.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from sola_sched.compiled.functions import BoolArray, FloatArray, IntArray
+from sola_sched.compiled.functions import IntArray
 from sola_sched.config.slo import DEFAULT_CLASS, SloTarget
 from sola_sched.core.live import LiveRequest
 from sola_sched.core.outcomes import ClassOutcomes, MonitorStats
 from sola_sched.core.services import Services
-from sola_sched.core.state import (
+from sola_sched.core.state import EngineLimits, LengthModel, StepState
+from sola_sched.core.steps import StepsInFlight, warm_up
+from sola_sched.core.table import (
     DECODE,
     PARKED,
     PREFILL,
     WAITING,
-    LengthModel,
     RequestTable,
-    StepState,
+    RequestValues,
     rows_of,
 )
 from sola_sched.core.traffic import RecentTraffic
-from sola_sched.cost.model import CostModel, StepShape
+from sola_sched.cost.model import CostModel
 from sola_sched.prediction.length import LEVELS, LengthPrediction
 from sola_sched.prediction.trust import PredictionTrust
-
-#: Weight of the newest step in the running averages of the system state.
-_AVERAGING = 0.05
 
 #: Beyond this, either way, priorities are equal: ranks that are computed from them stay in 64 bits.
 _MOST_PRIORITY = 2**52
 
 _NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
-_NO_STEP = _NO_ROWS, _NO_ROWS
-_NO_SHAPE = StepShape(0, 0, 0, 0.0, 0.0)
-
-
-@dataclass(slots=True)
-class _StepRecord:
-    scheduled_s: float
-    rows: tuple[IntArray, IntArray]  # those that decode, and those whose prefill ends
-    prefill: tuple[int, float, float] = (0, 0.0, 0.0)  # as in `StepShape`
-    is_known: bool = True  # whether these are all that sample
-    parts: tuple[FloatArray, BoolArray] | None = None  # of the services
-    gone: list[int] = field(default_factory=list)  # rows that have ended since
-    chunks: dict[str, int] = field(default_factory=dict)  # prompt tokens by request
-    # From here on what `_settle` notes.
-    shape: StepShape = _NO_SHAPE
-    predicted_s: float = 0.0
-
-    @property
-    def num_sampled(self) -> int:
-        return len(self.rows[0]) + len(self.rows[1])
-
-    def samples(self, row: int) -> bool:
-        return any(bool((rows == row).any()) for rows in self.rows)
 
 
 class StateMonitor:
@@ -91,19 +65,16 @@ class StateMonitor:
         self.traffic = RecentTraffic()
         self.stats = MonitorStats()
         self.trust = PredictionTrust()
-        self.prefill_share = 0.0
-        self.accepted_per_decode = 1.0
-        self._in_flight: deque[_StepRecord] = deque()
-        self._unsettled: _StepRecord | None = None
-        self._last_update_s = -math.inf
+        self._steps = StepsInFlight(cost)
         self._is_idle = True
-        self._elapsed_s = 0.0
         self._next_pos = 1
         self._front_pos = -1
         self._num_limited = self._num_due = self._num_ranked = 0
         self._parked: set[int] = set()
         self._outcomes: dict[int, ClassOutcomes] = {}  # by row, where not those of the default
-        self._waiting, self._waiting_epoch = _NO_ROWS, -1
+        self._limits: EngineLimits | None = None
+        self._seldom: dict[str, Any] = {}  # fields of the state that seldom change
+        warm_up()
 
     # Events ---------------------------------------------------------------------------------
 
@@ -128,24 +99,26 @@ class StateMonitor:
             The rest: as in `RequestTable`.
         """
         self.traffic.came(arrival_s, num_prompt_tokens - num_cached_tokens)
-        table = self.table
-        row = table.add(req_id)
-        table.arrival_s[row] = arrival_s
-        table.ttft_s[row] = slo.ttft_s
-        table.due_s[row] = arrival_s + slo.ttft_s
-        table.tpot_s[row] = slo.tpot_s
-        table.e2e_s[row] = slo.e2e_s
-        table.e2e_due_s[row] = arrival_s + slo.e2e_s
-        table.weight[row] = slo.weight
-        table.priority[row] = max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY))
-        table.num_prompt[row] = num_prompt_tokens
-        table.prefill_target[row] = num_prompt_tokens
-        table.num_computed[row] = num_cached_tokens
-        table.max_tokens[row] = max_tokens
-        service = table.service[row] = self.services.index_of(slo_class)
+        service = self.services.index_of(slo_class)
+        row = self.table.add(
+            req_id,
+            arrival_s=arrival_s,
+            ttft_s=slo.ttft_s,
+            due_s=arrival_s + slo.ttft_s,
+            tpot_s=slo.tpot_s,
+            e2e_s=slo.e2e_s,
+            e2e_due_s=arrival_s + slo.e2e_s,
+            weight=slo.weight,
+            priority=max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY)),
+            num_prompt=num_prompt_tokens,
+            prefill_target=num_prompt_tokens,
+            num_computed=num_cached_tokens,
+            max_tokens=max_tokens,
+            service=service,
+            length_class=self.lengths.class_of(num_prompt_tokens, max_tokens, service),
+            queue_pos=self._next_pos,
+        )
         self.services.num_live[service] += 1
-        table.length_class[row] = self.lengths.class_of(num_prompt_tokens, max_tokens, service)
-        table.queue_pos[row] = self._next_pos
         self._next_pos += 1
         self._num_limited += not slo.is_unlimited
         self._num_due += math.isfinite(slo.e2e_s)
@@ -170,10 +143,8 @@ class StateMonitor:
         table.num_added, table.epoch = old.num_added, old.epoch + 1
         self._num_limited = self._num_due = self._num_ranked = 0
         self.services.num_live[:] = 0
-        self._waiting_epoch = -1
         self._parked = set()
         self._outcomes.clear()
-        self._last_update_s, self._elapsed_s = now, 0.0
         in_flight: list[list[int]] = [[] for _ in range(num_steps)]
         for request in requests:
             arrival_s, first_token_s, predicted = request.arrival_s, math.nan, None
@@ -210,12 +181,9 @@ class StateMonitor:
                 rows.append(row)
         self.traffic = traffic
         self.stats.num_unseen += len(old.row_of.keys() - table.row_of.keys())
-        self._in_flight.clear()
-        self._unsettled = None
+        self._steps.clear(now)
         for rows in in_flight:
-            record = self._unsettled = _StepRecord(now, (_NO_ROWS, rows_of(rows)), is_known=False)
-            self._in_flight.append(record)
-            self._settle()
+            self._steps.begin_unknown(table, rows, now)
 
     def predicted(self, req_id: str, prediction: LengthPrediction) -> bool:
         """A length prediction arrived, for a request in any state, perhaps a better one again.
@@ -285,47 +253,12 @@ class StateMonitor:
             decode_rows: Rows that decode in the step; not to be changed afterwards.
             prefill_rows: Rows that prefill, with their `prefill_tokens` in the step.
         """
-        self._settle()
         self.begin_step()
         table = self.table
         parts = self.services.parts_of(table, self.cost, decode_rows, prefill_rows, prefill_tokens)
-        new, squares, products, sampled = 0, 0, 0, []
-        chunks: dict[str, int] = {}
-        for row, tokens in zip(prefill_rows, prefill_tokens, strict=True):
-            has = int(table.num_computed[row])
-            new += tokens
-            squares += tokens * tokens
-            products += has * tokens
-            table.num_computed[row] = has + tokens
-            if (name := table.req_id[row]) is not None:
-                chunks[name] = tokens
-            if has + tokens >= table.prefill_target[row]:
-                table.move(row, DECODE)
-                sampled.append(row)
-        record = self._unsettled = _StepRecord(
-            self.clock(),
-            (decode_rows, rows_of(sampled)),
-            (new, float(squares), float(products)),
-            parts=parts,
-            chunks=chunks,
+        self._steps.begin(
+            table, decode_rows, rows_of(prefill_rows), rows_of(prefill_tokens), self.clock(), parts
         )
-        self._in_flight.append(record)
-
-    def _settle(self) -> None:
-        """Note of the step that was scheduled last what depends on the table as it is by then.
-
-        Called before anything changes that: so `scheduled` itself touches no array, which would
-        find its code displaced from the processor's caches by the engine's own.
-        """
-        record, self._unsettled = self._unsettled, None
-        if record is not None:
-            self._weigh(record, self.table.begin(*record.rows))
-
-    def _weigh(self, record: _StepRecord, ctx: int) -> None:
-        """Predict the time of a step whose decodes have so many tokens in sum."""
-        record.shape = StepShape(len(record.rows[0]), ctx, *record.prefill)
-        if self.cost.is_ready:
-            record.predicted_s = self.cost.step_s(record.shape)
 
     @property
     def num_expected(self) -> int:
@@ -333,10 +266,17 @@ class StateMonitor:
 
         -1 where that is not known.
         """
-        record = self._in_flight[0]
-        if not record.is_known:
-            return -1
-        return record.num_sampled - len(record.gone)
+        return self._steps.num_expected
+
+    @property
+    def prefill_share(self) -> float:
+        """As in `StepState`."""
+        return self._steps.averages.prefill_share
+
+    @property
+    def accepted_per_decode(self) -> float:
+        """As in `StepState`."""
+        return self._steps.averages.accepted_per_decode
 
     def completed(self, rows: IntArray | None = None, num_tokens: IntArray | None = None) -> None:
         """The oldest step in flight completed and delivered tokens.
@@ -346,37 +286,10 @@ class StateMonitor:
                 `num_expected` requests received one.
             num_tokens: Tokens per row, with `rows`.
         """
-        now = self.clock()
-        table, record = self.table, self._in_flight.popleft()
-        newest, self._unsettled = self._unsettled, None
-        ctx = table.begin_and_end(
-            _NO_STEP if newest is None else newest.rows,
-            record.rows,
-            record.gone,
-            now if rows is None else None,
-        )
-        if newest is not None:
-            self._weigh(newest, ctx)
-        elapsed = now - self._last_update_s
-        self._last_update_s = now
-        self._elapsed_s += elapsed
+        elapsed_s, parts = self._steps.end(self.table, self.clock(), rows, num_tokens)
         self.stats.num_steps += 1
-        shape = record.shape
-        if record.parts is not None:
-            self.services.book(elapsed, *record.parts)
-        if shape.num_decodes or shape.prefill_tokens:
-            self.cost.observe(shape, elapsed)
-            share = 0.0
-            if shape.prefill_tokens and record.predicted_s > 0:
-                decode_s = self.cost.decode_s(shape.num_decodes, shape.decode_ctx_tokens)
-                share = max(0.0, 1.0 - float(decode_s) / record.predicted_s)
-            self.prefill_share += _AVERAGING * (share - self.prefill_share)
-        if rows is None or num_tokens is None or not len(rows):
-            return
-        table.deliver(rows, now, num_tokens)
-        if shape.num_decodes:
-            mean = int(num_tokens.sum()) / len(rows)
-            self.accepted_per_decode += _AVERAGING * (max(1.0, mean) - self.accepted_per_decode)
+        if parts is not None:
+            self.services.book(elapsed_s, *parts)
 
     def finished(
         self,
@@ -393,51 +306,47 @@ class StateMonitor:
                 rejected: it was refused because of overload, or
                 failed: an error of the engine ended it.
         """
-        self._settle()
         table = self.table
         row = table.row_of[req_id]
-        has_e2e = math.isfinite(table.e2e_s[row])
+        request = table.values(row)
+        has_e2e = math.isfinite(request.e2e_s)
         self._num_due -= has_e2e
-        self._num_limited -= bool(
-            has_e2e or math.isfinite(table.ttft_s[row]) or math.isfinite(table.tpot_s[row])
+        self._num_limited -= (
+            has_e2e or math.isfinite(request.ttft_s) or math.isfinite(request.tpot_s)
         )
-        self._num_ranked -= bool(table.priority[row] != 0)
+        self._num_ranked -= request.priority != 0
         outcomes = self._outcomes.pop(row, None) or self.stats.by_class[DEFAULT_CLASS]
         self.stats.count_end(
-            table, row, outcomes, self.clock(),
-            by_itself=by_itself, rejected=rejected, failed=failed,
-        )  # fmt: skip
+            request, outcomes, self.clock(), by_itself=by_itself, rejected=rejected, failed=failed
+        )
         if by_itself and not rejected and not failed:
-            num_output = int(table.num_output[row])
-            self._compare_prediction(row, num_output)
-            self.traffic.ended(num_output)
-            self.lengths.observe(int(table.length_class[row]), num_output)
-            self.services.observe(int(table.service[row]), int(table.num_prompt[row]), num_output)
-        self.services.num_live[table.service[row]] -= 1
-        if num_in_flight := table.num_in_flight[row]:
-            for record in self._in_flight:
-                is_in = num_in_flight == len(self._in_flight) or record.samples(row)
-                if is_in and row not in record.gone:
-                    record.gone.append(row)
+            self._compare_prediction(request)
+            self.traffic.ended(request.num_output)
+            self.lengths.observe(request.length_class, request.num_output)
+            self.services.observe(request.service, request.num_prompt, request.num_output)
+        self.services.num_live[request.service] -= 1
+        self._steps.forget_row(row)
         table.remove(req_id)
 
-    def _compare_prediction(self, row: int, num_output: int) -> None:
+    def _compare_prediction(self, request: RequestValues) -> None:
         """Hold the prediction of a request that ended by itself against the histogram's."""
-        table = self.table
-        if not num_output or not table.predicted[row, 0] > 0.0:  # NaN: none
+        num_output, quantiles = request.num_output, request.predicted
+        if not num_output or not quantiles[0] > 0.0:  # NaN: none
             return
-        rows = np.array([row])
-        usual = self.lengths.remaining_quantile(
-            0.5, table.length_class[rows], np.zeros(1, dtype=np.int64), table.max_tokens[rows]
+        (usual,) = self.lengths.remaining_quantile(
+            0.5,
+            np.array([request.length_class], dtype=np.int32),
+            np.zeros(1, dtype=np.int64),
+            np.array([request.max_tokens]),
         )
         has_changed = self.trust.compare(
-            float(np.interp(0.5, LEVELS, table.predicted[row])),
-            float(usual[0]),
+            float(np.interp(0.5, LEVELS, quantiles)),
+            float(usual),
             num_output,
-            max(num_output, int(table.max_tokens[row])),
+            max(num_output, request.max_tokens),
         )
         if has_changed:
-            table.epoch += 1  # what a planner knows has changed for all
+            self.table.epoch += 1  # what a planner knows has changed for all
 
     def set_busy(self, is_busy: bool) -> None:
         """Tell whether there is anything to compute now; if not, idle time lasts until a step.
@@ -451,94 +360,57 @@ class StateMonitor:
         """A step is about to be planned, which ends idle time; without this, `scheduled` does."""
         if self._is_idle:
             self._is_idle = False
-            if not self._is_computing():  # else its time goes on from the end of that step
-                self._last_update_s = self.clock()
+            if not self._steps.are_computing:  # else its time goes on from the end of that step
+                self._steps.set_last_update(self.clock())
 
     def waited(self, seconds: float) -> None:
         """The engine had something to compute, and waited for the accelerator, another's until now.
 
         As idle time it is in no step's time.
         """
-        if not self._is_computing():
-            self._last_update_s += seconds
-
-    def _is_computing(self) -> bool:
-        """Whether a step is in flight that is not empty."""
-        return any(
-            len(record.rows[0]) or record.prefill[0] or not record.is_known
-            for record in self._in_flight
-        )
+        if not self._steps.are_computing:
+            self._steps.set_last_update(self._steps.averages.last_update_s + seconds)
 
     # State ----------------------------------------------------------------------------------
 
     def chunks_in_flight(self) -> IntArray:
         """Prompt tokens of each row that steps in flight compute; the table counts them as done."""
-        tokens = np.zeros(len(self.table.phase), dtype=np.int64)
-        for record in self._in_flight:
-            for req_id, count in record.chunks.items():
-                row = self.table.row_of.get(req_id)
-                if row is not None:
-                    tokens[row] += count
-        return tokens
+        return self._steps.chunks(self.table.capacity)
 
     def state(
-        self,
-        running: Sequence[int] | IntArray,
-        *,
-        max_num_tokens: int,
-        max_num_running: int,
-        num_free_blocks: int,
-        num_blocks: int,
-        block_size: int,
-        tokens_per_decode: int = 1,
-        chunks_prefills: bool = True,
-        max_chunk: int | None = None,
+        self, running: Sequence[int] | IntArray, limits: EngineLimits, num_free_blocks: int
     ) -> StepState:
         """The state for the next plan; call once per step, before it is scheduled.
 
         Args:
             running: Rows that hold a slot, in the engine's order; not to be changed afterwards.
-            The rest: as in `StepState`.
+            limits: Of the engine.
+            num_free_blocks: Of its KV cache.
         """
-        self._settle()
-        table = self.table
-        rows = np.asarray(running, dtype=np.int64)
-        if not table.num_in_phase[WAITING]:
-            self._waiting, self._waiting_epoch = _NO_ROWS, table.epoch
-        elif self._waiting_epoch != table.epoch:
-            (self._waiting,) = (table.phase == WAITING).nonzero()
-            self._waiting_epoch = table.epoch
-        now = self.clock()
-        start = now
-        if self._in_flight:
-            free_s = max(self._last_update_s, self._in_flight[0].scheduled_s)
-            for record in self._in_flight:
-                free_s += record.predicted_s
-            start = max(now, free_s)
-        elapsed, self._elapsed_s = self._elapsed_s, 0.0
+        if limits != self._limits:
+            self._limits = limits
+            self._seldom = {
+                "lengths": self.lengths,
+                "cost": self.cost,
+                "services": self.services,
+                **limits._asdict(),
+            }
+        averages = self._steps.averages
+        self._steps.take_elapsed()
         return StepState(
-            now_s=start,
-            table=table,
-            running=rows,
-            waiting=self._waiting,
-            lengths=self.lengths,
-            cost=self.cost,
-            max_num_tokens=max_num_tokens,
-            max_num_running=max_num_running,
+            now_s=max(self.clock(), averages.free_s),
+            table=self.table,
+            running=np.asarray(running, dtype=np.int64),
+            waiting=self.table.waiting,
             num_free_blocks=num_free_blocks,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            tokens_per_decode=tokens_per_decode,
-            chunks_prefills=chunks_prefills,
-            max_chunk=max_chunk,
-            accepted_per_decode=self.accepted_per_decode,
-            elapsed_s=elapsed,
-            prefill_share=self.prefill_share,
+            accepted_per_decode=averages.accepted_per_decode,
+            elapsed_s=averages.elapsed_s,
+            prefill_share=averages.prefill_share,
             has_slo=self._num_limited > 0,
             has_e2e=self._num_due > 0,
             has_classes=self._num_ranked > 0,
-            services=self.services,
             traffic=self.traffic,
             lifts=self.services.lifts(),
             trusts_predictions=self.trust.is_trusted,
+            **self._seldom,
         )

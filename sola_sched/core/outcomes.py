@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from sola_sched.config.slo import DEFAULT_CLASS
-from sola_sched.core.state import RequestTable
+from sola_sched.core.table import RequestValues
 
 
 @dataclass(slots=True)
@@ -86,8 +86,7 @@ class MonitorStats:
 
     def count_end(
         self,
-        table: RequestTable,
-        row: int,
+        request: RequestValues,
         outcomes: ClassOutcomes,
         now_s: float,
         *,
@@ -98,15 +97,15 @@ class MonitorStats:
         """Count the end of a request, here and in the `outcomes` of its class.
 
         Args:
-            table, row: Where its times and targets are.
+            request: Its times and targets.
             outcomes: Of its class.
             now_s: On the table's clock.
             by_itself, rejected, failed: As in `StateMonitor.finished`.
         """
-        num_output, arrival_s = int(table.num_output[row]), float(table.arrival_s[row])
+        num_output, arrival_s = request.num_output, request.arrival_s
         # An answer without tokens, as of a pooling model, comes at the end.
-        first_s = float(table.first_token_s[row]) if num_output else now_s
-        ttft_met = bool(first_s - arrival_s <= table.ttft_s[row])
+        first_s = request.first_token_s if num_output else now_s
+        ttft_met = first_s - arrival_s <= request.ttft_s
         if rejected:
             self.num_rejected += 1
             outcomes.rejected += 1
@@ -115,17 +114,17 @@ class MonitorStats:
             outcomes.missed += 1
         elif not by_itself:
             self.num_aborted += 1
-            if ttft_met and now_s <= table.e2e_due_s[row]:
+            if ttft_met and now_s <= request.e2e_due_s:
                 outcomes.aborted += 1
             else:
                 outcomes.missed += 1
         else:
-            last_s = float(table.last_token_s[row]) if num_output else first_s
+            last_s = request.last_token_s if num_output else first_s
             tpot_s = (last_s - first_s) / max(1, num_output - 1)
-            tpot_met = num_output < 2 or bool(tpot_s <= table.tpot_s[row])
-            e2e_met = bool(last_s - arrival_s <= table.e2e_s[row])
+            tpot_met = num_output < 2 or tpot_s <= request.tpot_s
+            e2e_met = last_s - arrival_s <= request.e2e_s
             attained = ttft_met and tpot_met and e2e_met
-            if math.isfinite(table.e2e_s[row]):
+            if math.isfinite(request.e2e_s):
                 self.num_e2e += 1
                 self.num_e2e_met += e2e_met
             self.num_finished += 1

@@ -1,33 +1,37 @@
-"""Plain data between an engine and a planner: `StepState` in, `StepPlan` out.
-
-Per-request state lives in one struct of arrays (`RequestTable`), so that a planner works on
-whole columns and a step with hundreds of requests costs microseconds, not a Python loop.
-"""
+"""Plain data between an engine and a planner: `StepState` in, `StepPlan` out."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sola_sched.compiled.functions import BoolArray, FloatArray, IntArray, Records, records_of
-from sola_sched.core import loops
+from sola_sched.compiled.functions import BoolArray, FloatArray, IntArray
 from sola_sched.core.services import Services
+from sola_sched.core.table import (
+    DECODE,
+    FREE,
+    PARKED,
+    PREFILL,
+    REQUEST,
+    WAITING,
+    RequestTable,
+)
 from sola_sched.core.traffic import RecentTraffic
 from sola_sched.cost.model import CostModel
 from sola_sched.prediction.length import (
-    NUM_LEVELS,
     LengthLines,
-    LengthPrediction,
     remaining_at,
     remaining_mean,
 )
 
-__all__ = ["BoolArray", "FloatArray", "IntArray"]
+__all__ = [
+    "DECODE", "FREE", "PARKED", "PREFILL", "REQUEST", "WAITING", "BoolArray", "FloatArray",
+    "IntArray", "RequestTable",
+]  # fmt: skip
 
 _NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 
@@ -35,241 +39,6 @@ _NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 _RARE = 0.05
 #: Probabilities of `StepState.likely_remaining`: the middles of equal parts of the mass.
 LIKELY = (0.1, 0.3, 0.5, 0.7, 0.9)
-
-#: Values of `RequestTable.phase`.
-FREE, WAITING, PREFILL, DECODE, PARKED = 0, 1, 2, 3, 4
-_NUM_PHASES = 5
-
-#: A request: types of its fields and what they are at first, in the order in which they are read.
-_FIELDS: dict[str, tuple[Any, Any]] = {
-    "num_prompt": (np.int64, 0),
-    "num_output": (np.int64, 0),
-    "num_in_flight": (np.int64, 0),
-    "max_tokens": (np.int64, 0),
-    "first_token_s": (np.float64, np.nan),
-    "last_token_s": (np.float64, np.nan),
-    "due_s": (np.float64, np.inf),
-    "tpot_s": (np.float64, np.inf),
-    "e2e_due_s": (np.float64, np.inf),
-    "arrival_s": (np.float64, 0.0),
-    "ttft_s": (np.float64, np.inf),
-    "num_computed": (np.int64, 0),
-    "prefill_target": (np.int64, 0),
-    "weight": (np.float64, 1.0),
-    "priority": (np.int64, 0),
-    "service": (np.int64, 0),
-    "length_class": (np.int32, 0),
-    "phase": (np.int8, FREE),
-    "serial": (np.int64, -1),
-    "num_preemptions": (np.int64, 0),
-    "e2e_s": (np.float64, np.inf),
-    "queue_pos": (np.int64, 0),
-    "ewt_s": (np.float64, np.nan),
-    "predicted": ((np.float64, NUM_LEVELS), np.full(NUM_LEVELS, np.nan)),
-}
-#: The record of a request.
-REQUEST = np.dtype([(name, kind) for name, (kind, _) in _FIELDS.items()], align=True)
-
-
-class RequestTable:
-    """One record (`REQUEST`) per live request; rows are reused.
-
-    Compiled functions take `records`. Python reads and writes columns, which are views of it, all
-    of length `capacity` (`predicted` is [capacity, 10]):
-        phase: FREE, WAITING (no KV on the accelerator), PREFILL, DECODE, or PARKED (out of the
-            planner's hands, e.g. while a connector loads its KV). Written by `move` alone.
-        serial: Number of the request, counted from 0: tells two requests in one row apart.
-        arrival_s: Arrival on the monitor's clock, seconds.
-        ttft_s, tpot_s, e2e_s: Targets, seconds; ``inf`` means none.
-        due_s: When the first token is due: ``arrival_s + ttft_s``.
-        e2e_due_s: When the last token is due: ``arrival_s + e2e_s``.
-        weight: What the request is worth if it meets its targets, > 0.
-        priority: Smaller is more urgent, as in vLLM.
-        service: Its service, as `Services` counts them.
-        queue_pos: First-come-first-served position; preempted requests get one in front.
-        num_prompt, max_tokens: Tokens.
-        length_class: Class of the output-length distribution.
-        num_computed: Tokens whose KV exists or is being computed; exact while in PREFILL. While
-            WAITING those that a prefix cache is expected to hold.
-        prefill_target: Tokens to compute before the next token can be sampled.
-        num_output: Output tokens delivered; counted by `end` and `deliver`.
-        num_in_flight: Steps in flight that sample a token of the request; counted by `begin` and
-            `end`.
-        first_token_s, last_token_s: Delivery times, seconds; NaN before the first token.
-        num_preemptions: Times the request lost its KV.
-        predicted: Quantiles of the total output tokens, as in `LengthPrediction`; NaN without one.
-            Written by `predict` alone.
-        ewt_s: Estimated wait until the request runs (again), seconds; 0 while it runs, NaN while
-            nobody has estimated it.
-
-    Attributes:
-        records: All of it, [capacity].
-        num_predicted: Live rows with a prediction.
-        num_added: Rows given so far.
-        epoch: Moves with every event that changes who is there, their phases, or what is known
-            of them beforehand. While it stands, they only compute and deliver tokens.
-        num_in_phase: Live rows by phase.
-    """
-
-    records: Records
-    phase: NDArray[np.int8]
-    serial: IntArray
-    arrival_s: FloatArray
-    ttft_s: FloatArray
-    tpot_s: FloatArray
-    due_s: FloatArray
-    e2e_s: FloatArray
-    e2e_due_s: FloatArray
-    weight: FloatArray
-    priority: IntArray
-    service: IntArray
-    queue_pos: IntArray
-    num_prompt: IntArray
-    max_tokens: IntArray
-    length_class: NDArray[np.int32]
-    num_computed: IntArray
-    prefill_target: IntArray
-    num_output: IntArray
-    num_in_flight: IntArray
-    first_token_s: FloatArray
-    last_token_s: FloatArray
-    num_preemptions: IntArray
-    predicted: FloatArray
-    ewt_s: FloatArray
-
-    def __init__(self, capacity: int = 256) -> None:
-        self.capacity = capacity
-        self.row_of: dict[str, int] = {}
-        self.req_id: list[str | None] = [None] * capacity
-        self.num_predicted = self.num_added = self.epoch = 0
-        self.num_in_phase = [0] * _NUM_PHASES
-        self._free = list(range(capacity - 1, -1, -1))
-        self._new = _new_records(1)[0]
-        self._put(_new_records(capacity))
-        loops.warm_up(self.records)
-
-    def __len__(self) -> int:
-        return len(self.row_of)
-
-    def add(self, req_id: str) -> int:
-        """Give `req_id` a row in WAITING, with every other column at its default.
-
-        Raises:
-            ValueError: The request is in the table already.
-        """
-        if req_id in self.row_of:
-            raise ValueError(f"request {req_id!r} must be new (it is in the table already).")
-        if not self._free:
-            self._grow()
-        row = self._free.pop()
-        self.row_of[req_id] = row
-        self.req_id[row] = req_id
-        self.records[row] = self._new
-        self.serial[row] = self.num_added
-        self.num_added += 1
-        self.move(row, WAITING)
-        return row
-
-    def remove(self, req_id: str) -> None:
-        """Free the row of `req_id`; its values stay readable until the row is reused."""
-        row = self.row_of.pop(req_id)
-        self.req_id[row] = None
-        self.num_predicted -= not math.isnan(self.predicted[row, 0])
-        self.move(row, FREE)
-        self._free.append(row)
-
-    def move(self, row: int, phase: int) -> None:
-        """Put a row into another phase."""
-        self.num_in_phase[self.phase[row]] -= 1
-        self.num_in_phase[phase] += 1
-        self.phase[row] = phase
-        self.epoch += 1
-
-    def predict(self, row: int, prediction: LengthPrediction) -> None:
-        """Note what is predicted of a live row, in place of what was."""
-        self.num_predicted += math.isnan(self.predicted[row, 0])
-        self.predicted[row] = prediction.quantiles
-        self.epoch += 1
-
-    def num_tokens(self, rows: IntArray) -> int:
-        """Prompt and delivered output tokens of these rows, in sum."""
-        return int(loops.sum_tokens(self.records, rows))
-
-    def shortest_tpot_s(self, rows: IntArray) -> float:
-        """The shortest TPOT target of these rows, inf for none."""
-        return float(loops.shortest_tpot_s(self.records, rows))
-
-    def begin(self, decodes: IntArray, sampled: IntArray) -> int:
-        """A step that samples a token of each of these rows is in flight; `num_tokens` of decodes.
-
-        Args:
-            decodes: Rows that decode.
-            sampled: Rows whose prefill ends.
-        """
-        return int(loops.begin(self.records, decodes, sampled))
-
-    def begin_and_end(
-        self,
-        begun: tuple[IntArray, IntArray],
-        ended: tuple[IntArray, IntArray],
-        gone: Sequence[int],
-        now_s: float | None,
-    ) -> int:
-        """As `begin`; then the oldest step in flight has brought each of its rows a token.
-
-        Args:
-            begun, ended: Rows that decode and rows whose prefill ends, of both; perhaps one step.
-            gone: Those of the step that has ended that are not there any more: their rows may be
-                another request's by now.
-            now_s: When it ended; None if the tokens are told by `deliver`.
-        """
-        end_s = math.nan if now_s is None else now_s
-        return int(loops.begin_and_end(self.records, *begun, *ended, rows_of(gone), end_s))
-
-    def deliver(self, rows: IntArray, now_s: float, num_tokens: IntArray) -> None:
-        """These rows, each once, have received so many output tokens now."""
-        loops.deliver(self.records, rows, num_tokens, now_s)
-
-    def check_integrity(self) -> None:
-        """Assert that rows, names and free list agree (for tests and debug runs)."""
-        assert len(self.row_of) + len(self._free) == self.capacity, (
-            f"{len(self.row_of)} live + {len(self._free)} free rows != {self.capacity}"
-        )
-        for req_id, row in self.row_of.items():
-            assert self.req_id[row] == req_id, f"row {row}: {self.req_id[row]!r} != {req_id!r}"
-            assert self.phase[row] != FREE, f"live request {req_id!r} has a free row"
-        live = np.fromiter(self.row_of.values(), np.int64, len(self.row_of))
-        num_predicted = int((~np.isnan(self.predicted[live, 0])).sum())
-        assert num_predicted == self.num_predicted, f"{num_predicted} != {self.num_predicted}"
-        num_in_phase = np.bincount(self.phase[live], minlength=_NUM_PHASES).tolist()
-        counted = [0, *self.num_in_phase[1:]]
-        assert num_in_phase == counted, f"{num_in_phase} != {counted}"
-
-    def _grow(self) -> None:
-        old = self.capacity
-        self.capacity = 2 * old
-        self._free = list(range(self.capacity - 1, old - 1, -1))
-        self.req_id.extend([None] * old)
-        records = _new_records(self.capacity)
-        records[:old] = self.records
-        self._put(records)
-
-    def _put(self, records: Records) -> None:
-        self.records = records
-        for name in _FIELDS:
-            setattr(self, name, np.asarray(records[name]))
-
-
-def rows_of(rows: Sequence[int]) -> IntArray:
-    """An array of them."""
-    return np.array(rows, dtype=np.int64) if rows else _NO_ROWS
-
-
-def _new_records(count: int) -> Records:
-    records = records_of(REQUEST, count)
-    for name, (_, default) in _FIELDS.items():
-        records[name] = default
-    return records
 
 
 class LengthModel(Protocol):
@@ -317,6 +86,28 @@ def blocks_of_step(num_tokens: IntArray, num_new: int, block_size: int) -> IntAr
     return blocks
 
 
+class EngineLimits(NamedTuple):
+    """What seldom changes of an engine.
+
+    Attributes:
+        max_num_tokens: Largest token budget of a step.
+        max_num_running: Slots.
+        num_blocks, block_size: KV cache; its size in blocks, a block's in tokens.
+        tokens_per_decode: Tokens a decode occupies in the budget (1 + draft tokens).
+        chunks_prefills: Whether a prompt may be computed in parts, over several steps.
+        max_chunk: Tokens of one prefill in the step, at most, as the operator has it; None for no
+            limit.
+    """
+
+    max_num_tokens: int
+    max_num_running: int
+    num_blocks: int
+    block_size: int
+    tokens_per_decode: int = 1
+    chunks_prefills: bool = True
+    max_chunk: int | None = None
+
+
 @dataclass(slots=True)
 class StepState:
     """What a planner may know when it plans one step.
@@ -329,13 +120,8 @@ class StepState:
         waiting: Rows of requests without KV, any order.
         lengths: Output-length distribution; see `remaining`.
         cost: Step-time model.
-        max_num_tokens: Largest token budget of a step.
-        max_num_running: Slots.
-        num_free_blocks, num_blocks, block_size: KV cache; sizes in blocks and tokens.
-        tokens_per_decode: Tokens a decode occupies in the budget (1 + draft tokens).
-        chunks_prefills: Whether a prompt may be computed in parts, over several steps.
-        max_chunk: Tokens of one prefill in the step, at most, as the operator has it; None for no
-            limit.
+        num_free_blocks: Of the KV cache.
+        max_num_tokens ... max_chunk: As in `EngineLimits`.
         accepted_per_decode: Mean output tokens per decode step, >= 1.
         elapsed_s: Measured engine time since the previous plan, seconds.
         prefill_share: Recent share of engine time spent on prefill, in [0, 1).

@@ -10,7 +10,7 @@ from sola_sched.compiled.functions import FloatArray, Records, compiled, entry, 
 from sola_sched.cost import gamma, times
 from sola_sched.cost.fit import DECODE, MIXED, PREFILL, kind_by
 from sola_sched.cost.gamma import CORRECTION
-from sola_sched.cost.memory import remember
+from sola_sched.cost.memory import NUM_KINDS, new_memory, remember
 from sola_sched.cost.review import REVIEW, note_error
 
 #: What is due after a step, beside nothing: what is known of prompts is doubted; the coefficients
@@ -176,3 +176,11 @@ def what_is_due(at, is_review_due):
     if at.surprise > _MAX_SURPRISE and at.num_steps >= at.next_early_refit:
         return REFIT
     return NOTHING
+
+
+def warm_up() -> None:
+    """Compile what is not yet compiled."""
+    model = new_model(1.0)
+    observe(model, new_memory(1), 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    step_s(model, 1.0, 1.0, 1.0, 1.0, 1.0)
+    replay(model, np.zeros((NUM_KINDS, 1)), np.zeros(NUM_KINDS, dtype=np.int64))

@@ -50,13 +50,13 @@ def is_compiling() -> bool:
 def compile_all() -> None:
     """Compile what is not kept yet; if another process is at it, wait for that."""
     from sola_sched.config.sola_config import SolaConfig
-    from sola_sched.core.state import RequestTable
+    from sola_sched.core.steps import warm_up
     from sola_sched.planner.attain import AttainPlanner
 
     with open(kept_code.folder() / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not kept_code.is_ready():
-            RequestTable()
+            warm_up()
             AttainPlanner(SolaConfig())
             kept_code.set_ready()
 

@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.ewt import update_waits
-from sola_sched.core.state import StepPlan
+from sola_sched.core.state import EngineLimits, StepPlan
 from sola_sched.cost.model import CostModel
 from sola_sched.planner import pass_through
 from sola_sched.reports.log import waits_for_slots_alone
@@ -142,14 +142,16 @@ class Planning:
         monitor.parked([row_of[request.request_id] for request in parked] if parked else ())
         state = monitor.state(
             self._booking.rows.of(scheduler.running),
-            max_num_tokens=scheduler.max_num_scheduled_tokens,
-            max_num_running=seams.num_slots,
-            num_free_blocks=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
-            num_blocks=self._num_blocks,
-            block_size=scheduler.block_size,
-            tokens_per_decode=self._tokens_per_decode,
-            chunks_prefills=self._chunks_prefills,
-            max_chunk=seams.max_chunk(),
+            EngineLimits(
+                max_num_tokens=scheduler.max_num_scheduled_tokens,
+                max_num_running=seams.num_slots,
+                num_blocks=self._num_blocks,
+                block_size=scheduler.block_size,
+                tokens_per_decode=self._tokens_per_decode,
+                chunks_prefills=self._chunks_prefills,
+                max_chunk=seams.max_chunk(),
+            ),
+            scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         )
         left_out = None
         if scheduler.lora_config:

@@ -9,7 +9,15 @@ from states import FixedLengths, make_cost
 from sola_sched.config.slo import SloTarget
 from sola_sched.core.live import LiveRequest
 from sola_sched.core.monitor import StateMonitor
-from sola_sched.core.state import DECODE, PARKED, PREFILL, WAITING, RequestTable, StepState
+from sola_sched.core.state import (
+    DECODE,
+    PARKED,
+    PREFILL,
+    WAITING,
+    EngineLimits,
+    RequestTable,
+    StepState,
+)
 from sola_sched.cost.model import CostModel
 from sola_sched.prediction.length import LengthPrediction
 
@@ -44,14 +52,7 @@ def rows(*values: int) -> np.ndarray:
 
 
 def state_of(monitor: StateMonitor, *running: int) -> StepState:
-    return monitor.state(
-        running,
-        max_num_tokens=512,
-        max_num_running=8,
-        num_free_blocks=90,
-        num_blocks=100,
-        block_size=16,
-    )
+    return monitor.state(running, EngineLimits(512, 8, num_blocks=100, block_size=16), 90)
 
 
 def test_the_life_of_one_request() -> None:

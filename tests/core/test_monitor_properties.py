@@ -11,7 +11,7 @@ from states import FixedLengths, make_cost
 
 from sola_sched.config.slo import SloTarget
 from sola_sched.core.monitor import StateMonitor
-from sola_sched.core.state import DECODE, PARKED, PREFILL, WAITING
+from sola_sched.core.state import DECODE, PARKED, PREFILL, WAITING, EngineLimits
 
 _EVENTS = ("arrive", "step", "step", "step", "deliver", "deliver", "deliver", "part", "end",
            "displace", "park", "abort")  # fmt: skip
@@ -118,14 +118,7 @@ class Engine:
     def check(self) -> None:
         """The state is that of these accounts."""
         table, rows = self.table, self.rows(self.running)
-        state = self.monitor.state(
-            rows,
-            max_num_tokens=512,
-            max_num_running=8,
-            num_free_blocks=90,
-            num_blocks=100,
-            block_size=16,
-        )
+        state = self.monitor.state(rows, EngineLimits(512, 8, num_blocks=100, block_size=16), 90)
         assert state.running.tolist() == rows.tolist()
         assert sorted(state.waiting) == sorted(self.rows(list(self.waiting - self.parked)))
         assert (table.phase[self.rows(list(self.parked))] == PARKED).all()

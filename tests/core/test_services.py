@@ -10,6 +10,7 @@ from states import DECODE_S, SLO, STEP_S, TOKEN_S, FixedLengths, make_cost
 
 from sola_sched.core.monitor import StateMonitor
 from sola_sched.core.services import MOST_OWED_S, NUM_REMEMBERED, Services
+from sola_sched.core.state import EngineLimits
 
 
 def test_services_are_numbered_as_they_come_after_those_with_a_share() -> None:
@@ -68,9 +69,7 @@ def test_priorities_of_any_size_keep_their_order_beside_shares(most: int) -> Non
         for priority in (-most, -(10**12), -1, 0, 1, 1_764_000_000_000, 1_764_000_060_000, most)
     ]  # fmt: skip
     monitor.services.lifts = lambda: np.array([0, 1, 2])  # type: ignore[method-assign]
-    state = monitor.state(
-        [], max_num_tokens=100, max_num_running=9, num_free_blocks=9, num_blocks=9, block_size=16
-    )
+    state = monitor.state([], EngineLimits(100, 9, num_blocks=9, block_size=16), 9)
 
     assert np.all(np.diff(state.rank_of(np.array(rows))) > 0)
 

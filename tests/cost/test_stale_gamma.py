@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_costs import make_model, make_shape, random_shapes
 
-from sola_sched.cost.fit import kind_of
 from sola_sched.cost import gamma, online
+from sola_sched.cost.fit import kind_of
 from sola_sched.cost.gamma import MOST_PATIENCE, PATIENCE
 from sola_sched.cost.model import CostModel, StepShape
 
@@ -40,9 +40,8 @@ class Correction:
         self._model = online.new_model(0.1)
         self.gamma = self._model["gamma"][0]
 
-    def update(self, kind: int, ratio: float, count: int = 1) -> None:
-        for _ in range(count):
-            gamma.update(self._model[0], kind, ratio)
+    def update(self, kind: int, ratio: float) -> None:
+        gamma.update(self._model[0], kind, ratio)
 
     def replay(self, ratios: list[list[float]]) -> None:
         rows = np.zeros((3, max(map(len, ratios))))

@@ -10,6 +10,7 @@ from states import FixedLengths, make_cost
 
 from sola_sched.config.slo import SloTarget
 from sola_sched.core.monitor import StateMonitor
+from sola_sched.core.state import EngineLimits
 from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.prediction.length import LengthPrediction
 from sola_sched.prediction.trust import PredictionTrust
@@ -76,9 +77,7 @@ def test_a_monitor_stops_using_predictions_that_are_wrong() -> None:
     before = monitor.table.epoch
     monitor.predicted("next", LengthPrediction.exactly(1000.0))
 
-    state = monitor.state(
-        [], max_num_tokens=1, max_num_running=1, num_free_blocks=1, num_blocks=1, block_size=1
-    )
+    state = monitor.state([], EngineLimits(1, 1, num_blocks=1, block_size=1), 1)
     assert monitor.table.epoch == before + 1
     assert state.remaining(np.array([row]))[0] == pytest.approx(100.0, rel=0.3)
     assert state.surely_remaining(np.array([row]))[0] <= 110.0
