@@ -100,8 +100,7 @@ class CostModel:
     ) -> CostModel:
         """A ready model with known coefficients; live steps move gamma, as long as they hold."""
         model = cls(alpha=alpha)
-        at = model._at
-        model._review = ProfileReview(at)
+        model._review, at = ProfileReview(), model._at
         at.is_given = at.is_fitted = at.is_ready = True
         model.meta = dict(meta or {})
         model._set(coefficients)
@@ -355,7 +354,7 @@ class CostModel:
     def _compare(self, review: ProfileReview) -> None:
         """Let live steps take over if the coefficients that were given have failed."""
         row = self._coefficients.as_fit() * self._times.gamma[MIXED]
-        if not review.has_failed(self.memory, row):
+        if not review.has_failed(self._at, self.memory, row):
             return
         self._review, self._is_relearned, self._row = None, True, row
         self._at.is_given = False

@@ -63,26 +63,22 @@ def _restart(at):
 class ProfileReview:
     """Compares a profile with coefficients fitted to live steps, every now and then.
 
-    Args:
-        at: Its record.
-
     Attributes:
         error: Mean error of the corrected profile in the last comparison; NaN before.
         fitted_error: The same of the fitted coefficients.
     """
 
-    def __init__(self, at: Record) -> None:
+    def __init__(self) -> None:
         self.error = self.fitted_error = float("nan")
-        self._at = at
 
-    def has_failed(self, memory: FloatArray, previous: FloatArray) -> bool:
+    def has_failed(self, at: Record, memory: FloatArray, previous: FloatArray) -> bool:
         """Compare over the window that is complete.
 
         Args:
+            at: Where the review stands, and how many steps are remembered.
             memory: The latest steps, those of the window included.
             previous: Coefficients [NUM_FEATURES] of the profile, corrected.
         """
-        at = self._at
         num_added, num = at.num_added, at.num_of_kind.tolist()
         self.error = float(at.sum_errors) / _WINDOW
         rows = fit_coefficients(*all_steps(memory, num_added), previous)

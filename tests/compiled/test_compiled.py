@@ -28,6 +28,35 @@ for seed in range(50):
         print(as_lists(planner.plan(random_builder(rng, 1 + seed % 3).build())))
 """
 
+#: Prints what cost models know after random steps, learned from live ones alone and given.
+_COSTS = """
+import numpy as np
+from step_costs import make_model, random_steps
+
+from sola_sched.cost.model import CostModel
+
+for seed in range(8):
+    rng = np.random.default_rng(seed)
+    model = make_model() if seed % 2 else CostModel()
+    for noise in rng.permutation((0.05, 0.3, 1.5)):
+        for shape, time_s in random_steps(rng, 200, slowdown=rng.uniform(0.3, 3.0), noise=noise):
+            print(model.step_s(shape))
+            model.observe(shape, time_s)
+            print(model.gamma, model.coefficients, model.mean_abs_error, model.is_ready)
+"""
+
+#: Prints what a monitor knows after random events.
+_EVENTS = """
+import numpy as np
+from monitored import Engine, KINDS_OF_EVENTS
+
+for seed in range(20):
+    rng, engine = np.random.default_rng(seed), Engine()
+    for _ in range(200):
+        getattr(engine, KINDS_OF_EVENTS[rng.integers(len(KINDS_OF_EVENTS))])(int(rng.integers(6)))
+        print(engine.look())
+"""
+
 
 def test_machine_code_of_other_sources_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -57,6 +86,14 @@ def test_plans_are_the_same_compiled_and_as_they_stand() -> None:
 
     assert len(plans.splitlines()) == 150
     assert run(_PLANS, NUMBA_DISABLE_JIT="1") == plans
+
+
+@pytest.mark.parametrize("code", [_COSTS, _EVENTS], ids=["cost", "monitor"])
+def test_what_steps_teach_is_the_same_compiled_and_as_it_stands(code: str) -> None:
+    learned = run(code)
+
+    assert len(learned.splitlines()) > 1000
+    assert run(code, NUMBA_DISABLE_JIT="1") == learned
 
 
 def run(code: str, **variables: str) -> str:
