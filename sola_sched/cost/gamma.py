@@ -115,7 +115,8 @@ def replay(at, ratios, counts):
         counts: So many of each kind.
     """
     forget(at)
-    age, patience = at.age.copy(), at.patience.copy()
+    age = at.age[PREFILL], at.age[DECODE], at.age[MIXED]
+    patience = at.patience[PREFILL], at.patience[DECODE], at.patience[MIXED]
     # Kinds that run come last: they would lean on what is remembered of those that do not.
     for runs in range(2):
         for kind in range(3):
@@ -148,11 +149,24 @@ def _follow_many(at, kind, ratio, old):
         at.off[kind, count] = ratio
         count += 1
         if count == _MANY:
-            at.own[kind], at.lean[kind] = np.median(at.off[kind]), 0.0
+            at.own[kind], at.lean[kind] = _median(at.off[kind]), 0.0
             count = 0
     else:
         count = 0
     at.num_off[kind] = count
+
+
+@compiled
+def _median(values):
+    """Of an even number of values, which it sorts."""
+    for place in range(1, len(values)):
+        value = values[place]
+        while place > 0 and value < values[place - 1]:
+            values[place] = values[place - 1]
+            place -= 1
+        values[place] = value
+    middle = len(values) // 2
+    return (values[middle - 1] + values[middle]) / 2.0
 
 
 @compiled
