@@ -86,12 +86,12 @@ def test_failures_everywhere_change_no_token(
         ("attain", True),
         *(
             pytest.param(site, True, marks=pytest.mark.slow)
-            for site in ("monitor completed", "monitor state", "monitor scheduled", "cost observe")
+            for site in ("monitor completed", "monitor state", "monitor scheduled", "steps end")
         ),
         pytest.param("attain", False, marks=pytest.mark.slow),
         *(
             pytest.param(site, False, marks=LONG)
-            for site in ("monitor completed", "monitor state", "monitor scheduled", "cost observe")
+            for site in ("monitor completed", "monitor state", "monitor scheduled", "steps end")
         ),
     ],
 )

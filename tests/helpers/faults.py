@@ -14,6 +14,7 @@ from sola_sched.colocation.lease import Lease
 from sola_sched.core.arrivals import ArrivalClock
 from sola_sched.core.monitor import StateMonitor
 from sola_sched.core.queues import PlannedQueue
+from sola_sched.core.steps import StepsInFlight
 from sola_sched.cost.model import CostModel
 from sola_sched.kv_swap.host_copy import Segment
 from sola_sched.kv_swap.host_pool import SlotAllocator
@@ -72,8 +73,9 @@ SITES: dict[str, tuple[Any, str]] = {
     "monitor finished": (StateMonitor, "finished"),
     "monitor set_busy": (StateMonitor, "set_busy"),
     "monitor rebuild": (StateMonitor, "rebuild"),
-    "cost observe": (CostModel, "observe"),
-    "cost step": (CostModel, "step_s"),
+    "steps begin": (StepsInFlight, "begin"),
+    "steps end": (StepsInFlight, "end"),
+    "cost renew": (CostModel, "renew"),
     "lengths": (LengthHistogram, "observe"),
     "waits": (planning, "update_waits"),
     "show queue": (PlannedQueue, "plan"),

@@ -24,12 +24,14 @@ class Counting(sola_sched.Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.steps = []
-        self._seen: StepState | None = None
+        self._seen: tuple[StepState, Any] | None = None
         plan = self.sola_planner.plan
 
         def seen(state: StepState) -> Any:
             if state.are_decodes and not len(state.waiting):
-                self._seen = state
+                rows, table = state.running, state.table
+                tokens = table.num_prompt[rows] + table.num_output[rows] + state.num_ahead
+                self._seen = state, tokens
             return plan(state)
 
         self.sola_planner.plan = seen  # type: ignore[method-assign]
@@ -38,12 +40,11 @@ class Counting(sola_sched.Scheduler):
         pool = self.kv_cache_manager.block_pool
         before, self._seen = pool.get_num_free_blocks(), None
         output = super().schedule(*args, **kwargs)
-        state = self._seen
-        if state is not None:
-            rows, table = state.running, state.table
-            ctx = table.num_prompt[rows] + table.num_output[rows] + state.num_ahead
-            is_in = [table.req_id[row] in output.num_scheduled_tokens for row in rows.tolist()]
-            expected = int(blocks_of_step(ctx[is_in], 1, self.block_size).sum())
+        if self._seen is not None:
+            state, tokens = self._seen
+            names = [state.table.req_id[row] for row in state.running.tolist()]
+            is_in = [name in output.num_scheduled_tokens for name in names]
+            expected = int(blocks_of_step(tokens[is_in], 1, self.block_size).sum())
             self.steps.append((expected, before - pool.get_num_free_blocks()))
         return output
 

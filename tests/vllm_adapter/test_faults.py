@@ -34,8 +34,8 @@ DISPLACING = ("is ending", "may preempt", "preempt", "queue prepend")
 REFUSING = ("answer", "queue contains", "reject")
 #: Share of the calls that fail, where they are rarer or more frequent than one in a step.
 SHARE_OF = {
-    "cost step": 0.002,
     "answer": 0.5,
+    "cost renew": 0.9,
     "hold": 0.9,
     "is ending": 0.5,
     "may preempt": 0.5,
@@ -54,6 +54,7 @@ SHARE_OF = {
 }
 #: Sites with a few calls in a run: none is left alone.
 RARE = (
+    "cost renew",
     "hold",
     "is ending",
     "may preempt",
