@@ -45,12 +45,12 @@ def entry(function: _Function) -> _Function:
         config.CACHE_DIR = before
 
 
-def as_it_stands(function: _Function) -> _Function:
+def as_it_stands(function: Callable[..., object]) -> Any:
     """The Python function that was compiled, for arguments of any types.
 
     Those that it calls are compiled ones all the same.
     """
-    return cast(_Function, getattr(function, "py_func", function))
+    return getattr(function, "py_func", function)
 
 
 def for_types_of(function: _Function, *args: object) -> _Function:

@@ -88,7 +88,8 @@ def begin_step(
         )
     at.count += 1
     _look_ahead(at, steps)
-    return step.num_ending
+    num_ending: int = step.num_ending
+    return num_ending
 
 
 @compiled

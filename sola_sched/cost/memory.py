@@ -37,7 +37,7 @@ def remember(memory, num_added, kind, num_decodes, ctx, tokens, squares, product
 
 def has_forgotten(memory: FloatArray, num_added: IntArray) -> bool:
     """True once a step has been overwritten."""
-    return int(num_added.max()) > memory.shape[1]
+    return bool(num_added.max() > memory.shape[1])
 
 
 def all_steps(memory: FloatArray, num_added: IntArray) -> tuple[FloatArray, FloatArray]:

@@ -283,7 +283,8 @@ class CostModel:
         coefficients with such a fit (ever more rarely while they stand it, none below an error of
         5 %). Empty steps and times that are not finite and > 0 are ignored.
         """
-        due = online.observe(self.model, self.memory, *map(float, shape), float(measured_s))
+        sums = map(float, (*shape, measured_s))
+        due = online.observe(self.model, self.memory, *sums)
         if due != online.NOTHING:
             self.renew(due)
 
@@ -333,7 +334,7 @@ class CostModel:
     @property
     def _times(self) -> Times:
         """The coefficients and factors in force."""
-        return Times(*self._linear, self.model["gamma"][0].tolist())
+        return Times._make((*self._linear, self.model["gamma"][0].tolist()))
 
     def _set(self, coefficients: Coefficients) -> None:
         self._coefficients = coefficients

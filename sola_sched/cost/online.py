@@ -74,7 +74,8 @@ def observe(
     measured_s: float,
 ) -> int:
     """As `take_in` of the one model; sums as in `StepShape`."""
-    return take_in(model[0], memory, num_decodes, ctx, tokens, squares, products, measured_s)
+    due: int = take_in(model[0], memory, num_decodes, ctx, tokens, squares, products, measured_s)
+    return due
 
 
 @entry
@@ -82,7 +83,8 @@ def step_s(
     model: Records, num_decodes: float, ctx: float, tokens: float, squares: float, products: float
 ) -> float:
     """As `times.step_s` of the one model."""
-    return times.step_s(model[0], num_decodes, ctx, tokens, squares, products)
+    seconds: float = times.step_s(model[0], num_decodes, ctx, tokens, squares, products)
+    return seconds
 
 
 @entry
