@@ -99,7 +99,9 @@ class ArrivalClock:
             wall_s: Now on the engine's wall clock.
             front_end: Number of the front end.
         """
-        known = self._front_ends.setdefault(front_end, _FrontEnd())
+        known = self._front_ends.get(front_end)
+        if known is None:
+            known = self._front_ends[front_end] = _FrontEnd()
         self._notice_step(wall_s - now_s, now_s)
         if not math.isfinite(stamp_s):
             self.num_implausible += 1

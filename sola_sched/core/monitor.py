@@ -27,17 +27,16 @@ from sola_sched.core.table import (
     WAITING,
     RequestTable,
     RequestValues,
-    rows_of,
 )
 from sola_sched.core.traffic import RecentTraffic
 from sola_sched.cost.model import CostModel
 from sola_sched.prediction.length import LEVELS, LengthPrediction
 from sola_sched.prediction.trust import PredictionTrust
 
+_NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
+
 #: Beyond this, either way, priorities are equal: ranks that are computed from them stay in 64 bits.
 _MOST_PRIORITY = 2**52
-
-_NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 
 
 class StateMonitor:
@@ -253,12 +252,15 @@ class StateMonitor:
             decode_rows: Rows that decode in the step; not to be changed afterwards.
             prefill_rows: Rows that prefill, with their `prefill_tokens` in the step.
         """
-        self.begin_step()
+        if self._is_idle:
+            self.begin_step()
         table = self.table
         parts = self.services.parts_of(table, self.cost, decode_rows, prefill_rows, prefill_tokens)
-        self._steps.begin(
-            table, decode_rows, rows_of(prefill_rows), rows_of(prefill_tokens), self.clock(), parts
-        )
+        prefills, tokens = _NO_ROWS, _NO_ROWS
+        if len(prefill_rows):
+            prefills = np.asarray(prefill_rows, dtype=np.int64)
+            tokens = np.asarray(prefill_tokens, dtype=np.int64)
+        self._steps.begin(table, decode_rows, prefills, tokens, self.clock(), parts)
 
     @property
     def num_expected(self) -> int:
@@ -395,17 +397,16 @@ class StateMonitor:
                 "services": self.services,
                 **limits._asdict(),
             }
-        averages = self._steps.averages
-        self._steps.take_elapsed()
+        _, elapsed_s, prefill_share, accepted_per_decode, free_s = self._steps.take()
         return StepState(
-            now_s=max(self.clock(), averages.free_s),
+            now_s=max(self.clock(), free_s),
             table=self.table,
             running=np.asarray(running, dtype=np.int64),
             waiting=self.table.waiting,
             num_free_blocks=num_free_blocks,
-            accepted_per_decode=averages.accepted_per_decode,
-            elapsed_s=averages.elapsed_s,
-            prefill_share=averages.prefill_share,
+            accepted_per_decode=accepted_per_decode,
+            elapsed_s=elapsed_s,
+            prefill_share=prefill_share,
             has_slo=self._num_limited > 0,
             has_e2e=self._num_due > 0,
             has_classes=self._num_ranked > 0,

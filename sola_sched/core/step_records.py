@@ -95,6 +95,8 @@ def begin_step(
 @compiled
 def _compute_chunks(requests, num_in_phase, step, lists, prefills, tokens):
     """Count the chunks of a step as computed; whose prefill that ends, decodes from now on."""
+    if len(prefills) != len(tokens):
+        raise ValueError("There must be a number of tokens for each request that prefills.")
     step.num_chunks, step.num_ending, step.tokens, squares, products = len(prefills), 0, 0, 0, 0
     for i in range(len(prefills)):
         request, chunk = requests[prefills[i]], tokens[i]
@@ -168,6 +170,8 @@ def end_step(
 @compiled
 def _deliver_all(requests, at, step, rows, num_tokens, now_s):
     """Each of these has received its tokens."""
+    if len(rows) != len(num_tokens):
+        raise ValueError("There must be a number of tokens for each request that received some.")
     total = 0
     for i in range(len(rows)):
         _deliver(requests[rows[i]], num_tokens[i], now_s)

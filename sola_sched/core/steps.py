@@ -46,7 +46,7 @@ class StepsInFlight:
         self._clock = records_of(CLOCK, 1)
         self._clock["last_update_s"], self._clock["accepted_per_decode"] = -math.inf, 1.0
         self._averages = self._clock[list(Averages._fields)]
-        self._expected = self._clock["num_expected"]
+        self._expected, self._elapsed = self._clock["num_expected"], self._clock["elapsed_s"]
         self._parts: deque[Parts] = deque()
         self._make_room(_NUM_FIRST, 0)
 
@@ -57,6 +57,12 @@ class StepsInFlight:
     def averages(self) -> Averages:
         """As they are now."""
         return Averages(*self._averages[0].item())
+
+    def take(self) -> tuple[float, ...]:
+        """The `averages`; engine time counts from 0 again."""
+        averages: tuple[float, ...] = self._averages[0].item()
+        self._elapsed[0] = 0.0
+        return averages
 
     @property
     def num_expected(self) -> int:
@@ -84,7 +90,8 @@ class StepsInFlight:
         Args:
             parts: How it is divided among services.
         """
-        self._reserve(table)
+        if len(self._parts) == len(self._steps) or table.capacity > self._width:
+            self._make_more_room(table.capacity)
         table.epoch += step_records.begin_step(
             table.records, table.num_in_phase, self._clock, self._steps, self._lists,
             self._cost.model, decodes, prefills, tokens, now_s,
@@ -135,10 +142,6 @@ class StepsInFlight:
             np.add.at(tokens, lists[CHUNKS, is_there], lists[TOKENS, is_there])
         return tokens
 
-    def take_elapsed(self) -> None:
-        """Count engine time from 0 again."""
-        self._clock["elapsed_s"] = 0.0
-
     def set_last_update(self, now_s: float) -> None:
         """The time of the next step that ends begins now."""
         self._clock["last_update_s"] = now_s
@@ -155,15 +158,13 @@ class StepsInFlight:
         first = int(self._clock["first"][0])
         return [(first + i) % len(self._steps) for i in range(len(self._parts))]
 
-    def _reserve(self, table: RequestTable) -> None:
-        """Have room for another one, of any requests in the table."""
-        if len(self._parts) == len(self._steps) or table.capacity > self._width:
-            num_steps = max(len(self._steps), 2 * len(self._parts))
-            places, steps, lists = self._places(), self._steps, self._lists
-            self._make_room(num_steps, max(table.capacity, self._width))
-            self._steps[: len(places)] = steps[places]
-            self._lists[: len(places), :, : lists.shape[2]] = lists[places]
-            self._clock["first"] = 0
+    def _make_more_room(self, capacity: int) -> None:
+        """For another one, of any rows of a table of this capacity."""
+        places, steps, lists = self._places(), self._steps, self._lists
+        self._make_room(max(len(steps), 2 * len(places)), max(capacity, self._width))
+        self._steps[: len(places)] = steps[places]
+        self._lists[: len(places), :, : lists.shape[2]] = lists[places]
+        self._clock["first"] = 0
 
     def _make_room(self, num_steps: int, width: int) -> None:
         self._steps, self._width = records_of(STEP, num_steps), width

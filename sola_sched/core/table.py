@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -250,11 +249,6 @@ class RequestTable:
         self.records = records
         for name in RequestValues._fields:
             setattr(self, name, np.asarray(records[name]))
-
-
-def rows_of(rows: Sequence[int]) -> IntArray:
-    """An array of them."""
-    return np.asarray(rows, dtype=np.int64) if len(rows) else _NO_ROWS
 
 
 def _new_records(count: int) -> Records:

@@ -129,3 +129,14 @@ def test_no_step_ends_that_did_not_begin() -> None:
     with pytest.raises(IndexError):
         engine.monitor.completed()
     assert engine.table.num_output[row] == 1
+
+
+def test_each_request_has_its_tokens() -> None:
+    engine = Engine()
+    row = engine.decode("a")
+
+    with pytest.raises(ValueError, match="for each request that prefills"):
+        engine.monitor.scheduled(NONE, [row], [1, 2])
+    engine.step(row)
+    with pytest.raises(ValueError, match="for each request that received some"):
+        engine.monitor.completed(np.array([row]), NONE)
