@@ -79,10 +79,16 @@ class Planning:
         self._monitor, self._guard = scheduler.sola_monitor, scheduler.sola_guard
         self._plan_limit_s = scheduler.sola_config.plan_limit_s
         self._rejects = scheduler.sola_config.overload == "reject"
-        # What no step changes.
-        self._num_blocks = max(1, scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1)
         self._tokens_per_decode = 1 + int(scheduler.num_spec_tokens)
-        self._chunks_prefills = bool(scheduler.scheduler_config.enable_chunked_prefill)
+        self._limits = EngineLimits(
+            max_num_tokens=scheduler.max_num_scheduled_tokens,
+            max_num_running=seams.num_slots,
+            num_blocks=max(1, scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1),
+            block_size=scheduler.block_size,
+            tokens_per_decode=self._tokens_per_decode,
+            chunks_prefills=bool(scheduler.scheduler_config.enable_chunked_prefill),
+            max_chunk=seams.max_chunk(),
+        )
         self._is_stalled = False
         self._has_stepped_aside = False
         self._num_unplanned = 0  # steps while the policy was compiled
@@ -93,7 +99,7 @@ class Planning:
     @property
     def num_blocks(self) -> int:
         """KV blocks that requests can have."""
-        return self._num_blocks
+        return self._limits.num_blocks
 
     def plan(self, is_throttled: bool) -> StepPlan:
         """The plan of the next step; vLLM's own order where it cannot be made.
@@ -142,15 +148,7 @@ class Planning:
         monitor.parked([row_of[request.request_id] for request in parked] if parked else ())
         state = monitor.state(
             self._booking.rows.of(scheduler.running),
-            EngineLimits(
-                max_num_tokens=scheduler.max_num_scheduled_tokens,
-                max_num_running=seams.num_slots,
-                num_blocks=self._num_blocks,
-                block_size=scheduler.block_size,
-                tokens_per_decode=self._tokens_per_decode,
-                chunks_prefills=self._chunks_prefills,
-                max_chunk=seams.max_chunk(),
-            ),
+            self._limits_now(),
             scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         )
         left_out = None
@@ -181,6 +179,21 @@ class Planning:
             self.short_of_slots += _REVIEW_WEIGHT * (is_short - self.short_of_slots)
         self.problems[plan.problem] = self.problems.get(plan.problem, 0) + 1
         return plan
+
+    def _limits_now(self) -> EngineLimits:
+        """The engine's limits: the same object as long as none has changed."""
+        seams, limits = self._seams, self._limits
+        num_tokens, num_slots = self._scheduler.max_num_scheduled_tokens, seams.num_slots
+        max_chunk = seams.max_chunk()
+        if (
+            num_tokens != limits.max_num_tokens
+            or num_slots != limits.max_num_running
+            or max_chunk != limits.max_chunk
+        ):
+            limits = self._limits = limits._replace(
+                max_num_tokens=num_tokens, max_num_running=num_slots, max_chunk=max_chunk
+            )
+        return limits
 
     def _tokens_to_resume(self, request: Request) -> int:
         left = request.num_tokens - request.num_computed_tokens
