@@ -43,6 +43,12 @@ def number(
         )
 
 
+def flag(name: str, value: Any) -> None:
+    """Require true or false."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"'{name}' must be true or false (got {value!r}).")
+
+
 def count(name: str, value: Any, hint: str = "") -> None:
     """Require an integer >= 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

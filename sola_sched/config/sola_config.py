@@ -74,7 +74,10 @@ class SolaConfig:
             never writes.
         predictor_encoder: Sentence encoder of ``retrieval``, a name or folder; None is the
             default one.
+        steer: Whether steps follow the plans. If not, vLLM's own order runs, and plans are made
+            and counted only.
         log_interval_s: Seconds between two summary lines in the log; 0 disables them.
+        log_missed: Lines in the log a minute, at most, that say why a request was late.
         load_interval_s: Seconds between two reports of the load to routers, which a server of one
             engine streams at ``/sola/load``, > 0; None for none.
         plan_limit_s: Processor time that one plan may take, seconds, > 0; after repeated
@@ -103,7 +106,9 @@ class SolaConfig:
     predictor_path: str | None = None
     predictor_save_s: float = 0.0
     predictor_encoder: str | None = None
+    steer: bool = True
     log_interval_s: float = 10.0
+    log_missed: int = 0
     load_interval_s: float | None = None
     plan_limit_s: float | None = 0.1
     swap: SwapConfig = field(default_factory=SwapConfig)
@@ -128,6 +133,8 @@ class SolaConfig:
         rules.number("alpha", self.alpha, low=0.0, low_open=True, high=1.0)
         rules.number("safety", self.safety, low=0.0, high=1.0, high_open=True)
         rules.number("log_interval_s", self.log_interval_s, low=0.0)
+        rules.number("log_missed", self.log_missed, low=0.0)
+        rules.flag("steer", self.steer)
         for name in ("aging_s", "plan_limit_s", "load_interval_s"):
             value = getattr(self, name)
             if value is not None:

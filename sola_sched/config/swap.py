@@ -58,10 +58,7 @@ class SwapConfig:
             rules.count("swap.group_tokens", self.group_tokens, hint)
         rules.count("swap.segment_tokens", self.segment_tokens)
         for name in ("ahead", "always"):
-            if getattr(self, name) not in (True, False):
-                raise ConfigError(
-                    f"'swap.{name}' must be true or false (got {getattr(self, name)!r})."
-                )
+            rules.flag(f"swap.{name}", getattr(self, name))
 
     @property
     def is_exact(self) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 
 from sola_sched.compiled.functions import IntArray
 from sola_sched.config.slo import DEFAULT_CLASS, SloTarget
+from sola_sched.core.fates import Fates
 from sola_sched.core.live import LiveRequest
 from sola_sched.core.outcomes import ClassOutcomes, MonitorStats
 from sola_sched.core.services import Services
@@ -63,6 +64,7 @@ class StateMonitor:
         self.services = Services(shares)
         self.traffic = RecentTraffic()
         self.stats = MonitorStats()
+        self.fates = Fates()
         self.trust = PredictionTrust()
         self._steps = StepsInFlight(cost)
         self._is_idle = True
@@ -124,6 +126,7 @@ class StateMonitor:
         self._num_ranked += priority != 0
         if slo_class != DEFAULT_CLASS:
             self._outcomes[row] = self.stats.of_class(slo_class)
+        self.fates.arrived(table, row, self.clock())
         return row
 
     def rebuild(self, requests: Iterable[LiveRequest], num_steps: int) -> None:
@@ -176,6 +179,7 @@ class StateMonitor:
                 has_begun = request.num_output + request.num_in_flight > 0
                 is_decode = has_begun and request.num_computed + 1 >= request.num_tokens
                 table.move(row, DECODE if is_decode else PREFILL)
+                self.fates.started(table, row, now)
             for rows in in_flight[: request.num_in_flight]:
                 rows.append(row)
         self.traffic = traffic
@@ -201,6 +205,7 @@ class StateMonitor:
     def admitted(self, row: int, *, num_computed: int, prefill_target: int) -> None:
         """A waiting request got a slot; `num_computed` tokens came from a cache."""
         table = self.table
+        self.fates.started(table, row, self.clock())
         table.move(row, PREFILL)
         table.num_computed[row] = num_computed
         table.prefill_target[row] = prefill_target
@@ -220,9 +225,11 @@ class StateMonitor:
         for row in self._parked.difference(rows):
             if self.table.phase[row] == PARKED:
                 self.table.move(row, WAITING)
+                self.fates.displaced(row, self.clock())
         for row in rows:
             if self.table.phase[row] == WAITING:
                 self.table.move(row, PARKED)
+                self.fates.parked(row, self.clock())
         self._parked = set(rows)
 
     def expect_cached(self, row: int, num_tokens: int) -> None:
@@ -235,6 +242,7 @@ class StateMonitor:
     def requeued(self, row: int, *, num_tokens: int, at_front: bool) -> None:
         """A request lost its KV (preemption) or waits for more input; it is WAITING again."""
         table = self.table
+        self.fates.displaced(row, self.clock())
         table.move(row, WAITING)
         table.num_computed[row] = 0
         table.prefill_target[row] = num_tokens
@@ -260,6 +268,7 @@ class StateMonitor:
         if len(prefill_rows):
             prefills = np.asarray(prefill_rows, dtype=np.int64)
             tokens = np.asarray(prefill_tokens, dtype=np.int64)
+            self.fates.computed(prefills)
         self._steps.begin(table, decode_rows, prefills, tokens, self.clock(), parts)
 
     @property
@@ -318,9 +327,12 @@ class StateMonitor:
         )
         self._num_ranked -= request.priority != 0
         outcomes = self._outcomes.pop(row, None) or self.stats.by_class[DEFAULT_CLASS]
-        self.stats.count_end(
-            request, outcomes, self.clock(), by_itself=by_itself, rejected=rejected, failed=failed
+        now = self.clock()
+        end = self.stats.count_end(
+            request, outcomes, now, by_itself=by_itself, rejected=rejected, failed=failed
         )
+        service = self.services.names[request.service]
+        self.fates.ended(req_id, row, request, self.cost, service, end, now)
         if by_itself and not rejected and not failed:
             self._compare_prediction(request)
             self.traffic.ended(request.num_output)

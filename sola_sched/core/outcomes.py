@@ -93,7 +93,7 @@ class MonitorStats:
         by_itself: bool,
         rejected: bool,
         failed: bool,
-    ) -> None:
+    ) -> str:
         """Count the end of a request, here and in the `outcomes` of its class.
 
         Args:
@@ -101,6 +101,9 @@ class MonitorStats:
             outcomes: Of its class.
             now_s: On the table's clock.
             by_itself, rejected, failed: As in `StateMonitor.finished`.
+
+        Returns:
+            How it ended, as in `fates.ENDS`.
         """
         num_output, arrival_s = request.num_output, request.arrival_s
         # An answer without tokens, as of a pooling model, comes at the end.
@@ -109,28 +112,31 @@ class MonitorStats:
         if rejected:
             self.num_rejected += 1
             outcomes.rejected += 1
-        elif failed:
+            return "rejected"
+        if failed:
             self.num_failed += 1
             outcomes.missed += 1
-        elif not by_itself:
+            return "failed"
+        if not by_itself:
             self.num_aborted += 1
             if ttft_met and now_s <= request.e2e_due_s:
                 outcomes.aborted += 1
-            else:
-                outcomes.missed += 1
-        else:
-            last_s = request.last_token_s if num_output else first_s
-            tpot_s = (last_s - first_s) / max(1, num_output - 1)
-            tpot_met = num_output < 2 or tpot_s <= request.tpot_s
-            e2e_met = last_s - arrival_s <= request.e2e_s
-            attained = ttft_met and tpot_met and e2e_met
-            if math.isfinite(request.e2e_s):
-                self.num_e2e += 1
-                self.num_e2e_met += e2e_met
-            self.num_finished += 1
-            self.num_ttft_met += ttft_met
-            self.num_tpot_met += tpot_met
-            self.num_attained += attained
-            self.max_wait_s = max(self.max_wait_s, first_s - arrival_s)
-            outcomes.attained += attained
-            outcomes.missed += not attained
+                return "aborted"
+            outcomes.missed += 1
+            return "missed"
+        last_s = request.last_token_s if num_output else first_s
+        tpot_s = (last_s - first_s) / max(1, num_output - 1)
+        tpot_met = num_output < 2 or tpot_s <= request.tpot_s
+        e2e_met = last_s - arrival_s <= request.e2e_s
+        attained = ttft_met and tpot_met and e2e_met
+        if math.isfinite(request.e2e_s):
+            self.num_e2e += 1
+            self.num_e2e_met += e2e_met
+        self.num_finished += 1
+        self.num_ttft_met += ttft_met
+        self.num_tpot_met += tpot_met
+        self.num_attained += attained
+        self.max_wait_s = max(self.max_wait_s, first_s - arrival_s)
+        outcomes.attained += attained
+        outcomes.missed += not attained
+        return "attained" if attained else "missed"

@@ -12,12 +12,14 @@ import json
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sola_sched.core.monitor import StateMonitor
 from sola_sched.core.state import FREE, IntArray, RequestTable
+from sola_sched.reports import fates
 
 #: Seconds between two reports while the engine works.
 REPORT_INTERVAL_S = 1.0
@@ -43,6 +45,8 @@ class TelemetryReport:
         step_model_error: Mean relative error of the step-time model; None before any.
         prediction_error: Mean abs(log(predicted / true length)); None without predictions.
         load: For routers, see `load_text.to_json`; None where it is not asked for or not known.
+        fates: Requests that have ended, as `fates.to_report`; None without any.
+        engine: On which they ran, as `fates.engine_facts`; None where that is not known.
     """
 
     requests: dict[str, list[int]] = field(default_factory=dict)
@@ -55,6 +59,8 @@ class TelemetryReport:
     step_model_error: float | None = None
     prediction_error: float | None = None
     load: str | None = None
+    fates: dict[str, Any] | None = None
+    engine: dict[str, Any] | None = None
 
     def to_text(self) -> str:
         """One line of JSON."""
@@ -84,6 +90,7 @@ class Telemetry:
         self._reported: dict[str, list[int]] = {}
         self._reported_bytes = (0, 0)
         self._next_report_s = -math.inf
+        self._num_fates = 0
 
     def planned(self, seconds: float) -> None:
         """A step follows a plan that took so long."""
@@ -127,6 +134,9 @@ class Telemetry:
             step_model_error=_finite(monitor.cost.mean_abs_error),
             prediction_error=_finite(monitor.trust.error),
         )
+        if monitor.fates.num_ended > self._num_fates:
+            report.fates = fates.to_report(monitor.fates.since(self._num_fates))
+            self._num_fates = monitor.fates.num_ended
         self._num_planned, self._plan_us = 0, []
         self._num_unplanned.clear()
         self._reported_bytes = swapped_bytes

@@ -17,6 +17,7 @@ from sola_sched.config.slo import DEFAULT_CLASS
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.reports import carrier as telemetry_carrier
 from sola_sched.reports.telemetry import DIRECTIONS, OUTCOMES, TelemetryReport
+from sola_sched.vllm_adapter.fates_page import BOOK
 from sola_sched.vllm_adapter.load_feed import FEED
 
 logger = init_logger("vllm.sola_sched")
@@ -112,6 +113,9 @@ class SolaStatLogger(AggregateStatLoggerBase):  # type: ignore[misc, unused-igno
     def _add(self, report: TelemetryReport, engine: str) -> None:
         if self._is_alone:
             FEED.publish(report.load)
+        if report.fates is not None:
+            BOOK.add(report.fates)
+            BOOK.engine = report.engine or BOOK.engine
         at = (self._model_name, engine)
         for name, counts in report.requests.items():
             for outcome, count in zip(OUTCOMES, counts, strict=True):

@@ -1,0 +1,5 @@
+"""Which of two servers serves its requests better: `python -m sola_sched.compare`.
+
+May import: errors, config, explain, reports.
+Third party: none.
+"""

@@ -1,0 +1,245 @@
+"""What became of each request, and what it waited for: always on, bounded in memory.
+
+While requests wait, the engine is short of the same thing for all of them. So one total of seconds
+is kept for each shortage. A request notes the totals when it begins to wait and takes the
+difference when it starts: a step costs the same however many wait.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from sola_sched.compiled.functions import IntArray, Records
+from sola_sched.core.state import StepPlan, StepState
+from sola_sched.core.table import WAITING, RequestTable, RequestValues
+from sola_sched.cost.model import CostModel
+from sola_sched.prediction.length import LEVELS
+
+#: What those that wait lack: a slot; KV blocks; or time in a step, which others have.
+SHORTAGES = SLOTS, MEMORY, TIME = 0, 1, 2
+_NOTHING = -1
+
+#: How a request ends.
+ENDS = ("attained", "missed", "rejected", "failed", "aborted")
+
+#: What is kept of a request that has ended. Times are seconds on the monitor's clock, NaN where
+#: there is none; targets are inf where there is none.
+#:
+#: - started_s: when it first got a slot.
+#: - waited_s: time without a slot, by shortage.
+#: - held_s, num_held: time and steps that it sat out although it had a slot.
+#: - lost_s, need_s: when the policy first found that it would miss a target, and what it needed
+#:   then at least.
+#: - alone_s, alone_step_s: what its prompt, and one of its decodes, take by themselves.
+#: - num_chunks: steps that computed a part of its prompt.
+#: - predicted: output tokens that were predicted, -1 without a prediction.
+#: - num_running, num_before: at its arrival, requests with a slot, and requests that waited.
+#: - num_overtook: that came later, and started while it waited.
+#: - end: place in `ENDS`.
+_TIMES = (
+    "arrival_s", "started_s", "first_token_s", "last_token_s", "ended_s", "ttft_s", "tpot_s",
+    "e2e_s", "held_s", "lost_s", "need_s", "alone_s", "alone_step_s",
+)  # fmt: skip
+_COUNTS = (
+    "num_prompt", "num_output", "predicted", "num_chunks", "num_preemptions", "num_held",
+    "num_running", "num_before", "num_overtook", "priority", "end",
+)  # fmt: skip
+FATE = np.dtype(
+    [(name, np.float64) for name in _TIMES]
+    + [(name, np.int64) for name in _COUNTS]
+    + [("waited_s", np.float64, len(SHORTAGES))]
+)
+#: What is noted of a request that lives.
+_NOTE = np.dtype(
+    [
+        ("began_s", np.float64, len(SHORTAGES)),  # the totals when it began to wait
+        ("waited_s", np.float64, len(SHORTAGES)),
+        ("started_s", np.float64),
+        ("held_s", np.float64),
+        ("sits_out_s", np.float64),  # since when, in this step; NaN if it takes part
+        ("num_held", np.int64),
+        ("num_chunks", np.int64),
+        ("num_running", np.int64),
+        ("num_before", np.int64),
+        ("plan", np.int64),  # the last one in which it took part, where some did not
+    ]
+)
+_NEW = np.zeros(1, _NOTE)[0]
+_NEW["started_s"] = _NEW["sits_out_s"] = math.nan
+
+_NUM_STARTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Requests that have ended, in the order of their ends.
+
+    Attributes:
+        req_ids, slo_classes: Of each.
+        records: `FATE`, [n].
+    """
+
+    req_ids: list[str]
+    slo_classes: list[str]
+    records: Records
+
+
+class Fates:
+    """Notes what happens to each request of a table, and keeps those that have ended.
+
+    Args:
+        most: So many of those that have ended last are kept.
+    """
+
+    def __init__(self, most: int = 1024) -> None:
+        self._notes = np.zeros(0, _NOTE)
+        self._total_s = np.zeros(len(SHORTAGES))
+        self._shortage, self._since_s = _NOTHING, math.nan
+        self._plan = 0
+        self._held: IntArray = np.empty(0, dtype=np.int64)  # rows that sit this step out
+        self._starts = np.full((_NUM_STARTS, 2), math.nan)  # when, and the arrival
+        self._num_starts = 0
+        self._ended = np.zeros(most, FATE)
+        self._names: list[tuple[str, str]] = [("", "")] * most
+        self.num_ended = 0
+
+    def arrived(self, table: RequestTable, row: int, now_s: float) -> None:
+        """A request has been added to the table."""
+        self._advance(now_s)
+        if len(self._notes) < table.capacity:
+            notes = np.zeros(table.capacity, _NOTE)
+            notes[: len(self._notes)] = self._notes
+            self._notes = notes
+        note = self._notes[row]
+        self._notes[row] = _NEW
+        note["began_s"] = self._total_s
+        waits = table.num_in_phase[WAITING]
+        note["num_before"] = waits - 1
+        note["num_running"] = len(table) - waits
+
+    def started(self, table: RequestTable, row: int, now_s: float) -> None:
+        """A request that waited has a slot."""
+        self._advance(now_s)
+        self._end_wait(row)
+        note = self._notes[row]
+        if math.isnan(note["started_s"]):
+            note["started_s"] = now_s
+            self._starts[self._num_starts % _NUM_STARTS] = now_s, table.arrival_s[row]
+            self._num_starts += 1
+
+    def displaced(self, row: int, now_s: float) -> None:
+        """A request has lost its slot, and waits."""
+        self._advance(now_s)
+        self._notes[row]["began_s"] = self._total_s
+
+    def parked(self, row: int, now_s: float) -> None:
+        """A request waits for something of its own, until it is `displaced` or `started`."""
+        self._advance(now_s)
+        self._end_wait(row)
+
+    def computed(self, rows: IntArray) -> None:
+        """A step computes a part of each of these prompts."""
+        self._notes["num_chunks"][rows] += 1
+
+    def planned(self, state: StepState, plan: StepPlan, now_s: float) -> None:
+        """A step is planned so: until the next plan those that wait lack what they lack now."""
+        self._advance(now_s)
+        self._shortage = _shortage(state, plan) if len(state.waiting) else _NOTHING
+        if len(self._held):
+            self._take_part_again(now_s)
+        if plan.run is not None and len(plan.run) + len(plan.preempt) < len(state.running):
+            self._plan += 1
+            notes = self._notes
+            notes["plan"][plan.run] = self._plan
+            notes["plan"][plan.preempt] = self._plan
+            self._held = held = state.running[notes["plan"][state.running] != self._plan]
+            notes["num_held"][held] += 1
+            notes["sits_out_s"][held] = now_s
+
+    def _take_part_again(self, now_s: float) -> None:
+        """The step ends that some have sat out; of those that ended in it the row is new."""
+        notes, held = self._notes, self._held
+        self._held = held[:0]
+        held = held[~np.isnan(notes["sits_out_s"][held])]
+        notes["held_s"][held] += now_s - notes["sits_out_s"][held]
+        notes["sits_out_s"][held] = math.nan
+
+    def _advance(self, now_s: float) -> None:
+        if self._shortage != _NOTHING:
+            self._total_s[self._shortage] += max(0.0, now_s - self._since_s)
+        self._since_s = now_s
+
+    def _end_wait(self, row: int) -> None:
+        note = self._notes[row]
+        if note["began_s"][0] == note["began_s"][0]:  # NaN: it does not wait with the others
+            note["waited_s"] += self._total_s - note["began_s"]
+            note["began_s"] = math.nan
+
+    def ended(
+        self,
+        req_id: str,
+        row: int,
+        request: RequestValues,
+        cost: CostModel,
+        slo_class: str,
+        end: str,
+        now_s: float,
+    ) -> None:
+        """A request that is still in the table has ended.
+
+        Args:
+            request: What the table has of it.
+            end: One of `ENDS`.
+            The rest: as in `StateMonitor`.
+        """
+        note = self._notes[row]
+        if request.phase == WAITING:
+            self._advance(now_s)
+            self._end_wait(row)
+        started_s, held_s, sits_out_s = note["started_s"], note["held_s"], note["sits_out_s"]
+        if not math.isnan(sits_out_s):
+            held_s += now_s - sits_out_s
+        predicted, num_overtook = -1, 0
+        if not math.isnan(request.predicted[0]):
+            predicted = round(float(np.interp(0.5, LEVELS, request.predicted)))
+        if end != "attained":
+            until_s = now_s if math.isnan(started_s) else started_s
+            num_overtook = self._num_overtook(request.arrival_s, until_s)
+        place = self.num_ended % len(self._ended)
+        self._names[place] = (req_id, slo_class)
+        self.num_ended += 1
+        self._ended[place] = (
+            request.arrival_s, started_s, request.first_token_s, request.last_token_s, now_s,
+            request.ttft_s, request.tpot_s, request.e2e_s, held_s, math.nan, math.nan,
+            cost.prefill_s(request.num_prompt), cost.decode_s(1, request.num_prompt),
+            request.num_prompt, request.num_output, predicted, note["num_chunks"],
+            request.num_preemptions, note["num_held"], note["num_running"], note["num_before"],
+            num_overtook, request.priority, ENDS.index(end), note["waited_s"],
+        )  # fmt: skip
+
+    def _num_overtook(self, arrival_s: float, until_s: float) -> int:
+        """Of the latest starts those, until then, of requests that came after such an arrival."""
+        start_s, came_s = self._starts[:, 0], self._starts[:, 1]
+        return int(np.count_nonzero((came_s > arrival_s) & (start_s < until_s)))
+
+    def since(self, number: int) -> Ended:
+        """Those that are kept of all that ended after so many."""
+        most = len(self._ended)
+        places: IntArray = np.arange(max(number, self.num_ended - most), self.num_ended) % most
+        names = [self._names[place] for place in places]
+        return Ended([n for n, _ in names], [n for _, n in names], self._ended[places])
+
+
+def _shortage(state: StepState, plan: StepPlan) -> int:
+    """What those lack that still wait when this plan is carried out."""
+    num_admitted = len(state.waiting) if plan.admit is None else len(plan.admit)
+    if len(state.running) - len(plan.preempt) + num_admitted >= state.max_num_running:
+        return SLOTS
+    if num_admitted == 0:
+        need = int(state.table.prefill_target[state.waiting].min())
+        if need > state.num_free_blocks * state.block_size:
+            return MEMORY
+    return TIME

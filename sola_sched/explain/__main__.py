@@ -1,0 +1,130 @@
+"""Says why a request was late, or what those that were late have in common.
+
+    python -m sola_sched.explain http://localhost:8000                  the latest requests
+    python -m sola_sched.explain http://localhost:8000 chatcmpl-8f2c    one of them
+    python -m sola_sched.explain http://localhost:8000 --replay         the same minutes, otherwise
+
+The server is vLLM's, with a scheduler of ours and statistics on; it remembers the last 4,096
+requests. `--save FILE` keeps what it says, and FILE may stand where the URL does.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sola_sched.config.flags import LineParser, positive_float, positive_int
+from sola_sched.errors import ConfigError
+from sola_sched.explain.replay import Replay, Way, table
+from sola_sched.explain.source import Window, read
+from sola_sched.reports.fates import WAITED
+from sola_sched.reports.reasons import remedies, story, verdict
+
+EXIT_USAGE = 2
+_MOST_SHOWN = 10
+_WAITED_FOR = ("a slot", "KV memory", "time in a step")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Explain from the command line; return the exit code, 2 where nothing could be explained."""
+    args = _parser().parse_args(argv)
+    try:
+        window = read(args.source, None if args.replay else args.id)
+        if args.save:
+            Path(args.save).write_text(json.dumps(window.to_json()), encoding="utf-8")
+        if args.replay:
+            print(_replayed(window, args))
+        elif args.id:
+            print("\n\n".join(map(of_one, window.requests)))
+        else:
+            print(of_all(window))
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0
+
+
+def _parser() -> LineParser:
+    parser = LineParser(
+        prog="python -m sola_sched.explain",
+        description="Why a request was late, and what would have helped.",
+    )
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="http://HOST:PORT of the server, or a file of --save")
+    add("id", metavar="ID", nargs="?", help="of one request, or a part of it")
+    add("--save", metavar="FILE", help="write what the server says to a file")
+    add(
+        "--replay",
+        action="store_true",
+        help="serve the recorded requests again in virtual time: by stock vLLM, as they were, and "
+        "with what the following options say",
+    )
+    add("--ttft", type=positive_float, metavar="S", help="replay with this TTFT target, seconds")
+    add("--tpot", type=positive_float, metavar="S", help="replay with this TPOT target, seconds")
+    add("--max-num-seqs", type=positive_int, metavar="N", help="replay with so many slots")
+    add("--engines", type=positive_int, metavar="N", help="replay on so many engines (default: 2)")
+    return parser
+
+
+def of_one(fate: Mapping[str, Any]) -> str:
+    """The whole story of one request."""
+    lines = [f"{fate['request_id']} (class {fate['slo_class']}). {verdict(fate)}", ""]
+    lines += [f"- {line}" for line in story(fate)]
+    helps = remedies(fate)
+    if helps:
+        lines += ["", "What would have had to be otherwise:", *(f"- {line}" for line in helps)]
+    return "\n".join(lines)
+
+
+def of_all(window: Window) -> str:
+    """How many were late, what they waited for, and the last of them."""
+    late = [fate for fate in window.requests if fate["end"] in ("missed", "rejected", "failed")]
+    lines = [f"{len(late):,} of the last {len(window.requests):,} requests missed a target."]
+    if not late:
+        return lines[0]
+    missed = Counter(name for fate in late for name in fate["missed"])
+    lines[0] += f" By target: {', '.join(f'{n.upper()} {k:,}' for n, k in missed.most_common())}."
+    total_s = [sum(fate[name] for fate in late) for name in WAITED]
+    if sum(total_s):
+        shares = sorted(zip(total_s, _WAITED_FOR, strict=True), reverse=True)
+        parts = [f"{seconds / sum(total_s):.0%} for {what}" for seconds, what in shares if seconds]
+        lines.append(f"Of the time that these waited: {', '.join(parts)}.")
+    lines += ["", "The last of them:"]
+    for fate in late[:_MOST_SHOWN]:
+        lines.append(f"  {fate['request_id']} ({fate['slo_class']}): {verdict(fate)}")
+    return "\n".join(lines)
+
+
+def _replayed(window: Window, args: Any) -> str:
+    replay = Replay(window)
+    req_id = replay.id_of(args.id) if args.id else None
+    replayed = {way.label: replay.run(way) for way in _ways(args)}
+    left_out = ""
+    if replay.num_left_out:
+        left_out = f" ({replay.num_left_out:,} without a whole answer left out)"
+    return (
+        f"{replay.num_requests:,} recorded requests{left_out}, in virtual time:\n\n"
+        f"{table(replayed, req_id)}"
+    )
+
+
+def _ways(args: Any) -> list[Way]:
+    ways = [Way("stock vLLM", "stock"), Way("sola_sched", "sola")]
+    targets = {name: getattr(args, name) for name in ("ttft", "tpot") if getattr(args, name)}
+    if targets:
+        label = ", ".join(f"{name.upper()} {seconds:g} s" for name, seconds in targets.items())
+        ways.append(Way(label, "sola", args.ttft, args.tpot))
+    if args.max_num_seqs:
+        more = {"max_num_seqs": args.max_num_seqs}
+        ways.append(Way(f"{args.max_num_seqs:,} slots", "sola", engine_args=more))
+    num_engines = args.engines or 2
+    ways.append(Way(f"{num_engines} engines", "sola", num_engines=num_engines))
+    return ways
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Requests that have ended, as a server of ours tells them or a file holds them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sola_sched.errors import ConfigError
+
+#: Where a server of ours tells them.
+PATH = "/sola/requests"
+_TIMEOUT_S = 10.0
+_MOST = 100_000
+
+
+@dataclass(frozen=True)
+class Window:
+    """Requests that ended one after another on one engine.
+
+    Attributes:
+        requests: As in `reports.fates.fate_of`, the last to end first.
+        engine: As in `reports.fates.engine_facts`; None where the server has not told it.
+    """
+
+    requests: Sequence[Mapping[str, Any]]
+    engine: Mapping[str, Any] | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The form of the server's answer and of a file."""
+        return {"requests": list(self.requests), "engine": self.engine}
+
+
+def read(source: str, req_id: str | None = None) -> Window:
+    """The last requests to end; with an id, those of this id.
+
+    Args:
+        source: `http://HOST:PORT` of a vLLM server with a scheduler of ours, or a file that was
+            saved from one.
+        req_id: As a client or the log of the server names it.
+
+    Raises:
+        ConfigError: The source cannot be read, or no request has this id.
+    """
+    if source.startswith(("http://", "https://")):
+        path = PATH if req_id is None else f"{PATH}/{urllib.parse.quote(req_id, safe='')}"
+        return _window(_fetched(f"{source.rstrip('/')}{path}?limit={_MOST}"), source)
+    try:
+        window = _window(json.loads(Path(source).read_text(encoding="utf-8")), source)
+    except OSError as error:
+        raise ConfigError(
+            f"'SOURCE' must be the URL of a server or a file ({source!r}: {error.strerror})."
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"{source!r} must be a file that --save has written ({error})."
+        ) from error
+    if req_id is None:
+        return window
+    found = [fate for fate in window.requests if fate["request_id"] == req_id]
+    found = found or [fate for fate in window.requests if req_id in fate["request_id"]]
+    if not found:
+        raise ConfigError(
+            f"'ID' must be that of a request in {source} (none of the "
+            f"{len(window.requests):,} has {req_id!r})."
+        )
+    return Window(found, window.engine)
+
+
+def _fetched(url: str) -> Any:
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
+            return json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        raise ConfigError(_told(error)) from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise ConfigError(
+            f"{url.partition(PATH)[0]} must be a vLLM server with --scheduler-cls "
+            f"sola_sched.Scheduler ({error})."
+        ) from error
+
+
+def _told(error: urllib.error.HTTPError) -> str:
+    """What our page says, or that there is none."""
+    try:
+        return str(json.loads(error.read())["error"]["message"])
+    except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException):
+        return (
+            f"the server must have a scheduler of ours and its statistics on (it answers "
+            f"HTTP {error.code} at {PATH})."
+        )
+
+
+def _window(document: Any, source: str) -> Window:
+    requests = document.get("requests") if isinstance(document, dict) else None
+    if not isinstance(requests, list) or not all(
+        isinstance(each, dict) and "request_id" in each and "missed" in each for each in requests
+    ):
+        raise ConfigError(f"{source!r} must hold the answer of {PATH} (it holds something else).")
+    return Window(requests, document.get("engine"))

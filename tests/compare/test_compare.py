@@ -1,0 +1,93 @@
+"""`python -m sola_sched.compare`: which is better, and whether that may be chance."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fates import a_fate
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sola_sched.compare.__main__ import Share, compared, difference, main
+
+
+def served(attained: int, missed: int, every_s: float = 1.0) -> list[dict[str, Any]]:
+    ends = ["attained"] * attained + ["missed"] * missed
+    return [
+        a_fate(f"r{place}", end=end, arrival_s=every_s * place, first_token_s=every_s * place + 0.5)
+        for place, end in enumerate(ends)
+    ]
+
+
+@given(st.integers(1, 400), st.integers(1, 400), st.data())
+def test_an_interval_holds_the_difference_and_lies_within_what_there_can_be(
+    n: int, m: int, data: st.DataObject
+) -> None:
+    one = Share(data.draw(st.integers(0, n)), n)
+    other = Share(data.draw(st.integers(0, m)), m)
+    by, low, high = difference(one, other)
+    assert -1.0 - 1e-9 <= low <= by <= high <= 1.0 + 1e-9
+    back = difference(other, one)
+    assert back == pytest.approx((-by, -high, -low))
+
+
+def test_the_interval_holds_the_true_difference_nineteen_times_of_twenty() -> None:
+    rng = np.random.default_rng(0)
+    held = 0
+    for _ in range(2000):
+        one, other = rng.binomial(120, 0.9), rng.binomial(150, 0.8)
+        _, low, high = difference(Share(int(one), 120), Share(int(other), 150))
+        held += low <= -0.1 <= high
+    assert 0.935 < held / 2000 < 0.97
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (served(60, 40), served(95, 5), "OTHER is better: +35.0 points, 95 % interval +24"),
+        (served(95, 5), served(60, 40), "ONE is better: -35.0 points"),
+        (served(90, 10), served(92, 8), "Which is better cannot be said: +2.0 points"),
+        (served(90, 10), served(90, 10), "(they may be equal)."),
+    ],
+)
+def test_what_is_concluded(
+    one: list[dict[str, Any]], other: list[dict[str, Any]], said: str
+) -> None:
+    assert said in compared(one, other)
+
+
+def test_requests_that_clients_ended_in_time_count_neither_way() -> None:
+    aborted = [a_fate("gone", end="aborted", arrival_s=1.0)] * 50
+    assert compared(served(60, 40), served(95, 5) + aborted).splitlines()[1:3] == [
+        "requests           100         100",
+        "in time          60.0%       95.0%",
+    ]
+
+
+def test_unequal_loads_are_said() -> None:
+    assert "But they had unequal loads: 1.00 and 2.00 requests a second." in compared(
+        served(60, 40), served(95, 5, every_s=0.5)
+    )
+    assert "unequal" not in compared(served(60, 40), served(95, 5))
+
+
+def test_files_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / "one.json", tmp_path / "other.json"]
+    for path, requests in zip(paths, (served(60, 40), served(95, 5)), strict=True):
+        path.write_text(json.dumps({"requests": requests, "engine": None}))
+    assert main([str(path) for path in paths]) == 0
+    assert "OTHER is better" in capsys.readouterr().out
+
+
+def test_too_few_requests_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "few.json"
+    path.write_text(json.dumps({"requests": served(3, 3), "engine": None}))
+    assert main([str(path), str(path)]) == 2
+    assert capsys.readouterr().err == (
+        "error: 'ONE' must have at least 30 requests that have ended (got 6); compare again when "
+        "it has served more.\n"
+    )

@@ -1,0 +1,171 @@
+"""Fates on their way out of the engine core, the book that keeps them, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fates import a_fate, ended, record_of
+from states import make_cost
+
+from sola_sched.cost.model import CostModel
+from sola_sched.reports.fates import FateBook, engine_facts, from_report, to_report
+from sola_sched.reports.reasons import remedies, story, verdict
+
+
+def test_a_report_is_json_and_holds_each_request() -> None:
+    report = to_report(ended(record_of(), record_of(end="missed", first_token_s=12.0)))
+    told = list(from_report(json.loads(json.dumps(report))))
+    assert told == [a_fate("r0"), a_fate("r1", end="missed", first_token_s=12.0)]
+    assert json.loads(json.dumps(told, allow_nan=False)) == told
+    assert (told[0]["e2e_s"], told[0]["lost_s"], told[0]["num_prompt"]) == (None, None, 200)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, []),
+        ({"first_token_s": 11.5, "last_token_s": 12.0}, ["ttft"]),
+        ({"last_token_s": 30.0}, ["tpot"]),
+        ({"e2e_s": 1.0}, ["e2e"]),
+        ({"first_token_s": 11.5, "last_token_s": 30.0, "e2e_s": 2.0}, ["ttft", "tpot", "e2e"]),
+        ({"num_output": 1, "last_token_s": 10.5}, []),
+        # Nobody knows how fast the rest would have been.
+        ({"end": "aborted", "last_token_s": 30.0, "ended_s": 30.0}, []),
+        ({"end": "failed", "first_token_s": float("nan"), "ended_s": 12.0}, ["ttft"]),
+    ],
+)
+def test_which_targets_were_missed(fields: dict[str, Any], expected: list[str]) -> None:
+    assert a_fate(**fields)["missed"] == expected
+
+
+def test_the_book_keeps_the_latest_and_finds_them_by_a_part_of_their_ids() -> None:
+    book = FateBook(most=3)
+    book.add(to_report(ended(record_of(), record_of(end="missed"), record_of())))
+    book.add(to_report(ended(record_of(end="rejected"), record_of(), first=10)))
+    assert len(book) == 3
+    assert [fate["request_id"] for fate in book.latest(10)] == ["r11", "r10", "r2"]
+    assert [fate["request_id"] for fate in book.latest(10, are_missed=True)] == ["r10"]
+    assert [fate["request_id"] for fate in book.latest(1)] == ["r11"]
+    assert [fate["request_id"] for fate in book.find("r1")] == ["r10", "r11"]
+    assert [fate["request_id"] for fate in book.find("r11")] == ["r11"]
+    assert book.find("r0") == []  # forgotten
+
+
+def test_one_that_ends_again_is_the_latest() -> None:
+    book = FateBook()
+    book.add(to_report(ended(record_of(), record_of())))
+    book.add(to_report(ended(record_of(end="missed"))))
+    assert [(fate["request_id"], fate["end"]) for fate in book.latest(9)] == [
+        ("r0", "missed"),
+        ("r1", "attained"),
+    ]
+
+
+def test_of_an_engine_what_a_replay_needs() -> None:
+    facts = engine_facts(make_cost(), {"max_num_seqs": 8}, {"ttft_s": 1.0, "profile": "/a/file"})
+    assert facts is not None
+    assert facts["options"] == {"ttft_s": 1.0}
+    assert facts["engine_args"] == {"max_num_seqs": 8}
+    assert json.loads(json.dumps(facts)) == facts
+    assert engine_facts(CostModel(), {}, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"end": "missed", "first_token_s": 13.3, "last_token_s": 14.3},
+            "It was late: its first token came 3.30 s after its arrival (its target was 1.00 s).",
+        ),
+        (
+            {"end": "missed", "last_token_s": 30.5, "ended_s": 30.5},
+            "It was late: it took 200 ms a token (its target was 100 ms).",
+        ),
+        ({}, "It met its targets."),
+        ({"end": "rejected"}, "It was refused: it could not have met its targets."),
+        ({"end": "aborted"}, "Its client left before it was late."),
+        (
+            {"end": "missed", "first_token_s": float("nan"), "ended_s": 13.0, "num_output": 0},
+            "It was late: it ended before its first token (its target was 1.00 s).",
+        ),
+    ],
+)
+def test_the_verdict(fields: dict[str, Any], said: str) -> None:
+    assert verdict(a_fate(**fields)) == said
+
+
+_LATE = {"end": "missed", "first_token_s": 13.3, "last_token_s": 14.3, "ended_s": 14.3}
+
+
+@pytest.mark.parametrize(
+    ("fields", "told", "helps"),
+    [
+        (
+            {"started_s": 13.0, "waited_s": (2.9, 0.0, 0.1), "num_before": 12, "num_running": 256},
+            "It waited 3.00 s: 2.90 s for a slot.",
+            "It was 2.30 s late and waited 2.90 s for a slot",
+        ),
+        (
+            {"started_s": 13.0, "waited_s": (0.0, 3.0, 0.0)},
+            "It waited 3.00 s: 3.00 s for KV memory.",
+            "waited 3.00 s for KV memory",
+        ),
+        (
+            {"started_s": 13.0, "waited_s": (0.5, 0.0, 2.5), "num_overtook": 4},
+            "4 requests that came later started before it.",
+            "waited 2.50 s for time in a step",
+        ),
+        (
+            {"num_prompt": 90_000, "alone_s": 3.2, "num_chunks": 44},
+            "Its prompt took 3.30 s, in 44 steps; by itself it takes 3.20 s.",
+            "Its TTFT target of 1.00 s is too short for its prompt on this engine",
+        ),
+        (
+            {"num_chunks": 30, "alone_s": 0.2},
+            "in 30 steps",
+            "most of the time went into its prompt",
+        ),
+        (
+            {"lost_s": 10.62, "need_s": 0.45, "started_s": 13.0, "waited_s": (0.0, 0.0, 3.0)},
+            "It was given up 620 ms after its arrival: its first token needed at least 450 ms, and "
+            "380 ms were left.",
+            "time in a step",
+        ),
+        (
+            {"started_s": 13.0},
+            "It waited 3.00 s: 3.00 s for other reasons",
+            "waited 3.00 s",
+        ),
+    ],
+)
+def test_a_late_first_token_is_explained(fields: dict[str, Any], told: str, helps: str) -> None:
+    fate = a_fate(**(_LATE | fields))
+    assert any(told in line for line in story(fate)), story(fate)
+    assert any(helps in line for line in remedies(fate)), remedies(fate)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told", "helps"),
+    [
+        (
+            {"num_held": 40, "held_s": 12.0},
+            "It sat out 40 steps for others, 12.00 s in all.",
+            "had it not sat out steps",
+        ),
+        ({"num_preemptions": 1}, "It lost its KV 1 time.", "lost its KV"),
+        ({"alone_step_s": 0.15}, "by itself a token takes 150 ms", "shorter than a step"),
+        ({}, "Its 101 output tokens took 200 ms each", "Its steps were too long"),
+    ],
+)
+def test_slow_tokens_are_explained(fields: dict[str, Any], told: str, helps: str) -> None:
+    fate = a_fate(**{"end": "missed", "last_token_s": 30.5, "ended_s": 30.5, **fields})
+    assert any(told in line for line in story(fate)), story(fate)
+    assert any(helps in line for line in remedies(fate)), remedies(fate)
+
+
+def test_one_that_met_its_targets_needs_nothing() -> None:
+    fate = a_fate(predicted=80)
+    assert remedies(fate) == []
+    assert story(fate)[-1] == ("Its output was predicted to have 80 tokens; it had 101.")
