@@ -55,7 +55,7 @@ class PolicyTraits:
 #: Options that are read by some policies only.
 POLICY_OPTIONS = (
     "window", "levels", "aging_s", "best_effort_share", "safety", "tile", "overload",
-    "policy_options",
+    "max_wait_s", "policy_options",
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -55,20 +55,22 @@ class SloTarget:
         e2e_s: Longest time from arrival to last output token, seconds, > 0 and no less than either
             of the others; ``inf`` means no objective.
         weight: What one such request is worth that meets its targets, > 0.
+        max_wait_s: After so long, seconds, > 0, a request that misses its targets anyway is served
+            next, or refused where such are; ``inf`` means never.
     """
 
     ttft_s: float = math.inf
     tpot_s: float = math.inf
     e2e_s: float = math.inf
     weight: float = 1.0
+    max_wait_s: float = math.inf
 
     def __post_init__(self) -> None:
-        for name in TARGETS:
+        for name in (*TARGETS, "max_wait_s"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
                 raise SloError(
-                    f"'{name}' must be a number of seconds > 0 (got {value!r}); "
-                    f"use null to disable this objective."
+                    f"'{name}' must be a number of seconds > 0 (got {value!r}); use null for none."
                 )
         for name in ("ttft_s", "tpot_s"):
             value = getattr(self, name)
@@ -97,7 +99,9 @@ class SloTarget:
                 if math.isfinite(seconds := getattr(self, name)) or name != "e2e_s"
             ]
         )
-        return ", ".join(parts + [f"weight {self.weight:g}"] * (self.weight != 1.0))
+        parts += [f"weight {self.weight:g}"] * (self.weight != 1.0)
+        parts += [f"waits {self.max_wait_s:g} s at most"] * math.isfinite(self.max_wait_s)
+        return ", ".join(parts)
 
 
 def meant_key(name: Any) -> str | None:
@@ -164,7 +168,7 @@ def request_target(
         tpot_s = min(tpot_s, e2e_s) if tpot_s < math.inf else tpot_s
     if (ttft_s, tpot_s, e2e_s) == (target.ttft_s, target.tpot_s, target.e2e_s):
         return target
-    return SloTarget(ttft_s, tpot_s, e2e_s, target.weight)
+    return replace(target, ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s)
 
 
 def _refuse_contradiction(ttft_s: float, tpot_s: float, e2e_s: float) -> None:

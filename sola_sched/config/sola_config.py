@@ -18,6 +18,8 @@ from sola_sched.errors import ConfigError, SloError
 
 #: The one key under ``--additional-config`` that belongs to this package.
 CONFIG_KEY = "sola_sched"
+#: Times of a class, null for none.
+_SECONDS = (*TARGETS, "max_wait_s")
 PREDICTORS = ("histogram", "lexical", "retrieval")
 OVERLOAD_MODES = ("defer", "reject")
 #: Options that only some values of another option use; what each policy reads, its traits say.
@@ -48,6 +50,9 @@ class SolaConfig:
             What a class does not ask for is lent.
         overload: What happens to a waiting request that can no longer meet its SLO: ``defer``
             serves it from the best-effort share, ``reject`` ends it at once with an error.
+        max_wait_s: Seconds after which a waiting request that misses its targets anyway is served
+            next, or refused with ``overload`` ``reject``, > 0; None for never. A class may have its
+            own.
         best_effort_share: Share of engine time, in [0, 1), kept for requests that have lost
             their SLO while others can still meet theirs; the oldest of them is always next.
         tile: Prefill chunks are multiples of this many tokens (SOLA 4.4.3); ``attain`` rounds
@@ -93,6 +98,7 @@ class SolaConfig:
     classes: Mapping[str, SloTarget] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict, metadata={"is_option": False})
     overload: str = "defer"
+    max_wait_s: float | None = None
     best_effort_share: float = 0.05
     tile: int = 128
     alpha: float = 0.1
@@ -121,7 +127,7 @@ class SolaConfig:
                 f"'policy_options' must be an object of options (got {self.policy_options!r})."
             )
         rules.one_of("overload", self.overload, OVERLOAD_MODES)
-        for name in TARGETS:
+        for name in (*TARGETS, "max_wait_s"):
             value = getattr(self, name)
             if value is not None:
                 rules.number(name, value, low=0.0, low_open=True, hint="use null to disable it")
@@ -168,6 +174,7 @@ class SolaConfig:
             ttft_s=math.inf if self.ttft_s is None else float(self.ttft_s),
             tpot_s=math.inf if self.tpot_s is None else float(self.tpot_s),
             e2e_s=math.inf if self.e2e_s is None else float(self.e2e_s),
+            max_wait_s=math.inf if self.max_wait_s is None else float(self.max_wait_s),
         )
 
     @property
@@ -208,7 +215,7 @@ class SolaConfig:
         values = dict(options)
         if "classes" in values:
             rest, values["shares"] = services.take_shares(values["classes"])
-            values["classes"] = _classes(rest)
+            values["classes"] = _classes(rest, values.get("max_wait_s"))
         if "swap" in values:
             values["swap"] = SwapConfig.from_mapping(values["swap"])
         if values.get("turns") is not None:
@@ -256,7 +263,8 @@ def _refuse_misplaced(additional: Mapping[Any, Any]) -> None:
             )
 
 
-def _classes(raw: Any) -> dict[str, SloTarget]:
+def _classes(raw: Any, max_wait_s: Any) -> dict[str, SloTarget]:
+    """The classes; one without a `max_wait_s` of its own has this one."""
     if not isinstance(raw, Mapping):
         raise ConfigError(
             f"'classes' must map names to targets (got {raw!r}); "
@@ -267,12 +275,13 @@ def _classes(raw: Any) -> dict[str, SloTarget]:
         if isinstance(targets, SloTarget):
             classes[name] = targets
             continue
-        if not isinstance(targets, Mapping) or set(targets) - {*TARGETS, "weight"}:
+        if not isinstance(targets, Mapping) or set(targets) - {*_SECONDS, "weight"}:
             raise ConfigError(
-                f"SLO class {name!r} must be an object with 'ttft_s', 'tpot_s', 'e2e_s' and "
-                f"'weight', each only if wanted (got {targets!r})."
+                f"SLO class {name!r} must be an object with 'ttft_s', 'tpot_s', 'e2e_s', "
+                f"'max_wait_s' and 'weight', each only if wanted (got {targets!r})."
             )
-        values = {k: math.inf if v is None and k in TARGETS else v for k, v in targets.items()}
+        targets = {"max_wait_s": max_wait_s, **targets}
+        values = {k: math.inf if v is None and k in _SECONDS else v for k, v in targets.items()}
         try:
             classes[name] = SloTarget(**values)
         except SloError as error:

@@ -213,7 +213,7 @@ class Fates:
         self.num_ended += 1
         self._ended[place] = (
             request.arrival_s, started_s, request.first_token_s, request.last_token_s, now_s,
-            request.ttft_s, request.tpot_s, request.e2e_s, held_s, math.nan, math.nan,
+            request.ttft_s, request.tpot_s, request.e2e_s, held_s, request.lost_s, request.need_s,
             cost.prefill_s(request.num_prompt), cost.decode_s(1, request.num_prompt),
             request.num_prompt, request.num_output, predicted, note["num_chunks"],
             request.num_preemptions, note["num_held"], note["num_running"], note["num_before"],

@@ -110,6 +110,7 @@ class StateMonitor:
             e2e_s=slo.e2e_s,
             e2e_due_s=arrival_s + slo.e2e_s,
             weight=slo.weight,
+            served_by_s=arrival_s + slo.max_wait_s,
             priority=max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY)),
             num_prompt=num_prompt_tokens,
             prefill_target=num_prompt_tokens,
@@ -126,7 +127,7 @@ class StateMonitor:
         self._num_ranked += priority != 0
         if slo_class != DEFAULT_CLASS:
             self._outcomes[row] = self.stats.of_class(slo_class)
-        self.fates.arrived(table, row, self.clock())
+        self.fates.arrived(self.table, row, self.clock())
         return row
 
     def rebuild(self, requests: Iterable[LiveRequest], num_steps: int) -> None:

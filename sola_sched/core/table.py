@@ -54,6 +54,9 @@ class RequestValues(NamedTuple):
     e2e_s: float = math.inf
     queue_pos: int = 0
     ewt_s: float = math.nan
+    served_by_s: float = math.inf
+    lost_s: float = math.nan
+    need_s: float = math.nan
     predicted: Any = (math.nan,) * NUM_LEVELS
 
 
@@ -100,6 +103,10 @@ class RequestTable:
             Written by `predict` alone.
         ewt_s: Estimated wait until the request runs (again), seconds; 0 while it runs, NaN while
             nobody has estimated it.
+        served_by_s: When the longest wait of one that misses its targets anyway ends.
+        lost_s, need_s: When a planner first found that the request would miss a target, and the
+            time that its first token needed then at least, seconds; NaN before, and where no such
+            time is known.
 
     Attributes:
         records: All of it, [capacity].
@@ -135,6 +142,9 @@ class RequestTable:
     num_preemptions: IntArray
     predicted: FloatArray
     ewt_s: FloatArray
+    served_by_s: FloatArray
+    lost_s: FloatArray
+    need_s: FloatArray
 
     def __init__(self, capacity: int = 256) -> None:
         self.capacity = capacity

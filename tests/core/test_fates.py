@@ -12,7 +12,7 @@ from states import FixedLengths, make_cost
 from sola_sched.config.slo import SloTarget
 from sola_sched.core.fates import ENDS, MEMORY, SLOTS, TIME, Fates
 from sola_sched.core.monitor import StateMonitor
-from sola_sched.core.state import StepPlan
+from sola_sched.core.state import EngineLimits, StepPlan
 
 NONE = np.empty(0, dtype=np.int64)
 NUM_SLOTS = 2
@@ -41,14 +41,8 @@ class Engine:
         )
 
     def plan(self, plan: StepPlan) -> None:
-        state = self.monitor.state(
-            self.running,
-            max_num_tokens=100,
-            max_num_running=NUM_SLOTS,
-            num_free_blocks=self.num_free_blocks,
-            num_blocks=100,
-            block_size=16,
-        )
+        limits = EngineLimits(100, NUM_SLOTS, num_blocks=100, block_size=16)
+        state = self.monitor.state(self.running, limits, self.num_free_blocks)
         self.fates.planned(state, plan, self.now)
 
     def start(self, row: int) -> None:

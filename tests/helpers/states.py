@@ -170,6 +170,7 @@ class StateBuilder:
         self.table.e2e_s[row] = slo.e2e_s
         self.table.e2e_due_s[row] = NOW - arrived_ago_s + slo.e2e_s
         self.table.weight[row] = slo.weight
+        self.table.served_by_s[row] = NOW - arrived_ago_s + slo.max_wait_s
         self.table.num_prompt[row] = prompt
         self.table.prefill_target[row] = prompt
         self.table.max_tokens[row] = 10_000

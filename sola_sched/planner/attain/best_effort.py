@@ -8,7 +8,7 @@ from sola_sched.compiled.functions import compiled
 from sola_sched.core import state
 from sola_sched.cost.times import chunk_s, decode_s
 from sola_sched.planner.attain.entry import tokens_in
-from sola_sched.planner.attain.lost import is_rejected
+from sola_sched.planner.attain.lost import is_overdue, is_rejected
 from sola_sched.planner.attain.pace import free_slots, token_room
 from sola_sched.planner.attain.records import (
     ADMIT,
@@ -25,6 +25,8 @@ from sola_sched.planner.attain.records import (
 _blocks_of_step = compiled(state.blocks_of_step)
 #: Credit of this share of the most counts as full: it has been waiting to be spent.
 _FULL = 0.99
+#: Longer than any clock here has run, seconds.
+_LONG_AGO_S = 1e9
 
 
 @compiled
@@ -51,7 +53,7 @@ def serve_lost(step):
     if num_places and at.lost_run >= num_older:
         _add_prefills(step, num_places)
     if at.is_blocked:  # what others get from slack while the oldest finds no room is no debt
-        account.is_blocked = was_blocked or _is_full(step)
+        account.is_blocked = was_blocked or _is_full(step) or is_overdue(step, step.lists[NEAR, 0])
     else:  # the share is a minimum, not an extra
         account.credit_s = max(account.credit_s - at.received_s, -step.tuning.most_credit_s)
 
@@ -85,7 +87,10 @@ def _list_lost_decodes(step):
 
 @compiled
 def _list_lost_prefills(step):
-    """List the first of them in `NEAR`, by arrival; how many."""
+    """List the first of them in `NEAR`, those that are overdue before others; how many.
+
+    Those by the end of their longest wait, the others by arrival.
+    """
     at, line, count = step.at, step.lists[NEAR], 0
     most = min(step.tuning.num_lost, len(line))
     keys = np.empty(most)
@@ -93,14 +98,18 @@ def _list_lost_prefills(step):
         prefill = step.prefills[place]
         if not prefill.is_feasible and not is_rejected(step, place):
             key = step.requests[prefill.row].arrival_s
+            if is_overdue(step, place):
+                key = step.requests[prefill.row].served_by_s - _LONG_AGO_S
             count = insert(line, count, most, place, keys, key)
     return count
 
 
 @compiled
 def _num_older(step, num_held, num_places):
-    """How many of the lost decodes came before any lost prefill."""
+    """How many of the lost decodes came before any lost prefill; none if one is overdue."""
     count, oldest_s = 0, np.inf
+    if num_places and is_overdue(step, step.lists[NEAR, 0]):
+        return 0
     if num_places:
         oldest_s = step.requests[step.prefills[step.lists[NEAR, 0]].row].arrival_s
     for i in range(num_held):
@@ -276,19 +285,23 @@ def _tokens_in(step, place, limit_s, room):
 
 @compiled
 def _on_credit(step, place):
-    """Tokens of one in a step without other prefills that the credit pays for; pays."""
+    """Tokens of one in a step without other prefills that the credit pays for; pays.
+
+    One that is overdue is served whatever the credit is.
+    """
     at, account, prefill = step.at, step.account, step.prefills[place]
-    if account.credit_s <= 0.0 or _is_upper_there(step, place):
+    must = is_overdue(step, place)
+    if (account.credit_s <= 0.0 and not must) or _is_upper_there(step, place):
         return 0
     need, has = int(prefill.chunk), prefill.has
     tokens = _tokens_in(step, place, at.limit_s, at.room + at.chunk)
-    if not tokens and _is_full(step):
+    if not tokens and (must or _is_full(step)):
         tokens = min(need, step.tuning.tile) if at.chunks_prefills else need
     price_s = chunk_s(at, float(tokens), has)
     if place >= at.num_started and step.requests[prefill.row].num_preemptions:
         # Its place in memory is worth what computing the KV that comes back would be.
         price_s = chunk_s(at, tokens + has, 0.0)
-    if not tokens or (account.credit_s < price_s and not _is_full(step)):
+    if not tokens or (account.credit_s < price_s and not must and not _is_full(step)):
         return 0
     account.credit_s -= price_s
     return tokens

@@ -13,7 +13,13 @@ from sola_sched.cost.times import copy_times, decode_s
 from sola_sched.planner.attain.alone import find_prompts_alone
 from sola_sched.planner.attain.best_effort import find_victims, serve_lost
 from sola_sched.planner.attain.entry import let_in
-from sola_sched.planner.attain.lost import gather, judge_decodes, judge_prefills, spare_one
+from sola_sched.planner.attain.lost import (
+    gather,
+    is_rejected,
+    judge_decodes,
+    judge_prefills,
+    spare_one,
+)
 from sola_sched.planner.attain.pace import find_pace
 from sola_sched.planner.attain.records import (
     ADMIT,
@@ -183,7 +189,7 @@ def _put_together(step):
         _take_out(step, num_alive, num_before)
     if step.tuning.rejects:
         for place in range(at.num_started, at.num_prefills):
-            if step.prefills[place].is_hopeless:
+            if is_rejected(step, place):
                 lists[REJECT, at.num_reject] = step.prefills[place].row
                 at.num_reject += 1
     num_offered = 0 if at.is_alone else at.num_offered

@@ -71,6 +71,19 @@ def judge_decodes(step):
                 decode.bank_s = decode.sustain_s = np.inf
                 decode.is_lost = False
         weigh(step)
+    if at.num_alive < at.num_decodes:
+        for place in range(at.num_decodes):
+            request = requests[decodes[place].row]
+            has_target = min(request.due_s, request.tpot_s, request.e2e_due_s) < np.inf
+            if decodes[place].is_lost and has_target:
+                _note_lost(at, request, np.nan)
+
+
+@compiled
+def _note_lost(at, request, need_s):
+    """A request misses a target, for its report: when that was found first, and what it needed."""
+    if request.lost_s != request.lost_s:  # NaN: not yet
+        request.lost_s, request.need_s = at.now_s, need_s
 
 
 @compiled
@@ -224,6 +237,8 @@ def judge_prefills(step):
                 prefill.is_feasible = True
         else:
             prefill.rank = 0
+        if not prefill.is_feasible and prefill.due_s < np.inf:
+            _note_lost(at, request, at.decode_s + prefill.service_s)
         at.num_feasible += prefill.is_feasible
         at.num_hopeless += prefill.is_hopeless
         at.num_kept += prefill.is_feasible and place < at.num_started
@@ -287,9 +302,17 @@ def _limit_s(at, tuning, prefill, request):
 
 @compiled
 def is_rejected(step, place):
-    """Whether a prefill is not there any more if it cannot have its first token in time."""
+    """Whether a prefill is refused: it cannot have its first token in time, or is overdue."""
     rejects = step.tuning.rejects and place >= step.at.num_started
-    return rejects and step.prefills[place].is_hopeless
+    return rejects and (step.prefills[place].is_hopeless or is_overdue(step, place))
+
+
+@compiled
+def is_overdue(step, place):
+    """Whether a prefill misses its targets anyway and has waited as long as it may."""
+    prefill = step.prefills[place]
+    served_by_s = step.requests[prefill.row].served_by_s
+    return not prefill.is_feasible and served_by_s <= step.at.now_s
 
 
 @compiled

@@ -49,7 +49,7 @@ class AttainPlanner:
     """
 
     traits = PolicyTraits(
-        options=("tile", "safety", "best_effort_share", "overload"),
+        options=("tile", "safety", "best_effort_share", "max_wait_s", "overload"),
         gives_shares=True,
         serves_lost_last=True,
     )

@@ -131,7 +131,8 @@ class FastInstance:
         most = request.output_len if request.max_tokens is None else request.max_tokens
         self.next_s = self._add(
             row, request.num_prompt_tokens, request.output_len, most, slo.ttft_s, slo.tpot_s,
-            slo.e2e_s, slo.weight, request.arrival_s, length.quantiles, now_s, *self._engine,
+            slo.e2e_s, slo.weight, slo.max_wait_s, request.arrival_s, length.quantiles, now_s,
+            *self._engine,
         )  # fmt: skip
 
     def advance(self, now_s: float) -> Sequence[Ended]:

@@ -36,9 +36,9 @@ from sola_sched.simulator.cluster.fast.times import decode_line, step_s
 
 @entry
 def add(
-    row, prompt_len, output_len, max_tokens, ttft_s, tpot_s, e2e_s, weight, arrival_s, quantiles,
-    now_s, engine, requests, truth, lists, times, memory, plan, tuning, account, decodes, prefills,
-    plan_lists,
+    row, prompt_len, output_len, max_tokens, ttft_s, tpot_s, e2e_s, weight, max_wait_s, arrival_s,
+    quantiles, now_s, engine, requests, truth, lists, times, memory, plan, tuning, account, decodes,
+    prefills, plan_lists,
 ):  # fmt: skip
     """A request comes, into a free row.
 
@@ -56,6 +56,7 @@ def add(
     request.ttft_s, request.tpot_s, request.e2e_s = ttft_s, tpot_s, e2e_s
     request.due_s, request.e2e_due_s = arrival_s + ttft_s, arrival_s + e2e_s
     request.arrival_s, request.weight = arrival_s, weight
+    request.served_by_s, request.lost_s = arrival_s + max_wait_s, math.nan
     request.first_token_s = request.last_token_s = math.nan
     request.predicted[:] = quantiles
     truth[row].output_len, truth[row].chunk, truth[row].sits_out = output_len, 0, False
