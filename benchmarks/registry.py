@@ -118,6 +118,7 @@ EXPERIMENTS = (
     _simulation("hindsight", "how much of the gap to the bound is knowledge of the future", "1 h"),
     _simulation("missed", "the same at the goals that `levels` misses", "20 min"),
     _simulation("shares", "a larger share for requests that are late anyway", "20 min"),
+    _simulation("waits", "a bound on the wait of requests that are late anyway", "20 min"),
     Experiment("mixed", "several kinds of request at once, FCFS and earliest deadline first beside",
                "15 min", "mixed.experiment:mixed",
                ("data", "seeds", "workers", "num_requests", "quick", "only"), "mixed.jsonl",

@@ -36,6 +36,7 @@ from simulation.tables import (
     share_table,
     short,
     side_by_side_lines,
+    wait_cells,
 )
 from sola_sched.bench.calibrate import SLO_FACTOR
 
@@ -278,6 +279,28 @@ def shares(setup: Setup) -> Outcome:
     points = grid(base, rate_per_s=rates, seed=setup.seeds, scheduler=(*STOCK, *_SHARES.values()))
     rows = setup.rows(points, "shares")
     return Outcome(rows, markdown(*share_table(rows, _SHARES)))
+
+
+_WAITS = {"none": "sola"}
+_WAITS |= {f"{wait} s": f"sola:max_wait_s={wait}" for wait in (120, 60, 30)}
+_WAITS["60 s, share 0"] = "sola:best_effort_share=0.0,max_wait_s=60"
+
+
+def waits(setup: Setup) -> Outcome:
+    """What `max_wait_s` costs: the share in time, and the longest wait, at and past saturation."""
+    rows: list[Row] = []
+    lines = []
+    for file in datasets(setup, LENGTHS):
+        base = _base(setup, PROFILE, file, SLO_FACTOR)
+        base = replace(base, num_requests=2 * base.num_requests)
+        for rate in multiples(base.rate_per_s, (1.0, 1.25)):
+            points = grid(
+                base, rate_per_s=(rate,), seed=setup.seeds, scheduler=tuple(_WAITS.values())
+            )
+            found = setup.rows(points, f"waits, {NAMES[file]}")
+            rows += found
+            lines.append([NAMES[file], f"{rate:.3g}", *wait_cells(found, _WAITS.values())])
+    return Outcome(rows, markdown(["data", "req/s", *_WAITS], lines))
 
 
 def prediction(setup: Setup) -> Outcome:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from harness.points import BOUND, HINDSIGHT
 from harness.resumable import Row
@@ -127,6 +127,14 @@ def _share_cells(groups: Sequence[Sequence[Row]]) -> list[str]:
         text
         for group in groups
         for text in (percent(group), f"{max(row['worst_wait_s'] for row in group):.0f}")
+    ]
+
+
+def wait_cells(rows: Sequence[Row], schedulers: Iterable[str]) -> list[str]:
+    """Attained % and worst wait of each scheduler."""
+    groups = [of_scheduler(rows, scheduler) for scheduler in schedulers]
+    return [
+        f"{percent(group)}, {max(row['worst_wait_s'] for row in group):.0f} s" for group in groups
     ]
 
 

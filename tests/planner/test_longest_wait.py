@@ -82,7 +82,9 @@ def test_when_and_why_one_was_given_up_is_noted_once() -> None:
     table, planner = b.table, make_attain()
     planner.plan(b.build())
     assert table.lost_s[row] == NOW
-    assert table.need_s[row] == pytest.approx(0.2 + 0.011, rel=0.01)  # its prompt and a step of the decode
+    assert table.need_s[row] == pytest.approx(
+        0.2 + 0.011, rel=0.01
+    )  # its prompt and a step of the decode
     planner.plan(b.build(now_s=NOW + 1.0))
     assert table.lost_s[row] == NOW
     assert math.isnan(table.lost_s[table.row_of["fine"]])
