@@ -235,7 +235,7 @@ class Fates:
 
 def _shortage(state: StepState, plan: StepPlan) -> int:
     """What those lack that still wait when this plan is carried out."""
-    num_admitted = len(state.waiting) if plan.admit is None else len(plan.admit)
+    num_admitted = 0 if plan.admit is None else len(plan.admit)
     if len(state.running) - len(plan.preempt) + num_admitted >= state.max_num_running:
         return SLOTS
     if num_admitted == 0:

@@ -61,6 +61,7 @@ class Planning:
         short_of_slots: Share of the latest plans while slots alone were short.
         plan_s: Processor time of the latest plan.
         num_stalled: Steps since start in which nothing could run because of a plan.
+        shadow: What plans would have done since start that are not followed (`steer` false).
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Planning:
         self._swapping, self._lookups = swapping, lookups
         self._monitor, self._guard = scheduler.sola_monitor, scheduler.sola_guard
         self._plan_limit_s = scheduler.sola_config.plan_limit_s
+        self._steers = scheduler.sola_config.steer
         self._rejects = scheduler.sola_config.overload == "reject"
         self._tokens_per_decode = 1 + int(scheduler.num_spec_tokens)
         self._limits = EngineLimits(
@@ -94,6 +96,7 @@ class Planning:
         self._num_unplanned = 0  # steps while the policy was compiled
         self.num_plans = self.num_stalled = 0
         self.problems: dict[str, int] = {}
+        self.shadow = dict.fromkeys(("num_held", "num_preempted_by_policy", "num_rejected"), 0)
         self.short_of_slots = self.plan_s = 0.0
 
     @property
@@ -124,6 +127,9 @@ class Planning:
         except Exception as error:
             guard.failed("planning a step", error)
             return NEUTRAL
+        if not self._steers:
+            self._count_shadow(plan)
+            plan = NEUTRAL
         self.plan_s = seconds = cpu_clock() - started_s
         limit_s = self._plan_limit_s
         if limit_s is not None and seconds > limit_s:
@@ -178,6 +184,7 @@ class Planning:
             is_short = waits_for_slots_alone(state)
             self.short_of_slots += _REVIEW_WEIGHT * (is_short - self.short_of_slots)
         self.problems[plan.problem] = self.problems.get(plan.problem, 0) + 1
+        monitor.fates.planned(state, plan if self._steers else NEUTRAL, monitor.clock())
         return plan
 
     def _limits_now(self) -> EngineLimits:
@@ -194,6 +201,14 @@ class Planning:
                 max_num_tokens=num_tokens, max_num_running=num_slots, max_chunk=max_chunk
             )
         return limits
+
+    def _count_shadow(self, plan: StepPlan) -> None:
+        """Count what a plan would have done that is not followed."""
+        num_running = len(self._scheduler.running)
+        if plan.run is not None:
+            self.shadow["num_held"] += max(0, num_running - len(plan.run) - len(plan.preempt))
+        self.shadow["num_preempted_by_policy"] += len(plan.preempt)
+        self.shadow["num_rejected"] += len(plan.reject)
 
     def _tokens_to_resume(self, request: Request) -> int:
         left = request.num_tokens - request.num_computed_tokens
@@ -228,6 +243,8 @@ class Planning:
             return "failed"
         if self._guard.is_pausing:
             return "slow"
+        if not self._steers:
+            return "shadow"
         if self._is_stalled or plan.problem == "stalled":
             return "stalled"
         if scheduler._pause_state is not PauseState.UNPAUSED:

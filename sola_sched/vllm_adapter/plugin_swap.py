@@ -130,10 +130,13 @@ def _connector_of(args: Any) -> str | None:
 
 def _reason_against(args: Any, model_config: Any) -> str | None:
     """Why not; None if nothing speaks against it, empty if there is nothing to say."""
-    swap = SolaConfig.from_additional(args.additional_config).swap
+    config = SolaConfig.from_additional(args.additional_config)
+    swap = config.swap
     if args.kv_transfer_config is not None:
         name = _connector_of(args)
         return "" if name == CONNECTOR else f"--kv-transfer-config selects {name}"
+    if not config.steer:
+        return "'steer' is false"
     if swap.mode == "off":
         return ""
     if model_config.runner_type == "pooling":

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from sola_sched.config.sola_config import CONFIG_KEY
 from sola_sched.reports import load, load_text
+from sola_sched.reports.fates import engine_facts
 from sola_sched.reports.log import IntervalLog, engine_stats
+from sola_sched.reports.missed_log import MissedLog
 from sola_sched.vllm_adapter.telemetry_sender import TelemetrySender
 from sola_sched.vllm_adapter.versions import Seams
 
@@ -52,6 +56,7 @@ class Reporting:
         self._planning, self._steering, self._swapping = planning, steering, swapping
         config = scheduler.sola_config
         self._has_log = bool(config.log_interval_s)
+        self._missed_log = MissedLog(config.log_missed) if config.log_missed else None
         self._swapped_bytes = _no_bytes if swapping is None else swapping.num_bytes
         self.telemetry = TelemetrySender(
             log_stats=bool(getattr(scheduler, "log_stats", False)),
@@ -66,6 +71,11 @@ class Reporting:
                 self._log()
             except Exception as error:
                 scheduler.sola_guard.failed_beside("logging", error)
+        if self._missed_log is not None:
+            try:
+                self._log_missed(self._missed_log)
+            except Exception as error:
+                scheduler.sola_guard.failed_beside("logging late requests", error)
         self.telemetry.send(
             outputs,
             scheduler.sola_monitor,
@@ -73,7 +83,25 @@ class Reporting:
             is_followed=not scheduler.sola_guard.is_lost,
             swapped_bytes=self._swapped_bytes,
             load=self._load,
+            engine=self._engine,
         )
+
+    def _engine(self) -> dict[str, Any] | None:
+        """What is needed to serve the same requests again in virtual time."""
+        vllm_config = self._scheduler.vllm_config
+        scheduler_config = vllm_config.scheduler_config
+        additional = vllm_config.additional_config
+        options = additional.get(CONFIG_KEY) if isinstance(additional, Mapping) else None
+        engine_args = {
+            "max_num_seqs": scheduler_config.max_num_seqs,
+            "max_num_batched_tokens": scheduler_config.max_num_batched_tokens,
+            "max_model_len": vllm_config.model_config.max_model_len,
+            "block_size": self._scheduler.block_size,
+            "num_gpu_blocks_override": self._planning.num_blocks + 1,
+            "async_scheduling": bool(scheduler_config.async_scheduling),
+            "scheduling_policy": scheduler_config.policy,
+        }
+        return engine_facts(self._scheduler.sola_monitor.cost, engine_args, options or {})
 
     def _log(self) -> None:
         scheduler = self._scheduler
@@ -85,6 +113,11 @@ class Reporting:
             line = self._interval_log.line(
                 passed_s, scheduler.sola_stats(), num_running=num_running, num_waiting=num_waiting
             )
+            logger.info("sola_sched: %s", line)
+
+    def _log_missed(self, missed_log: MissedLog) -> None:
+        monitor = self._scheduler.sola_monitor
+        for line in missed_log.lines(monitor.fates, monitor.clock()):
             logger.info("sola_sched: %s", line)
 
     def _load(self) -> str:
@@ -119,6 +152,7 @@ class Reporting:
             "failures": dict(guard.num_failures),
             "is_aside": guard.is_aside,
             "num_stalled": planning.num_stalled,
+            "shadow": dict(planning.shadow),
             **self._steering.counts,
         }
         if self._swapping is not None:

@@ -29,18 +29,22 @@ class Support:
     Attributes:
         own_order: Why every step runs in vLLM's own order; empty if steps are planned.
         limits: What plans leave to vLLM or do not know.
+        is_shadow: Steps run in vLLM's own order all the same: plans are counted only.
     """
 
     own_order: str = ""
     limits: tuple[str, ...] = ()
+    is_shadow: bool = False
 
     @property
     def steers(self) -> bool:
-        return not self.own_order
+        return not self.own_order and not self.is_shadow
 
     def __str__(self) -> str:
         if self.own_order:
             return f"not steered, vLLM's own order: {self.own_order}"
+        if self.is_shadow:
+            return "not steered, vLLM's own order: 'steer' is false; plans are counted only"
         return f"steered, with limits: {'; '.join(self.limits)}" if self.limits else "steered"
 
 
@@ -79,4 +83,4 @@ def support_of(vllm_config: Any, config: SolaConfig) -> Support:
     targets = (config.default_slo, *config.classes.values())
     if config.traits.goes_by_targets and all(target.is_unlimited for target in targets):
         limits.append(NO_TARGETS)
-    return Support(limits=tuple(limits))
+    return Support(limits=tuple(limits), is_shadow=not config.steer)

@@ -76,6 +76,7 @@ class TelemetrySender:
         is_followed: bool,
         swapped_bytes: Callable[[], tuple[int, int]],
         load: Callable[[], str],
+        engine: Callable[[], dict[str, Any] | None],
     ) -> None:
         """Send what is new with a step's `outputs`, now and then.
 
@@ -86,6 +87,7 @@ class TelemetrySender:
             is_followed: Whether the monitor follows the engine.
             swapped_bytes: Gives those to the host and back, since start.
             load: Gives the load, for routers.
+            engine: Gives what it is, as `fates.engine_facts`.
         """
         try:
             now_s = monitor.clock()
@@ -98,6 +100,8 @@ class TelemetrySender:
                     report.num_held = report.num_lost = 0
                 elif self._sends_load:
                     report.load = load()
+                if report.fates is not None:
+                    report.engine = engine()
                 telemetry_carrier.put(carrier, report.to_text())
         except Exception:
             self._failed()

@@ -1,0 +1,49 @@
+"""Lines in the log that say why requests were late, so many a minute at most."""
+
+from __future__ import annotations
+
+import math
+
+from sola_sched.core.fates import Fates
+from sola_sched.reports.fates import fate_of
+from sola_sched.reports.reasons import story, verdict
+
+_MINUTE_S = 60.0
+_LATE = ("missed", "rejected", "failed")
+
+
+class MissedLog:
+    """Makes the lines.
+
+    Args:
+        most: A minute; those beyond are counted, and the next line says how many.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._num_seen = self._num_said = self._num_silent = 0
+        self._began_s = -math.inf
+
+    def lines(self, fates: Fates, now_s: float) -> list[str]:
+        """Of the requests that have ended since the last call; `now_s` on any one clock."""
+        if fates.num_ended == self._num_seen:
+            return []
+        if now_s - self._began_s >= _MINUTE_S:
+            self._began_s, self._num_said = now_s, 0
+        ended = fates.since(self._num_seen)
+        self._num_seen = fates.num_ended
+        lines = []
+        for name, slo_class, record in zip(
+            ended.req_ids, ended.slo_classes, ended.records, strict=True
+        ):
+            fate = fate_of(name, slo_class, record)
+            if fate["end"] not in _LATE:
+                continue
+            if self._num_said >= self._most:
+                self._num_silent += 1
+                continue
+            self._num_said += 1
+            more = f" ({self._num_silent:,} more were late before)" if self._num_silent else ""
+            self._num_silent = 0
+            lines.append(f"{name} ({slo_class}): {' '.join([verdict(fate), *story(fate)])}{more}")
+        return lines
