@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 from http_server import Answer, Server, serving
 
 from sola_sched.adaptive_placement import observe
+from sola_sched.explain import __main__ as explain
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -222,3 +223,29 @@ def test_what_the_controller_of_services_reads_is_what_came(server: Server) -> N
     assert (new["requests"], new["attained"], new["output_tokens"]) == (4, 4, 3 + 4 + 5 + 6)
     assert new["prompt_tokens"] > 0.0
     assert not any(new.get(name, 0.0) for name in ("missed", "rejected", "aborted"))
+
+
+def test_a_request_is_explained_by_the_id_that_its_client_sees(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(4):  # more than a refused one, for a replay
+        answer = ask(server, max_tokens=4, vllm_xargs={"ttft_slo_ms": 90000})
+        assert answer.status == 200
+    name = answer.json["id"]
+    limit = time.monotonic() + 30
+    while explain.main([server.url, name]):  # reports take a moment
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+    text = capsys.readouterr().out
+    assert text.startswith(name)
+    assert "It met its targets." in text
+    assert "with a prompt of 5 tokens" in text
+    assert "Its 4 output tokens took" in text
+
+    assert explain.main([server.url]) == 0
+    assert "requests missed a target." in capsys.readouterr().out
+    assert explain.main([server.url, name, "--replay"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[2:]] == [
+        "way", "stock vLLM", "sola_sched", "2 engines",
+    ]  # fmt: skip
