@@ -183,7 +183,6 @@ class Fates:
         req_id: str,
         row: int,
         request: RequestValues,
-        cost: CostModel,
         slo_class: str,
         end: str,
         now_s: float,
@@ -214,10 +213,9 @@ class Fates:
         self._ended[place] = (
             request.arrival_s, started_s, request.first_token_s, request.last_token_s, now_s,
             request.ttft_s, request.tpot_s, request.e2e_s, held_s, request.lost_s, request.need_s,
-            cost.prefill_s(request.num_prompt), cost.decode_s(1, request.num_prompt),
-            request.num_prompt, request.num_output, predicted, note["num_chunks"],
-            request.num_preemptions, note["num_held"], note["num_running"], note["num_before"],
-            num_overtook, request.priority, ENDS.index(end), note["waited_s"],
+            math.nan, math.nan, request.num_prompt, request.num_output, predicted,
+            note["num_chunks"], request.num_preemptions, note["num_held"], note["num_running"],
+            note["num_before"], num_overtook, request.priority, ENDS.index(end), note["waited_s"],
         )  # fmt: skip
 
     def _num_overtook(self, arrival_s: float, until_s: float) -> int:
@@ -225,12 +223,19 @@ class Fates:
         start_s, came_s = self._starts[:, 0], self._starts[:, 1]
         return int(np.count_nonzero((came_s > arrival_s) & (start_s < until_s)))
 
-    def since(self, number: int) -> Ended:
-        """Those that are kept of all that ended after so many."""
+    def since(self, number: int, cost: CostModel) -> Ended:
+        """Those that are kept of all that ended after so many.
+
+        Args:
+            cost: Says what each would have taken by itself.
+        """
         most = len(self._ended)
         places: IntArray = np.arange(max(number, self.num_ended - most), self.num_ended) % most
         names = [self._names[place] for place in places]
-        return Ended([n for n, _ in names], [n for _, n in names], self._ended[places])
+        records = self._ended[places]
+        records["alone_s"] = cost.prefill_s(records["num_prompt"])
+        records["alone_step_s"] = cost.decode_s(1.0, records["num_prompt"])
+        return Ended([n for n, _ in names], [n for _, n in names], records)
 
 
 def _shortage(state: StepState, plan: StepPlan) -> int:

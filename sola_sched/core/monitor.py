@@ -333,7 +333,7 @@ class StateMonitor:
             request, outcomes, now, by_itself=by_itself, rejected=rejected, failed=failed
         )
         service = self.services.names[request.service]
-        self.fates.ended(req_id, row, request, self.cost, service, end, now)
+        self.fates.ended(req_id, row, request, service, end, now)
         if by_itself and not rejected and not failed:
             self._compare_prediction(request)
             self.traffic.ended(request.num_output)

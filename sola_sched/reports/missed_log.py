@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from sola_sched.core.fates import Fates
+from sola_sched.cost.model import CostModel
 from sola_sched.reports.fates import fate_of
 from sola_sched.reports.reasons import story, verdict
 
@@ -24,13 +25,18 @@ class MissedLog:
         self._num_seen = self._num_said = self._num_silent = 0
         self._began_s = -math.inf
 
-    def lines(self, fates: Fates, now_s: float) -> list[str]:
-        """Of the requests that have ended since the last call; `now_s` on any one clock."""
+    def lines(self, fates: Fates, cost: CostModel, now_s: float) -> list[str]:
+        """Of the requests that have ended since the last call.
+
+        Args:
+            fates, cost: Of the engine.
+            now_s: On any one clock.
+        """
         if fates.num_ended == self._num_seen:
             return []
         if now_s - self._began_s >= _MINUTE_S:
             self._began_s, self._num_said = now_s, 0
-        ended = fates.since(self._num_seen)
+        ended = fates.since(self._num_seen, cost)
         self._num_seen = fates.num_ended
         lines = []
         for name, slo_class, record in zip(

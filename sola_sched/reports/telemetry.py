@@ -135,7 +135,7 @@ class Telemetry:
             prediction_error=_finite(monitor.trust.error),
         )
         if monitor.fates.num_ended > self._num_fates:
-            report.fates = fates.to_report(monitor.fates.since(self._num_fates))
+            report.fates = fates.to_report(monitor.fates.since(self._num_fates, monitor.cost))
             self._num_fates = monitor.fates.num_ended
         self._num_planned, self._plan_us = 0, []
         self._num_unplanned.clear()

@@ -117,7 +117,7 @@ class Reporting:
 
     def _log_missed(self, missed_log: MissedLog) -> None:
         monitor = self._scheduler.sola_monitor
-        for line in missed_log.lines(monitor.fates, monitor.clock()):
+        for line in missed_log.lines(monitor.fates, monitor.cost, monitor.clock()):
             logger.info("sola_sched: %s", line)
 
     def _load(self) -> str:

@@ -67,7 +67,7 @@ class Engine:
         if row in self.running:
             self.running.remove(row)
         self.monitor.finished(name, **how)
-        record: np.void = self.fates.since(self.fates.num_ended - 1).records[0]
+        record: np.void = self.fates.since(self.fates.num_ended - 1, self.monitor.cost).records[0]
         return record
 
 
@@ -208,10 +208,10 @@ def test_only_the_last_are_kept() -> None:
     for number in range(20):
         engine.add(f"r{number}")
         engine.monitor.finished(f"r{number}", by_itself=False)
-    kept = fates.since(0)
+    kept = fates.since(0, engine.monitor.cost)
     assert kept.req_ids == [f"r{number}" for number in range(12, 20)]
-    assert len(fates.since(18).req_ids) == 2
-    assert fates.since(20).req_ids == []
+    assert len(fates.since(18, engine.monitor.cost).req_ids) == 2
+    assert fates.since(20, engine.monitor.cost).req_ids == []
 
 
 def test_the_table_may_grow() -> None:

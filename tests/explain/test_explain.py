@@ -47,7 +47,7 @@ def recorded() -> Window:
     monitor = engine.scheduler.sola_monitor
     facts = engine_facts(monitor.cost, ENGINE_ARGS, OPTIONS)
     assert facts is not None
-    fates = list(from_report(to_report(monitor.fates.since(0))))
+    fates = list(from_report(to_report(monitor.fates.since(0, monitor.cost))))
     return Window(json.loads(json.dumps(fates[::-1])), json.loads(json.dumps(facts)))
 
 

@@ -36,7 +36,8 @@ def served(*requests: VirtualRequest, **options: Any) -> tuple[VirtualEngine, di
 
 
 def fates_of(engine: VirtualEngine) -> dict[str, Any]:
-    ended = engine.scheduler.sola_monitor.fates.since(0)
+    monitor = engine.scheduler.sola_monitor
+    ended = monitor.fates.since(0, monitor.cost)
     return {fate["request_id"]: fate for fate in from_report(to_report(ended))}
 
 
@@ -136,7 +137,8 @@ def test_late_requests_are_told_in_the_log_so_many_a_minute(
 def test_engine_facts_are_enough_to_serve_the_same_again() -> None:
     engine, _ = served(*later(make_workload(100, 16.0), 5.0))
     book = FateBook()
-    book.add(to_report(engine.scheduler.sola_monitor.fates.since(0)))
+    monitor = engine.scheduler.sola_monitor
+    book.add(to_report(monitor.fates.since(0, monitor.cost)))
     facts = engine.scheduler._reporting._engine()
     assert facts is not None
     assert facts["options"] == OPTIONS
