@@ -19,9 +19,11 @@ pytestmark = pytest.mark.vllm
 OPTIONS = {"ttft_s": 0.4, "tpot_s": 0.05}
 
 
-def run(scheduler_cls: type[Any], sola: dict[str, Any] | None, **options: Any) -> VirtualEngine:
+def run(
+    scheduler_cls: type[Any], sola: dict[str, Any] | None, count: int = 160, **options: Any
+) -> VirtualEngine:
     engine = make_small_engine(scheduler_cls, sola, **options)
-    for request in make_workload(250, 16.0):
+    for request in make_workload(count, 16.0):
         engine.add(request)
     engine.run()
     return engine
@@ -35,8 +37,10 @@ def times(engine: VirtualEngine) -> dict[str, tuple[float | None, float | None, 
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("more", [{}, {"overload": "reject"}, {"policy": "paper"}])
-@pytest.mark.parametrize("memory", [2000, 220])
+@pytest.mark.parametrize(
+    ("more", "memory"),
+    [({}, 2000), ({}, 220), ({"overload": "reject"}, 2000), ({"policy": "paper"}, 220)],
+)
 def test_every_token_comes_when_it_comes_from_stock_vllm(
     is_async: bool, more: dict[str, Any], memory: int
 ) -> None:
@@ -47,7 +51,8 @@ def test_every_token_comes_when_it_comes_from_stock_vllm(
 
 
 def test_what_the_plans_would_have_done_is_counted() -> None:
-    engine = run(sola_sched.Scheduler, {**OPTIONS, "overload": "reject", "steer": False})
+    options = {**OPTIONS, "overload": "reject", "steer": False}
+    engine = run(sola_sched.Scheduler, options, count=250)
     stats = engine.scheduler.sola_stats()
     assert stats["shadow"]["num_rejected"] > 0
     assert stats["num_held"] == stats["num_preempted_by_policy"] == 0
