@@ -290,7 +290,8 @@ def waits(setup: Setup) -> Outcome:
     """What `max_wait_s` costs: the share in time, and the longest wait, at and past saturation."""
     rows: list[Row] = []
     lines = []
-    for file in datasets(setup, LENGTHS):
+    setup.check_only(LENGTHS)
+    for file in datasets(setup, setup.only or LENGTHS):
         base = _base(setup, PROFILE, file, SLO_FACTOR)
         base = replace(base, num_requests=2 * base.num_requests)
         for rate in multiples(base.rate_per_s, (1.0, 1.25)):
