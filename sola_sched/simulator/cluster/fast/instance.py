@@ -112,7 +112,8 @@ class FastInstance:
         plan["tokens_per_decode"], plan["per_step"], plan["chunks_prefills"] = 1, 1.0, True
         self._fit = first_fit(batch_time)
         self._take_fit()
-        some = (0, 1, 1, 1, 0.0, 0.0, 0.0, 1.0, 0.0, LengthPrediction.exactly(1).quantiles, 0.0)
+        lengths = LengthPrediction.exactly(1).quantiles
+        some = (0, 1, 1, 1, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, lengths, 0.0)
         self._add = for_types_of(steps.add, *some, *self._engine)
         self._steps_on = for_types_of(steps.advance, 0.0, *self._engine)
         self._free = list(range(_NUM_FIRST))
