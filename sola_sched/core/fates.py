@@ -130,13 +130,13 @@ class Fates:
             self._starts[self._num_starts % _NUM_STARTS] = now_s, table.arrival_s[row]
             self._num_starts += 1
 
-    def displaced(self, row: int, now_s: float) -> None:
+    def preempted(self, row: int, now_s: float) -> None:
         """A request has lost its slot, and waits."""
         self._advance(now_s)
         self._notes[row]["began_s"] = self._total_s
 
     def parked(self, row: int, now_s: float) -> None:
-        """A request waits for something of its own, until it is `displaced` or `started`."""
+        """A request waits for something of its own, until it is `preempted` or `started`."""
         self._advance(now_s)
         self._end_wait(row)
 

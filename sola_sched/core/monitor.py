@@ -226,7 +226,7 @@ class StateMonitor:
         for row in self._parked.difference(rows):
             if self.table.phase[row] == PARKED:
                 self.table.move(row, WAITING)
-                self.fates.displaced(row, self.clock())
+                self.fates.preempted(row, self.clock())
         for row in rows:
             if self.table.phase[row] == WAITING:
                 self.table.move(row, PARKED)
@@ -243,7 +243,7 @@ class StateMonitor:
     def requeued(self, row: int, *, num_tokens: int, at_front: bool) -> None:
         """A request lost its KV (preemption) or waits for more input; it is WAITING again."""
         table = self.table
-        self.fates.displaced(row, self.clock())
+        self.fates.preempted(row, self.clock())
         table.move(row, WAITING)
         table.num_computed[row] = 0
         table.prefill_target[row] = num_tokens

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sola_sched.cost.file import Coefficients
-from sola_sched.cost.model import CostModel
+from sola_sched.cost.plain import PlainStepTimes
 from sola_sched.errors import ReportError
 
 _NUMBERS = ("kv_capacity_tokens", "max_num_seqs", "max_num_batched_tokens", "max_model_len",
@@ -39,7 +39,7 @@ def to_json(load: Mapping[str, Any]) -> str:
 
 
 def from_json(text: str | bytes) -> dict[str, Any]:
-    """What `to_json` wrote; arrays as float64, and under `model` a `CostModel` or None.
+    """What `to_json` wrote; arrays as float64, and under `model` a `PlainStepTimes` or None.
 
     Raises:
         ReportError: It is nothing of that kind. Whether the values can be true is not looked at.
@@ -57,7 +57,7 @@ def from_json(text: str | bytes) -> dict[str, Any]:
             seconds = [float(each) for each in steps]
             if not max(map(abs, seconds)) < _LONGEST_S:
                 raise ValueError(f"'{STEPS}' must be seconds below {_LONGEST_S:g}")
-            load["model"] = CostModel.from_coefficients(Coefficients(*seconds))
+            load["model"] = PlainStepTimes(Coefficients(*seconds))
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ReportError(
             f"a load must be what `to_json` writes (got {text[:80]!r}: {error!r:.200})."

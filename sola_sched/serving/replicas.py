@@ -13,7 +13,7 @@ from sola_sched.cluster.reports import Reports
 from sola_sched.cluster.view import InstanceView, Refusal, RoutedRequest, Router
 from sola_sched.config.flags import refuse_user
 from sola_sched.cost.file import Coefficients
-from sola_sched.cost.model import CostModel
+from sola_sched.cost.plain import PlainStepTimes
 from sola_sched.errors import ReportError
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ _LONG_AGO_S = 1e6
 _MOST_ERRORS = 3
 #: What a request may take to an engine's queue.
 _DELIVERY_S = 0.02
-ANY_STEPS = CostModel.from_coefficients(
+ANY_STEPS = PlainStepTimes(
     Coefficients(a0=0.0, b0=0.0, c0=1e-4, d0=0.01, a1=1e-4, b1=0.0, c1=0.01, overlap=0.01)
 )
 

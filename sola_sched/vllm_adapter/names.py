@@ -174,7 +174,8 @@ PARTS = (
         _names(
             """
             async_scheduling enable_chunked_prefill long_prefill_token_threshold
-            max_num_batched_tokens prefill_schedule_interval disable_chunked_mm_input
+            max_num_batched_tokens max_num_seqs prefill_schedule_interval disable_chunked_mm_input
+            policy
             """
         ),
         _names("scheduler_cls"),

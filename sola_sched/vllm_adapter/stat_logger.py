@@ -17,7 +17,7 @@ from sola_sched.config.slo import DEFAULT_CLASS
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.reports import carrier as telemetry_carrier
 from sola_sched.reports.telemetry import DIRECTIONS, OUTCOMES, TelemetryReport
-from sola_sched.vllm_adapter.fates_page import BOOK
+from sola_sched.vllm_adapter.fates_http import BOOK
 from sola_sched.vllm_adapter.load_feed import FEED
 
 logger = init_logger("vllm.sola_sched")

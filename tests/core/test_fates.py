@@ -58,7 +58,7 @@ class Engine:
         self.now += seconds
         self.monitor.completed()
 
-    def displace(self, row: int) -> None:
+    def preempt(self, row: int) -> None:
         self.running.remove(row)
         self.monitor.requeued(row, num_tokens=10, at_front=True)
 
@@ -159,7 +159,7 @@ def test_of_a_preempted_request_both_waits_count() -> None:
     engine.start(row)
     engine.start(other)
     engine.step(0.5, row, other)
-    engine.displace(row)
+    engine.preempt(row)
     engine.add("c")
     engine.plan(StepPlan(admit=NONE))
     engine.now += 0.25
@@ -233,7 +233,7 @@ def test_totals_give_what_each_request_by_itself_would_count(data: st.DataObject
     waited: dict[str, list[float]] = {}
     shortage: int | None = None
     for number in range(data.draw(st.integers(1, 25))):
-        move = data.draw(st.sampled_from(("add", "start", "displace", "plan", "pass", "end")))
+        move = data.draw(st.sampled_from(("add", "start", "preempt", "plan", "pass", "end")))
         table = engine.monitor.table
         live = sorted(table.row_of)
         waiting = [name for name in live if table.row_of[name] not in engine.running]
@@ -243,8 +243,8 @@ def test_totals_give_what_each_request_by_itself_would_count(data: st.DataObject
             waited[name] = [0.0, 0.0, 0.0]
         elif move == "start" and waiting:
             engine.start(table.row_of[data.draw(st.sampled_from(waiting))])
-        elif move == "displace" and engine.running:
-            engine.displace(data.draw(st.sampled_from(engine.running)))
+        elif move == "preempt" and engine.running:
+            engine.preempt(data.draw(st.sampled_from(engine.running)))
         elif move == "plan":
             engine.plan(admit())
             if not waiting:

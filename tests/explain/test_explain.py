@@ -22,7 +22,7 @@ from sola_sched.explain.__main__ import main
 from sola_sched.explain.replay import Replay, Way
 from sola_sched.explain.source import Window
 from sola_sched.reports.fates import FateBook, engine_facts, from_report, to_report
-from sola_sched.vllm_adapter.fates_page import answer
+from sola_sched.vllm_adapter.fates_http import answer
 
 pytestmark = pytest.mark.vllm
 

@@ -17,7 +17,7 @@ from tiny_llama import write_tiny_llama
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from sola_sched.reports.refusals import Refusal
-from sola_sched.vllm_adapter import plugin_refusals
+from sola_sched.vllm_adapter import fates_http, plugin_refusals
 from sola_sched.vllm_adapter.plugin import register
 from sola_sched.vllm_adapter.plugin_refusals import _MIDDLEWARE, RefusalMiddleware, _or_raise
 
@@ -175,7 +175,9 @@ def test_the_middleware_is_added_to_servers_whose_scheduler_refuses(
     for _ in range(2):
         AsyncEngineArgs.from_cli_args(args)
 
-    assert args.middleware == ["a.user.Middleware", *([_MIDDLEWARE] if is_added else [])]
+    is_ours = scheduler_cls == "sola_sched.Scheduler" and options.get("overload") != "nonsense"
+    expected = ["a.user.Middleware", *([_MIDDLEWARE] if is_added else [])]
+    assert args.middleware == expected + ([fates_http.MIDDLEWARE] if is_ours else [])
 
 
 def test_arguments_without_middleware_are_left_alone(model_dir: Path) -> None:

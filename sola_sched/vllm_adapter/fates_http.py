@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, unquote
 from sola_sched.reports.fates import FateBook
 
 PATH = "/sola/requests"
-MIDDLEWARE = "sola_sched.vllm_adapter.fates_page.FatesMiddleware"
+MIDDLEWARE = "sola_sched.vllm_adapter.fates_http.FatesMiddleware"
 #: Of the list, unless `limit` says otherwise.
 _USUAL = 100
 

@@ -15,8 +15,8 @@ pytest.importorskip("vllm")
 from fates import ended, record_of
 
 from sola_sched.reports.fates import FateBook, to_report
-from sola_sched.vllm_adapter import fates_page
-from sola_sched.vllm_adapter.fates_page import FatesMiddleware, add_middleware, answer
+from sola_sched.vllm_adapter import fates_http
+from sola_sched.vllm_adapter.fates_http import FatesMiddleware, add_middleware, answer
 
 pytestmark = pytest.mark.vllm
 
@@ -87,7 +87,7 @@ def test_other_paths_go_on(path: str, method: str) -> None:
 
 
 def test_an_answer_over_http(book: FateBook, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fates_page, "answer", lambda path, query: answer(path, query, book))
+    monkeypatch.setattr(fates_http, "answer", lambda path, query: answer(path, query, book))
     (start, body), passed = asyncio.run(_asked("/sola/requests"))
     assert passed == []
     assert start["status"] == 200
@@ -99,5 +99,5 @@ def test_servers_get_the_page_once() -> None:
     args = SimpleNamespace(middleware=["other"])
     add_middleware(args)
     add_middleware(args)
-    assert args.middleware == ["other", fates_page.MIDDLEWARE]
+    assert args.middleware == ["other", fates_http.MIDDLEWARE]
     add_middleware(SimpleNamespace())  # the arguments of no server
