@@ -8,11 +8,14 @@ difference when it starts: a step costs the same however many wait.
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
-from sola_sched.compiled.functions import IntArray, Records
+from sola_sched.compiled.functions import Records
 from sola_sched.core.state import StepPlan, StepState
 from sola_sched.core.table import WAITING, RequestTable, RequestValues
 from sola_sched.cost.model import CostModel
@@ -52,23 +55,22 @@ FATE = np.dtype(
     + [(name, np.int64) for name in _COUNTS]
     + [("waited_s", np.float64, len(SHORTAGES))]
 )
-#: What is noted of a request that lives.
-_NOTE = np.dtype(
-    [
-        ("began_s", np.float64, len(SHORTAGES)),  # the totals when it began to wait
-        ("waited_s", np.float64, len(SHORTAGES)),
-        ("started_s", np.float64),
-        ("held_s", np.float64),
-        ("sits_out_s", np.float64),  # since when, in this step; NaN if it takes part
-        ("num_held", np.int64),
-        ("num_chunks", np.int64),
-        ("num_running", np.int64),
-        ("num_before", np.int64),
-        ("plan", np.int64),  # the last one in which it took part, where some did not
-    ]
-)
-_NEW = np.zeros(1, _NOTE)[0]
-_NEW["started_s"] = _NEW["sits_out_s"] = math.nan
+
+
+@dataclass(slots=True)
+class _Note:
+    """What is noted of a request that lives; plain numbers, which cost least to change."""
+
+    num_running: int
+    num_before: int
+    began_s: tuple[float, ...] | None  # the totals when it began to wait; None if it does not
+    waited_s: tuple[float, ...] = (0.0,) * len(SHORTAGES)
+    started_s: float = math.nan
+    held_s: float = 0.0
+    sits_out_s: float = math.nan  # since when, in this step
+    num_held: int = 0
+    num_chunks: int = 0
+
 
 _NUM_STARTS = 4096
 
@@ -95,88 +97,80 @@ class Fates:
     """
 
     def __init__(self, most: int = 1024) -> None:
-        self._notes = np.zeros(0, _NOTE)
-        self._total_s = np.zeros(len(SHORTAGES))
+        self._notes: dict[int, _Note] = {}  # by row
+        self._total_s = (0.0,) * len(SHORTAGES)
         self._shortage, self._since_s = _NOTHING, math.nan
-        self._plan = 0
-        self._held: IntArray = np.empty(0, dtype=np.int64)  # rows that sit this step out
+        self._held: list[_Note] = []  # of those that sit this step out
         self._starts = np.full((_NUM_STARTS, 2), math.nan)  # when, and the arrival
         self._num_starts = 0
-        self._ended = np.zeros(most, FATE)
-        self._names: list[tuple[str, str]] = [("", "")] * most
+        self._ended: deque[tuple[str, str, tuple[object, ...]]] = deque(maxlen=most)
         self.num_ended = 0
 
     def arrived(self, table: RequestTable, row: int, now_s: float) -> None:
         """A request has been added to the table."""
         self._advance(now_s)
-        if len(self._notes) < table.capacity:
-            notes = np.zeros(table.capacity, _NOTE)
-            notes[: len(self._notes)] = self._notes
-            self._notes = notes
-        note = self._notes[row]
-        self._notes[row] = _NEW
-        note["began_s"] = self._total_s
-        waits = table.num_in_phase[WAITING]
-        note["num_before"] = waits - 1
-        note["num_running"] = len(table) - waits
+        num_waiting = table.num_in_phase[WAITING]
+        self._notes[row] = _Note(len(table) - num_waiting, num_waiting - 1, self._total_s)
 
     def started(self, table: RequestTable, row: int, now_s: float) -> None:
         """A request that waited has a slot."""
         self._advance(now_s)
-        self._end_wait(row)
         note = self._notes[row]
-        if math.isnan(note["started_s"]):
-            note["started_s"] = now_s
+        self._end_wait(note)
+        if note.started_s != note.started_s:  # NaN: for the first time
+            note.started_s = now_s
             self._starts[self._num_starts % _NUM_STARTS] = now_s, table.arrival_s[row]
             self._num_starts += 1
 
     def preempted(self, row: int, now_s: float) -> None:
         """A request has lost its slot, and waits."""
         self._advance(now_s)
-        self._notes[row]["began_s"] = self._total_s
+        self._notes[row].began_s = self._total_s
 
     def parked(self, row: int, now_s: float) -> None:
         """A request waits for something of its own, until it is `preempted` or `started`."""
         self._advance(now_s)
-        self._end_wait(row)
+        self._end_wait(self._notes[row])
 
-    def computed(self, rows: IntArray) -> None:
+    def computed(self, rows: Iterable[int]) -> None:
         """A step computes a part of each of these prompts."""
-        self._notes["num_chunks"][rows] += 1
+        for row in rows:
+            self._notes[row].num_chunks += 1
 
     def planned(self, state: StepState, plan: StepPlan, now_s: float) -> None:
         """A step is planned so: until the next plan those that wait lack what they lack now."""
         self._advance(now_s)
         self._shortage = _shortage(state, plan) if len(state.waiting) else _NOTHING
-        if len(self._held):
-            self._take_part_again(now_s)
+        if self._held:
+            for note in self._held:
+                note.held_s += now_s - note.sits_out_s
+                note.sits_out_s = math.nan
+            self._held = []
         if plan.run is not None and len(plan.run) + len(plan.preempt) < len(state.running):
-            self._plan += 1
-            notes = self._notes
-            notes["plan"][plan.run] = self._plan
-            notes["plan"][plan.preempt] = self._plan
-            self._held = held = state.running[notes["plan"][state.running] != self._plan]
-            notes["num_held"][held] += 1
-            notes["sits_out_s"][held] = now_s
-
-    def _take_part_again(self, now_s: float) -> None:
-        """The step ends that some have sat out; of those that ended in it the row is new."""
-        notes, held = self._notes, self._held
-        self._held = held[:0]
-        held = held[~np.isnan(notes["sits_out_s"][held])]
-        notes["held_s"][held] += now_s - notes["sits_out_s"][held]
-        notes["sits_out_s"][held] = math.nan
+            takes_part = {*plan.run.tolist(), *plan.preempt.tolist()}
+            self._held = [
+                self._notes[row] for row in state.running.tolist() if row not in takes_part
+            ]
+            for note in self._held:
+                note.num_held += 1
+                note.sits_out_s = now_s
 
     def _advance(self, now_s: float) -> None:
-        if self._shortage != _NOTHING:
-            self._total_s[self._shortage] += max(0.0, now_s - self._since_s)
+        place = self._shortage
+        if place != _NOTHING:
+            total_s, passed_s = self._total_s, max(0.0, now_s - self._since_s)
+            self._total_s = (*total_s[:place], total_s[place] + passed_s, *total_s[place + 1 :])
         self._since_s = now_s
 
-    def _end_wait(self, row: int) -> None:
-        note = self._notes[row]
-        if note["began_s"][0] == note["began_s"][0]:  # NaN: it does not wait with the others
-            note["waited_s"] += self._total_s - note["began_s"]
-            note["began_s"] = math.nan
+    def _end_wait(self, note: _Note) -> None:
+        if note.began_s is not None:
+            note.waited_s = tuple(
+                waited_s + total_s - began_s
+                for waited_s, total_s, began_s in zip(
+                    note.waited_s, self._total_s, note.began_s, strict=True
+                )
+            )
+            note.began_s = None
 
     def ended(
         self,
@@ -194,29 +188,28 @@ class Fates:
             end: One of `ENDS`.
             The rest: as in `StateMonitor`.
         """
-        note = self._notes[row]
-        if request.phase == WAITING:
+        note = self._notes.pop(row)
+        if note.began_s is not None:
             self._advance(now_s)
-            self._end_wait(row)
-        started_s, held_s, sits_out_s = note["started_s"], note["held_s"], note["sits_out_s"]
-        if not math.isnan(sits_out_s):
-            held_s += now_s - sits_out_s
+            self._end_wait(note)
+        held_s = note.held_s
+        if note.sits_out_s == note.sits_out_s:
+            held_s += now_s - note.sits_out_s
         predicted, num_overtook = -1, 0
         if not math.isnan(request.predicted[0]):
             predicted = round(float(np.interp(0.5, LEVELS, request.predicted)))
         if end != "attained":
-            until_s = now_s if math.isnan(started_s) else started_s
+            until_s = now_s if math.isnan(note.started_s) else note.started_s
             num_overtook = self._num_overtook(request.arrival_s, until_s)
-        place = self.num_ended % len(self._ended)
-        self._names[place] = (req_id, slo_class)
         self.num_ended += 1
-        self._ended[place] = (
-            request.arrival_s, started_s, request.first_token_s, request.last_token_s, now_s,
+        fate = (
+            request.arrival_s, note.started_s, request.first_token_s, request.last_token_s, now_s,
             request.ttft_s, request.tpot_s, request.e2e_s, held_s, request.lost_s, request.need_s,
             math.nan, math.nan, request.num_prompt, request.num_output, predicted,
-            note["num_chunks"], request.num_preemptions, note["num_held"], note["num_running"],
-            note["num_before"], num_overtook, request.priority, ENDS.index(end), note["waited_s"],
+            note.num_chunks, request.num_preemptions, note.num_held, note.num_running,
+            note.num_before, num_overtook, request.priority, ENDS.index(end), note.waited_s,
         )  # fmt: skip
+        self._ended.append((req_id, slo_class, fate))
 
     def _num_overtook(self, arrival_s: float, until_s: float) -> int:
         """Of the latest starts those, until then, of requests that came after such an arrival."""
@@ -229,13 +222,12 @@ class Fates:
         Args:
             cost: Says what each would have taken by itself.
         """
-        most = len(self._ended)
-        places: IntArray = np.arange(max(number, self.num_ended - most), self.num_ended) % most
-        names = [self._names[place] for place in places]
-        records = self._ended[places]
+        count = min(self.num_ended - number, len(self._ended))
+        latest = list(islice(reversed(self._ended), max(0, count)))[::-1]
+        records = np.array([fate for _, _, fate in latest], FATE)
         records["alone_s"] = cost.prefill_s(records["num_prompt"])
         records["alone_step_s"] = cost.decode_s(1.0, records["num_prompt"])
-        return Ended([n for n, _ in names], [n for _, n in names], records)
+        return Ended([name for name, _, _ in latest], [each for _, each, _ in latest], records)
 
 
 def _shortage(state: StepState, plan: StepPlan) -> int:

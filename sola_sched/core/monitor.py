@@ -269,7 +269,7 @@ class StateMonitor:
         if len(prefill_rows):
             prefills = np.asarray(prefill_rows, dtype=np.int64)
             tokens = np.asarray(prefill_tokens, dtype=np.int64)
-            self.fates.computed(prefills)
+            self.fates.computed(prefill_rows)
         self._steps.begin(table, decode_rows, prefills, tokens, self.clock(), parts)
 
     @property
