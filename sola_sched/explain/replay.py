@@ -22,17 +22,12 @@ from sola_sched.cost.file import Coefficients
 from sola_sched.cost.model import CostModel
 from sola_sched.errors import ConfigError
 from sola_sched.explain.source import Window
-from sola_sched.simulator.steps.profile import StepProfile
+from sola_sched.simulator.steps.profile import UNKNOWN_SHAPE, StepProfile
 from sola_sched.simulator.steps.time import MeasuredStepTime
 from sola_sched.workloads.workload import RequestSpec, Workload, random_token_ids
 
 _WHOLE = ("attained", "missed")
 _FEWEST = 2
-#: What a virtual engine sees of a model whose shape nobody has told.
-_SHAPE = {
-    "hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4,
-    "num_kv_heads": 2, "vocab_size": 32000,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,9 @@ class Replay:
         self._specs = [
             RequestSpec(
                 req_id=fate["request_id"],
-                prompt_token_ids=random_token_ids(rng, fate["num_prompt"], _SHAPE["vocab_size"]),
+                prompt_token_ids=random_token_ids(
+                    rng, fate["num_prompt"], UNKNOWN_SHAPE["vocab_size"]
+                ),
                 output_tokens=fate["num_output"],
                 arrival_s=fate["arrival_s"] - whole[0]["arrival_s"],
                 slo=SloTarget(*(_or_inf(fate[name]) for name in ("ttft_s", "tpot_s", "e2e_s"))),
@@ -124,7 +121,7 @@ class Replay:
     def _served(self, specs: Sequence[RequestSpec], way: Way) -> list[RequestRecord]:
         engine = self._engine
         args = {**engine["engine_args"], **(way.engine_args or {})}
-        profile = StepProfile("recorded", MeasuredStepTime(_cost(engine)), _SHAPE)
+        profile = StepProfile("recorded", MeasuredStepTime(_cost(engine)), UNKNOWN_SHAPE)
         backend = SimBackend(SimOptions(profile, args, num_warmups=0))
         options = dict(engine["options"]) if way.kind == "sola" else {}
         scheduler = SchedulerSpec(way.label, way.kind, {}, options)

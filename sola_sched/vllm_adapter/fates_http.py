@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote
 
 from sola_sched.reports.fates import FateBook
+from sola_sched.vllm_adapter import server_args
 
 PATH = "/sola/requests"
 MIDDLEWARE = "sola_sched.vllm_adapter.fates_http.FatesMiddleware"
@@ -91,6 +92,4 @@ def add_middleware(args: Any) -> None:
     Args:
         args: The server's arguments.
     """
-    middleware = getattr(args, "middleware", None)  # none: not the arguments of a server
-    if isinstance(middleware, list) and MIDDLEWARE not in middleware:
-        args.middleware = [*middleware, MIDDLEWARE]
+    server_args.add_middleware(args, MIDDLEWARE)

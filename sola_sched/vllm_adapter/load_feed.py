@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
 from sola_sched.config.sola_config import SolaConfig
+from sola_sched.vllm_adapter import server_args
 
 LOAD_PATH = "/sola/load"
 MIDDLEWARE = "sola_sched.vllm_adapter.load_feed.LoadFeedMiddleware"
@@ -97,9 +98,6 @@ def add_middleware(args: Any, engine_args: Any) -> None:
         args: The server's arguments.
         engine_args: Those of its engine, with a scheduler of this package.
     """
-    middleware = getattr(args, "middleware", None)  # none: not the arguments of a server
-    if not isinstance(middleware, list) or MIDDLEWARE in middleware:
-        return
     config = SolaConfig.from_additional(engine_args.additional_config)
     if config.load_interval_s is not None:
-        args.middleware = [*middleware, MIDDLEWARE]
+        server_args.add_middleware(args, MIDDLEWARE)

@@ -22,7 +22,7 @@ from vllm.logger import init_logger
 
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.reports.refusals import Refusal
-from sola_sched.vllm_adapter import fates_http, load_feed
+from sola_sched.vllm_adapter import fates_http, load_feed, server_args
 
 _MARK = "_sola_sched_refuses"
 _MIDDLEWARE = "sola_sched.vllm_adapter.plugin_refusals.RefusalMiddleware"
@@ -149,11 +149,8 @@ def _extend_from_cli_args(is_ours: Any) -> None:
 
 
 def _add_middleware(args: Any, engine_args: Any, is_ours: Any) -> None:
-    middleware = getattr(args, "middleware", None)  # none: not the arguments of a server
-    if not isinstance(middleware, list) or _MIDDLEWARE in middleware:
-        return
     if _refuses(engine_args.scheduler_cls, engine_args.additional_config, is_ours):
-        args.middleware = [*middleware, _MIDDLEWARE]
+        server_args.add_middleware(args, _MIDDLEWARE)
 
 
 class RefusalMiddleware:

@@ -27,8 +27,8 @@ _SHAPE_KEYS = (
 )  # fmt: skip
 #: Of the coefficients, the one that a file may leave out.
 _OPTIONAL = "overlap_power"
-# What a scheduler sees of a model whose shape the file does not tell.
-_UNKNOWN_SHAPE = dict(zip(_SHAPE_KEYS, (64, 128, 2, 4, 2, 32000), strict=True))
+#: What a scheduler sees of a model whose shape the file does not tell.
+UNKNOWN_SHAPE = dict(zip(_SHAPE_KEYS, (64, 128, 2, 4, 2, 32000), strict=True))
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _measured(path: Path) -> StepProfile:
     return StepProfile(
         name=path.name.removesuffix(".json").removesuffix(".sola"),
         step_time=MeasuredStepTime(cost),
-        shape=_UNKNOWN_SHAPE,
+        shape=UNKNOWN_SHAPE,
         async_scheduling=mode if isinstance(mode, bool) else None,
         max_num_batched_tokens=budget if isinstance(budget, int) else None,
     )
