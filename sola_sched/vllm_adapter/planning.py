@@ -127,9 +127,6 @@ class Planning:
         except Exception as error:
             guard.failed("planning a step", error)
             return NEUTRAL
-        if not self._steers:
-            self._count_shadow(plan)
-            plan = NEUTRAL
         self.plan_s = seconds = cpu_clock() - started_s
         limit_s = self._plan_limit_s
         if limit_s is not None and seconds > limit_s:
@@ -149,7 +146,7 @@ class Planning:
         if scheduler._pause_state is not PauseState.UNPAUSED:
             return NEUTRAL
         if seams.defers_prefills(is_throttled):
-            return BETWEEN_PREFILLS
+            return BETWEEN_PREFILLS if self._steers else NEUTRAL
         parked, resuming, row_of = seams.parked(), seams.resuming(), monitor.table.row_of
         monitor.parked([row_of[request.request_id] for request in parked] if parked else ())
         state = monitor.state(
@@ -184,7 +181,10 @@ class Planning:
             is_short = waits_for_slots_alone(state)
             self.short_of_slots += _REVIEW_WEIGHT * (is_short - self.short_of_slots)
         self.problems[plan.problem] = self.problems.get(plan.problem, 0) + 1
-        monitor.fates.planned(state, plan if self._steers else NEUTRAL, monitor.clock())
+        if not self._steers:
+            self._count_shadow(plan)
+            plan = NEUTRAL
+        monitor.fates.planned(state, plan, monitor.clock())
         return plan
 
     def _limits_now(self) -> EngineLimits:
