@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import gzip
 import importlib.metadata
+import itertools
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -83,12 +84,17 @@ class StepLog:
 
         scheduler.schedule, scheduler.update_from_output = logged_schedule, logged_update
 
+    def start(self) -> list[tuple[Batch, float, float, float]]:
+        """Keep steps in a new list, and return it."""
+        self.steps = []
+        return self.steps
+
 
 class LoggingBackend(EngineBackend):
-    """In-process vLLM that keeps the steps of its last run.
+    """In-process vLLM that keeps the steps of the run that it is in.
 
     Attributes:
-        steps: As in `StepLog`, after the warm-up.
+        steps: As in `StepLog`, after the warm-up or the run before.
         facts: Of its engine that a simulation must know.
     """
 
@@ -102,9 +108,7 @@ class LoggingBackend(EngineBackend):
         return engine
 
     def _warmed_up(self) -> None:
-        self._log.steps.clear()
-        self.steps = self._log.steps
-        del self._log
+        self.steps = self._log.start()
 
 
 def measure(setup: Setup, points: Sequence[Point], say: Callable[[str], None]) -> None:
@@ -119,11 +123,8 @@ def measure(setup: Setup, points: Sequence[Point], say: Callable[[str], None]) -
         ConfigError: A scheduler is none of vLLM's or ours.
     """
     backend = _backend(setup)
-    for row in setup.keep(_serve(setup, backend, points)):
-        say(
-            f"{row['rate_per_s']:g}/s {row['scheduler']}: {100 * row['attainment']:.1f} % in time, "
-            f"{row['tokens_per_s']:.0f} tokens/s, {row['num_steps']} steps"
-        )
+    for scheduler, group in itertools.groupby(points, lambda point: point.scheduler):
+        _serve(setup, backend, scheduler, list(group), say)
 
 
 def beside(path: Path, what: str) -> Path:
@@ -132,7 +133,7 @@ def beside(path: Path, what: str) -> Path:
 
 
 def points_of(setup: Setup) -> list[Point]:
-    """Every scheduler and seed at every rate."""
+    """Every seed and rate for one scheduler after the other, each of which has one engine."""
     return [
         Point(
             _NO_PROFILE,
@@ -144,9 +145,9 @@ def points_of(setup: Setup) -> list[Point]:
             num_requests=setup.num_requests,
             seed=seed,
         )
-        for rate in setup.options["request_rates"]
-        for seed in setup.seeds
         for scheduler in setup.options["schedulers"]
+        for seed in setup.seeds
+        for rate in setup.options["request_rates"]
     ]
 
 
@@ -172,18 +173,25 @@ def _backend(setup: Setup) -> LoggingBackend:
 
 
 def _serve(
-    setup: Setup, backend: LoggingBackend, points: Sequence[Point]
-) -> Iterable[dict[str, Any]]:
+    setup: Setup,
+    backend: LoggingBackend,
+    scheduler: str,
+    points: Sequence[Point],
+    say: Callable[[str], None],
+) -> None:
+    """All points of one scheduler on one engine; each is kept as soon as it is there."""
     machine = _machine()
-    for point in points:
-        spec = scheduler_of(point.scheduler)
-        workload = make_workload(point, backend.limits, setup.data)
-        started_s = time.monotonic()
-        outcome = backend.run(workload, spec, point.slo)
+    spec = scheduler_of(scheduler)
+    workloads = [make_workload(point, backend.limits, setup.data) for point in points]
+    left = iter(points)
+    started_s = time.monotonic()
+
+    def keep(outcome: RunOutcome) -> None:
+        nonlocal started_s
+        point = next(left)
+        now_s = time.monotonic()
         run = f"{machine['gpu']}, {point.rate_per_s:g}/s, {spec.label}, {point.seed}"
-        _append(beside(setup.path, "steps"), STEP_COLUMNS, _step_rows(run, backend.steps))
-        _append(beside(setup.path, "requests"), REQUEST_COLUMNS, _request_rows(run, outcome))
-        yield {
+        row = {
             "run": run,
             "dataset": point.dataset,
             "rate_per_s": point.rate_per_s,
@@ -194,9 +202,20 @@ def _serve(
             "num_requests": point.num_requests,
             **_summary(outcome, point, spec),
             "facts": backend.facts,
-            "wall_s": round(time.monotonic() - started_s, 1),
+            "wall_s": round(now_s - started_s, 1),
             **machine,
         }
+        started_s = now_s
+        _append(beside(setup.path, "steps"), STEP_COLUMNS, _step_rows(run, backend.steps))
+        _append(beside(setup.path, "requests"), REQUEST_COLUMNS, _request_rows(run, outcome))
+        for kept in setup.keep([row]):
+            say(
+                f"{kept['rate_per_s']:g}/s {kept['scheduler']}, seed {kept['seed']}: "
+                f"{100 * kept['attainment']:.1f} % in time, {kept['tokens_per_s']:.0f} tokens/s, "
+                f"{kept['num_steps']} steps, {kept['num_preemptions']} preemptions"
+            )
+
+    backend.run_each(workloads, spec, points[0].slo, keep)
 
 
 def _summary(outcome: RunOutcome, point: Point, spec: SchedulerSpec) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 from bench_runs import SLO
 
 from sola_sched.bench.backends import engine as engine_module
-from sola_sched.bench.backends.base import SchedulerSpec, parse_scheduler
+from sola_sched.bench.backends.base import RunOutcome, SchedulerSpec, parse_scheduler
 from sola_sched.bench.backends.engine import EngineBackend, EngineOptions
 from sola_sched.bench.backends.model import TINY_SHAPE, write_model
 from sola_sched.bench.backends.probe import SchedulerProbe
@@ -119,6 +119,42 @@ def test_an_equal_batch_is_timed_before_and_after_a_run_and_counts_into_nothing(
     assert outcome.scheduler is not None
     assert outcome.scheduler.num_steps < 40  # the batch alone has more
     assert [r.num_output_tokens for r in outcome.records] == [4] * 3
+
+
+@pytest.mark.vllm
+def test_one_engine_serves_several_workloads_each_with_its_own_figures(tiny_model: Path) -> None:
+    backend = make_backend(tiny_model, enable_prefix_caching=True)
+    engines: set[int] = set()
+    hits: list[int] = []
+    outcomes: list[RunOutcome] = []
+
+    def watched(engine: Any, scheduler: Any, clock: Any) -> Any:
+        engines.add(id(engine))
+        manager = scheduler.kv_cache_manager
+        look_up = manager.get_computed_blocks
+
+        def counted(request: Any) -> Any:
+            found = look_up(request)
+            hits.append(found[1])
+            return found
+
+        manager.get_computed_blocks = counted
+        return engine
+
+    backend._watched = watched  # type: ignore[method-assign]
+    same = make_burst(3, prompt_tokens=200, output_tokens=6)
+    more = make_burst(5, prompt_tokens=200, output_tokens=3)
+
+    backend.run_each([same, same, more], parse_scheduler("sola"), SLO, outcomes.append)
+
+    assert len(engines) == 1
+    assert [[r.num_output_tokens for r in o.records] for o in outcomes] == [
+        [6] * 3, [6] * 3, [3] * 5,
+    ]  # fmt: skip
+    assert all(o.scheduler is not None and o.scheduler.num_steps < 12 for o in outcomes)
+    assert len(hits) >= 11
+    # The same prompts came twice, and the engine had forgotten them.
+    assert set(hits) == {0}
 
 
 @pytest.mark.vllm

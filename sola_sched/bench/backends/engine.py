@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from sola_sched.bench.backends.base import (
     SchedulerSpec,
     slo_options,
 )
-from sola_sched.bench.backends.clock import make_clock
+from sola_sched.bench.backends.clock import Clock, make_clock
 from sola_sched.bench.backends.environment import has_accelerator
 from sola_sched.bench.backends.probe import SchedulerProbe
 from sola_sched.config.slo import SloTarget
@@ -110,38 +110,77 @@ class EngineBackend:
         on_done: OnDone | None = None,
     ) -> RunOutcome:
         """See ``Backend.run``. Scheduler cost is measured on the live scheduler object."""
+        outcomes: list[RunOutcome] = []
+        self.run_each(
+            [workload], scheduler, slo, outcomes.append, max_concurrency=max_concurrency,
+            on_done=on_done,
+        )  # fmt: skip
+        return outcomes[0]
+
+    def run_each(
+        self,
+        workloads: Sequence[Workload],
+        scheduler: SchedulerSpec,
+        slo: SloTarget,
+        on_run: Callable[[RunOutcome], None],
+        *,
+        max_concurrency: int | None = None,
+        on_done: OnDone | None = None,
+    ) -> None:
+        """Serve several workloads, one after the other, on one engine, as a server would.
+
+        Only the prefix cache is emptied between them. What the scheduler has learned of step times
+        and lengths stays.
+
+        Args:
+            workloads: At least one; the first says how the engine is set up and warmed up.
+            scheduler: As in ``run``.
+            slo: The targets of all.
+            on_run: Called with each outcome as soon as it is there.
+            max_concurrency: As in ``run``.
+            on_done: As in ``run``.
+        """
         # Not where the engine is a local variable: libraries keep errors of imports that failed,
         # and those the frames above them.
         from vllm.v1.engine.llm_engine import LLMEngine
 
         try:
-            return self._run(LLMEngine, workload, scheduler, slo, max_concurrency, on_done)
+            engine = LLMEngine.from_engine_args(self._engine_args(scheduler, slo, workloads[0]))
+            try:
+                self._serve(engine, workloads, scheduler, on_run, max_concurrency, on_done)
+            finally:
+                gc.unfreeze()
+                try:
+                    engine.apply_model(_let_go)
+                finally:
+                    engine.engine_core.shutdown()
+                    del engine
         finally:
             # Only now does nothing hold the engine any more, so that its memory can be given back.
             _release_memory()
 
-    def _run(
+    def _serve(
         self,
-        engine_cls: Any,
-        workload: Workload,
+        engine: Any,
+        workloads: Sequence[Workload],
         scheduler: SchedulerSpec,
-        slo: SloTarget,
+        on_run: Callable[[RunOutcome], None],
         max_concurrency: int | None,
         on_done: OnDone | None,
-    ) -> RunOutcome:
+    ) -> None:
         from sola_sched.bench.backends.engine_replay import Replay
 
-        engine = engine_cls.from_engine_args(self._engine_args(scheduler, slo, workload))
         live_scheduler = engine.engine_core.engine_core.scheduler
         probe = SchedulerProbe(live_scheduler)
         clock = make_clock(self.options.clock)
-        try:
-            driven = self._watched(engine, live_scheduler, clock.now_s)
-            replay = Replay(driven, clock, self.options.stall_timeout_s)
-            if clock.name != "wall" and scheduler.kind == "sola":
-                live_scheduler.sola_clock = clock.now_s
-                live_scheduler.sola_wall_clock = replay.wall_s
-            replay.run(self._warmup(workload), max_concurrency)
+        driven = self._watched(engine, live_scheduler, clock.now_s)
+        replay = Replay(driven, clock, self.options.stall_timeout_s)
+        if clock.name != "wall" and scheduler.kind == "sola":
+            live_scheduler.sola_clock = clock.now_s
+            live_scheduler.sola_wall_clock = replay.wall_s
+        replay.run(self._warmup(workloads[0]), max_concurrency)
+        for workload in workloads:
+            engine.reset_prefix_cache()
             gc.collect()
             gc.freeze()
             before_s = self._reference_s(replay, probe, 0)
@@ -151,30 +190,32 @@ class EngineBackend:
             outcome.scheduler = probe.stats()
             if probe.problem:
                 outcome.notes.append(f"{probe.problem}.")
-            if not has_accelerator():
-                outcome.cpu_share = replay.cpu_share
-                if clock.name == "wall" and outcome.cpu_share < MIN_CPU_SHARE:
-                    outcome.notes.append(
-                        f"The machine was busy: the engine got {outcome.cpu_share:.0%} of a core "
-                        "(--clock cpu leaves other work out)."
-                    )
+            self._note_cpu_share(outcome, replay, clock)
             if before_s is not None and not outcome.interrupted:
                 after_s = self._reference_s(replay, probe, 1)
                 outcome.reference_s = (before_s, before_s if after_s is None else after_s)
-            return outcome
-        finally:
-            gc.unfreeze()
-            try:
-                engine.apply_model(_let_go)
-            finally:
-                engine.engine_core.shutdown()
+            on_run(outcome)
+            if outcome.interrupted:
+                return
+
+    @staticmethod
+    def _note_cpu_share(outcome: RunOutcome, replay: Any, clock: Clock) -> None:
+        """How much of a core an engine on a CPU had."""
+        if has_accelerator():
+            return
+        outcome.cpu_share = replay.cpu_share
+        if clock.name == "wall" and outcome.cpu_share < MIN_CPU_SHARE:
+            outcome.notes.append(
+                f"The machine was busy: the engine got {outcome.cpu_share:.0%} of a core "
+                "(--clock cpu leaves other work out)."
+            )
 
     def _watched(self, engine: Any, scheduler: Any, clock: Callable[[], float]) -> Any:
         """What the replay drives; for subclasses that look on."""
         return engine
 
     def _warmed_up(self) -> None:
-        """Called before the requests that count, for the same."""
+        """Called before the requests of each workload, for subclasses that look on."""
 
     def _reference_s(self, replay: Any, probe: SchedulerProbe, number: int) -> float | None:
         """Seconds of the reference batch; None if it was not asked for or the run was ended."""
