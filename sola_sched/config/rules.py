@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sola_sched.errors import ConfigError
@@ -64,9 +64,17 @@ def plain(name: str) -> str:
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """The one of `names` that `name` was meant to be, or None if it is like none of them."""
+    names = list(names)
     by_plain = {plain(each): each for each in names}
     found = difflib.get_close_matches(plain(name), by_plain, n=1, cutoff=0.8)
+    if not found and len(_words(name)) > 1:  # the words in another order, or one too many
+        by_plain = {" ".join(_words(each)): each for each in names}
+        found = difflib.get_close_matches(" ".join(_words(name)), by_plain, n=1, cutoff=0.75)
     return by_plain[found[0]] if found else None
+
+
+def _words(name: str) -> list[str]:
+    return sorted(re.findall(r"[a-z0-9]+", name.lower()))
 
 
 def option_names(cls: type[Any]) -> list[str]:
@@ -76,15 +84,25 @@ def option_names(cls: type[Any]) -> list[str]:
 
 def known(cls: type[Any], names: Iterable[str], where: str) -> None:
     """Require `names` to be fields of the dataclass `cls`, which is the option `where`."""
-    fields = option_names(cls)
-    unknown = sorted(set(names) - set(fields))
+    known_names(option_names(cls), names, f"'{where}'")
+
+
+def known_names(fields: Sequence[str], names: Iterable[str], where: str) -> None:
+    """Require `names` to be of `fields`; `where` they are to be found, for the message."""
+    unknown = sorted(set(names) - set(fields), key=str)
     if unknown:
-        near = [name for each in unknown if (name := nearest(str(each), fields))]
-        meant = f" (meant: {', '.join(map(repr, near))}?)" if near else ""
+        shown_names = ", ".join(f"{each!r}{_advice(str(each), fields)}" for each in unknown)
         raise ConfigError(
-            f"Unknown option{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))} in "
-            f"'{where}'; known options: {', '.join(fields)}{meant}."
+            f"Unknown option{'s' if len(unknown) > 1 else ''} {shown_names} in {where}; known "
+            f"options: {', '.join(fields)}."
         )
+
+
+def _advice(name: str, fields: Sequence[str]) -> str:
+    near = nearest(name, fields)
+    if near is None:
+        return ""
+    return f" (write {near!r}{', in seconds' if near.endswith('_s') else ''})"
 
 
 def shown(value: Any) -> str:

@@ -20,6 +20,7 @@ from sola_sched.errors import ConfigError, SloError
 CONFIG_KEY = "sola_sched"
 #: Times of a class, null for none.
 _SECONDS = (*TARGETS, "max_wait_s")
+_OF_CLASS = (*_SECONDS, "weight", services.SHARE_KEY)
 PREDICTORS = ("histogram", "lexical", "retrieval")
 OVERLOAD_MODES = ("defer", "reject")
 #: Options that only some values of another option use; what each policy reads, its traits say.
@@ -87,6 +88,8 @@ class SolaConfig:
             engine streams at ``/sola/load``, > 0; None for none.
         plan_limit_s: Processor time that one plan may take, seconds, > 0; after repeated
             longer ones planning pauses, in vLLM's own order. None for no limit.
+        options_file: JSON file of options that replace these whenever it changes; see
+            `LiveOptions`. None for none.
         swap: What happens to the KV of preempted requests; see `SwapConfig`.
         turns: How the GPU is shared with other engines; see `TurnsConfig`. None for no sharing.
     """
@@ -117,6 +120,7 @@ class SolaConfig:
     log_missed: int = 0
     load_interval_s: float | None = None
     plan_limit_s: float | None = 0.1
+    options_file: str | None = None
     swap: SwapConfig = field(default_factory=SwapConfig)
     turns: TurnsConfig | None = None
 
@@ -150,7 +154,7 @@ class SolaConfig:
         services.check_shares(
             self.shares, self.classes, traits, self.policy, self.best_effort_share
         )
-        for name in ("profile", "predictor_path", "predictor_encoder"):
+        for name in ("profile", "predictor_path", "predictor_encoder", "options_file"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str | Path):
                 raise ConfigError(f"'{name}' must be a path or null (got {value!r}).")
@@ -275,11 +279,12 @@ def _classes(raw: Any, max_wait_s: Any) -> dict[str, SloTarget]:
         if isinstance(targets, SloTarget):
             classes[name] = targets
             continue
-        if not isinstance(targets, Mapping) or set(targets) - {*_SECONDS, "weight"}:
+        if not isinstance(targets, Mapping):
             raise ConfigError(
                 f"SLO class {name!r} must be an object with 'ttft_s', 'tpot_s', 'e2e_s', "
-                f"'max_wait_s' and 'weight', each only if wanted (got {targets!r})."
+                f"'max_wait_s', 'weight' and 'share', each only if wanted (got {targets!r})."
             )
+        rules.known_names(_OF_CLASS, targets, f"SLO class {name!r}")
         targets = {"max_wait_s": max_wait_s, **targets}
         values = {k: math.inf if v is None and k in _SECONDS else v for k, v in targets.items()}
         try:

@@ -56,10 +56,7 @@ class Services:
         self._lengths: NDArray[np.int64] = np.zeros((0, NUM_REMEMBERED, 2), dtype=np.int64)
         self._num_ended: list[int] = []
         self.index_of(DEFAULT_CLASS)
-        for name, share in (shares or {}).items():
-            index = self.index_of(name)
-            self.share[index] = share
-        self._are_shared = bool(self.share.any())
+        self.set_shares(shares or {})
 
     def __len__(self) -> int:
         return len(self.names)
@@ -77,6 +74,14 @@ class Services:
             self.num_live = np.append(self.num_live, 0)
             self._lengths = np.pad(self._lengths, ((0, 1), (0, 0), (0, 0)))
         return index
+
+    def set_shares(self, shares: Mapping[str, float]) -> None:
+        """These are guaranteed from now on; who has none any more is owed nothing."""
+        indices = [self.index_of(name) for name in shares]
+        self.share[:] = 0.0
+        self.share[indices] = list(shares.values())
+        self.owed_s[self.share == 0.0] = 0.0
+        self._are_shared = bool(self.share.any())
 
     # Lengths --------------------------------------------------------------------------------
 

@@ -8,22 +8,18 @@ from what one of them was told.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
 from sola_sched.reports.fates import FateBook
 from sola_sched.vllm_adapter import server_args
+from sola_sched.vllm_adapter.json_answers import Send, send_json
 
 PATH = "/sola/requests"
 MIDDLEWARE = "sola_sched.vllm_adapter.fates_http.FatesMiddleware"
 #: Of the list, unless `limit` says otherwise.
 _USUAL = 100
-
-_Message = MutableMapping[str, Any]
-_Send = Callable[[_Message], Awaitable[None]]
 
 #: Of this process' engines; filled by the loggers, which run in the server's event loop.
 BOOK = FateBook()
@@ -39,19 +35,13 @@ class FatesMiddleware:
     def __init__(self, app: Any) -> None:
         self.app = app
 
-    async def __call__(self, scope: Any, receive: Any, send: _Send) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
         """Answer one connection."""
         if scope["type"] != "http" or scope["method"] != "GET" or not _is_ours(scope["path"]):
             await self.app(scope, receive, send)
             return
         status, body = answer(scope["path"], scope.get("query_string", b"").decode("latin-1"))
-        text = json.dumps(body).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(text)).encode()),
-        ]
-        await send({"type": "http.response.start", "status": status.value, "headers": headers})
-        await send({"type": "http.response.body", "body": text})
+        await send_json(send, status, body)
 
 
 def _is_ours(path: str) -> bool:

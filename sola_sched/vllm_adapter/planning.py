@@ -78,8 +78,7 @@ class Planning:
         self._booking, self._steering = booking, steering
         self._swapping, self._lookups = swapping, lookups
         self._monitor, self._guard = scheduler.sola_monitor, scheduler.sola_guard
-        self._plan_limit_s = scheduler.sola_config.plan_limit_s
-        self._steers = scheduler.sola_config.steer
+        self.change(scheduler.sola_config)
         self._rejects = scheduler.sola_config.overload == "reject"
         self._tokens_per_decode = 1 + int(scheduler.num_spec_tokens)
         self._limits = EngineLimits(
@@ -98,6 +97,10 @@ class Planning:
         self.problems: dict[str, int] = {}
         self.shadow = dict.fromkeys(("num_held", "num_preempted_by_policy", "num_rejected"), 0)
         self.short_of_slots = self.plan_s = 0.0
+
+    def change(self, config: SolaConfig) -> None:
+        """These are the options from now on."""
+        self._plan_limit_s, self._steers = config.plan_limit_s, config.steer
 
     @property
     def num_blocks(self) -> int:

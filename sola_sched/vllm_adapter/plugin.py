@@ -16,8 +16,8 @@ from typing import Any
 from weakref import WeakSet
 
 from sola_sched.config.slo import meant_key, request_target
-from sola_sched.config.sola_config import SolaConfig
 from sola_sched.errors import SloError
+from sola_sched.vllm_adapter.options_http import options_in_force
 from sola_sched.vllm_adapter.plugin_metrics import register_metrics
 from sola_sched.vllm_adapter.plugin_options import print_option_errors_plainly
 from sola_sched.vllm_adapter.plugin_refusals import register_refusals
@@ -69,6 +69,7 @@ def _check_submitted(processor: Any, params: Any, *_: Any, **__: Any) -> None:
 def _remember(server: Any, *_: Any, **__: Any) -> None:
     if is_ours(server.vllm_config.scheduler_config.scheduler_cls):
         _servers.add(server)
+        options_in_force(server.vllm_config.additional_config)
 
 
 def _check_built(params: Any) -> None:
@@ -98,7 +99,7 @@ def check_request(vllm_config: Any, extra_args: Any) -> None:
     """
     if not is_ours(vllm_config.scheduler_config.scheduler_cls):
         return
-    config = SolaConfig.from_additional(vllm_config.additional_config)
+    config = options_in_force(vllm_config.additional_config).config
     try:
         request_target(extra_args, config.default_slo, config.classes)
     except SloError as error:

@@ -12,6 +12,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from sola_sched.config.live_options import LiveOptions
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.cost.file import read_profile
 from sola_sched.errors import ConfigError, EncoderError, PredictorFileError, ProfileError
@@ -26,7 +27,7 @@ def read_options(additional_config: Any) -> SolaConfig:
         ConfigError, ProfileError, PredictorFileError, EncoderError: The engine would not start with
             these, or without what they ask for.
     """
-    config = SolaConfig.from_additional(additional_config)
+    config = LiveOptions(additional_config).config
     if config.profile is not None:
         read_profile(config.profile)
     if config.predictor_path is not None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from sola_sched.config.sola_config import CONFIG_KEY
+from sola_sched.config.sola_config import SolaConfig
 from sola_sched.reports import load, load_text
 from sola_sched.reports.fates import engine_facts
 from sola_sched.reports.log import IntervalLog, engine_stats
@@ -56,12 +55,17 @@ class Reporting:
         self._planning, self._steering, self._swapping = planning, steering, swapping
         config = scheduler.sola_config
         self._has_log = bool(config.log_interval_s)
-        self._missed_log = MissedLog(config.log_missed) if config.log_missed else None
+        self._missed_log: MissedLog | None = None
+        self.change(config)
         self._swapped_bytes = _no_bytes if swapping is None else swapping.num_bytes
         self.telemetry = TelemetrySender(
             log_stats=bool(getattr(scheduler, "log_stats", False)),
             load_interval_s=config.load_interval_s,
         )
+
+    def change(self, config: SolaConfig) -> None:
+        """These are the options from now on."""
+        self._missed_log = MissedLog(config.log_missed) if config.log_missed else None
 
     def updated(self, outputs: Any) -> None:
         """A step has ended, and its outcome is booked; metrics go along with its outputs."""
@@ -90,8 +94,7 @@ class Reporting:
         """What is needed to serve the same requests again in virtual time."""
         vllm_config = self._scheduler.vllm_config
         scheduler_config = vllm_config.scheduler_config
-        additional = vllm_config.additional_config
-        options = additional.get(CONFIG_KEY) if isinstance(additional, Mapping) else None
+        options = self._scheduler.sola_options.options
         engine_args = {
             "max_num_seqs": scheduler_config.max_num_seqs,
             "max_num_batched_tokens": scheduler_config.max_num_batched_tokens,
@@ -101,7 +104,7 @@ class Reporting:
             "async_scheduling": bool(scheduler_config.async_scheduling),
             "scheduling_policy": scheduler_config.policy,
         }
-        return engine_facts(self._scheduler.sola_monitor.cost, engine_args, options or {})
+        return engine_facts(self._scheduler.sola_monitor.cost, engine_args, options)
 
     def _log(self) -> None:
         scheduler = self._scheduler

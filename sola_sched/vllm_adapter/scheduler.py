@@ -15,6 +15,7 @@ The class here overrides what vLLM calls, and hands over to parts, each of which
     swapping        takes KV to the host and back; None where nothing is swapped
     turns           takes turns with other engines on the same GPU; None without that option
     reporting       figures, log and metrics
+    changing        options that change while the engine runs; None without such a file
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as SynchronousScheduler
 from vllm.v1.request import Request
 
 from sola_sched.colocation.lease import Lease
-from sola_sched.config.sola_config import SolaConfig
+from sola_sched.config.live_options import LiveOptions
 from sola_sched.core.monitor import StateMonitor
 from sola_sched.length_predictor.client import PredictionClient, make_client
 from sola_sched.length_predictor.histogram import LengthHistogram
@@ -42,6 +43,7 @@ from sola_sched.reports.log import IntervalLog
 from sola_sched.vllm_adapter import first_start
 from sola_sched.vllm_adapter.arrival_times import ArrivalTimes
 from sola_sched.vllm_adapter.booking import Booking, tells_of_failed_loads
+from sola_sched.vllm_adapter.changing import make_changing
 from sola_sched.vllm_adapter.guard import Guard
 from sola_sched.vllm_adapter.guarded_queue import GuardedQueue
 from sola_sched.vllm_adapter.planning import Planning, cost_model_of
@@ -79,7 +81,8 @@ class SolaSchedulerMixin(_Host):
     flight are accounted for as delivered at the step's predicted end.
 
     Attributes:
-        sola_config: Our options.
+        sola_config: Our options in force.
+        sola_options: Where they come from.
         sola_wall_clock: Time on the scale of `Request.arrival_time`; replaceable as `sola_clock`.
         sola_cpu_clock: Processor time of this thread in seconds, which plans are held to.
         sola_guard: What failed so far; see `Guard`.
@@ -96,7 +99,8 @@ class SolaSchedulerMixin(_Host):
         refuse_others(_vllm_config_of(args, kwargs).model_config)
         super().__init__(*args, **kwargs)
         self._seams = seams = Seams(self)
-        config = self.sola_config = SolaConfig.from_additional(self.vllm_config.additional_config)
+        self.sola_options = LiveOptions(self.vllm_config.additional_config)
+        config = self.sola_config = self.sola_options.config
         self.sola_wall_clock: Callable[[], float] = time.time
         self.sola_cpu_clock: Callable[[], float] = time.thread_time
         self.sola_guard = Guard(logger)
@@ -157,6 +161,7 @@ class SolaSchedulerMixin(_Host):
             swapping=self._swapping,
         )
         self._turns = make_turns(self)
+        self._changing = make_changing(self, targets, self._planning, self._reporting)
 
     def _say_what_is_on(self) -> None:
         config = self.sola_config
@@ -222,6 +227,8 @@ class SolaSchedulerMixin(_Host):
     # One step -------------------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        if self._changing is not None:
+            self._changing.step()
         turns = self._turns
         is_drained = turns is not None and turns.begin_step()
         self._steering.begin_step()
@@ -280,6 +287,8 @@ class SolaSchedulerMixin(_Host):
     # What vLLM does with requests -----------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
+        if self._changing is not None:
+            self._changing.look()
         self._booking.received(request)
         self._steering.received(request)
         super().add_request(request)

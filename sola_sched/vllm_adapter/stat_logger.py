@@ -14,11 +14,11 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from sola_sched.config.slo import DEFAULT_CLASS
-from sola_sched.config.sola_config import SolaConfig
 from sola_sched.reports import carrier as telemetry_carrier
 from sola_sched.reports.telemetry import DIRECTIONS, OUTCOMES, TelemetryReport
 from sola_sched.vllm_adapter.fates_http import BOOK
 from sola_sched.vllm_adapter.load_feed import FEED
+from sola_sched.vllm_adapter.options_http import options_in_force
 
 logger = init_logger("vllm.sola_sched")
 
@@ -75,8 +75,8 @@ class SolaStatLogger(AggregateStatLoggerBase):  # type: ignore[misc, unused-igno
         self._swapped = _metric(
             Counter, "sola_swapped_bytes", "KV copied to the host and back.", "direction"
         )
-        config = SolaConfig.from_additional(vllm_config.additional_config)
-        classes = (DEFAULT_CLASS, *config.classes)
+        self._options = options_in_force(vllm_config.additional_config)
+        classes = (DEFAULT_CLASS, *self._options.config.classes)
         for index in engine_indexes:  # so that a rate is there from the first request on
             at = (self._model_name, str(index))
             for name, outcome in product(classes, OUTCOMES):
@@ -101,6 +101,7 @@ class SolaStatLogger(AggregateStatLoggerBase):  # type: ignore[misc, unused-igno
         if self._is_broken:
             return
         try:
+            self._options.look()  # as often as the engine does, so that both see the same files
             for text in texts:
                 self._add(TelemetryReport.from_text(text), str(engine_idx))
         except Exception:

@@ -24,10 +24,14 @@ class Targets:
     """
 
     def __init__(self, config: SolaConfig, model_name: str) -> None:
-        self._classes, self._default = config.classes, config.default_slo
         self._model_name = model_name
+        self.change(config)
         self._strangers: set[str] = set()  # adapters without a class, which the log has named
         self.num_invalid = 0
+
+    def change(self, config: SolaConfig) -> None:
+        """These are the classes and the default from now on."""
+        self._classes, self._default = config.classes, config.default_slo
 
     def of(self, request: Request) -> tuple[str, SloTarget]:
         """Name of its SLO class, and its targets."""

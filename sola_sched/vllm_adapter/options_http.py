@@ -1,0 +1,80 @@
+"""The options in force, on vLLM's own server: `GET /sola/options`.
+
+The answer is a JSON object: the `options`, the `options_file` that can change them (null without
+that option), and the `problem`, why the present content of the file does not hold (null if it
+does). The front end reads the file by itself, so the answer is there while the engine is busy. A
+file that changes twice before the engine's next step, the second time to a wrong one, holds here in
+its first form and not there.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from sola_sched.config.live_options import LiveOptions
+from sola_sched.vllm_adapter import server_args
+from sola_sched.vllm_adapter.json_answers import Send, send_json
+
+PATH = "/sola/options"
+MIDDLEWARE = "sola_sched.vllm_adapter.options_http.OptionsMiddleware"
+
+#: Of the engines of this process, by what their command lines say; the last is the server's.
+_in_force: dict[str, LiveOptions] = {}
+
+
+def options_in_force(additional: Any) -> LiveOptions:
+    """The options of an engine, as its file says by now.
+
+    Args:
+        additional: The whole of its ``--additional-config``.
+
+    Raises:
+        ConfigError: They break a rule, the first time that they are asked for.
+    """
+    key = repr(additional)
+    options = _in_force.get(key)
+    if options is None:
+        options = _in_force[key] = LiveOptions(additional)
+    else:
+        options.look()
+    return options
+
+
+class OptionsMiddleware:
+    """Answers this path.
+
+    Args:
+        app: The ASGI application.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        """Answer one connection."""
+        is_ours = scope["type"] == "http" and scope["path"] == PATH and scope["method"] == "GET"
+        if is_ours and _in_force:
+            await send_json(send, HTTPStatus.OK, answer([*_in_force.values()][-1]))
+        else:
+            await self.app(scope, receive, send)
+
+
+def answer(options: LiveOptions) -> dict[str, Any]:
+    """The body of an answer."""
+    options.look()
+    path = options.path
+    return {
+        "options": options.options,
+        "options_file": None if path is None else str(path),
+        "problem": options.problem,
+    }
+
+
+def add_middleware(args: Any) -> None:
+    """Add this path to a server whose engine has a scheduler of this package.
+
+    Args:
+        args: The server's arguments.
+    """
+    server_args.add_middleware(args, MIDDLEWARE)
