@@ -15,8 +15,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from sola_sched import PolicyTraits, SolaConfig, StepPlan, StepState
-from sola_sched.core.state import DECODE, FloatArray, IntArray
+from sola_sched.config.policies import PolicyTraits
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.core.state import DECODE, FloatArray, IntArray, StepPlan, StepState
 from sola_sched.cost.model import CostModel, StepShape
 from sola_sched.errors import ConfigError
 from sola_sched.simulator.steps.profile import load_step_profile

@@ -64,14 +64,18 @@ class Scorpio(Rival, gate=1.3, chunk=0, refuse=True):
         return kept + late, begun
 
     def _admitted(self, step: Step, waiting: list[int]) -> list[int]:
-        """From the head, as long as the gate holds."""
+        """From the head, as long as the gate holds and their prompts find memory."""
         state, table, new = step.state, step.table, list[int]()
+        free = state.num_free_blocks
         rows = np.concatenate([state.running, np.array(waiting, dtype=np.int64)])
         tpot_s = table.tpot_s[rows]
         length = table.num_prompt[rows] + step.given(rows) + 0.5 * state.remaining(rows)
         for row in waiting[: max(0, state.max_num_running - len(state.running))]:
             count = len(state.running) + len(new) + 1
             tightest_s = tpot_s[:count].min()
+            free -= int(table.prefill_target[row]) // state.block_size + 1
+            if free < 0 and count > 1:
+                break
             is_free = tightest_s == np.inf or count == 1
             size = count if tightest_s == np.inf else float((tightest_s / tpot_s[:count]).sum())
             ctx = size * float(length[:count].mean())

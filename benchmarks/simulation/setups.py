@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -154,7 +154,19 @@ def _stock_rate(setup: Setup, base: Point, schedulers: Sequence[str]) -> float:
                 return True
         return False
 
-    low = high = base.rate_per_s
+    what = f"{LEVEL:.0%} of {NAMES[base.dataset]}"
+    return bracketed_rate(is_attained, base.rate_per_s, what)
+
+
+def bracketed_rate(is_attained: Callable[[float], bool], first: float, what: str) -> float:
+    """The largest rate found at which something is attained, three digits.
+
+    From `first` on, the rate is multiplied by a step until the answer changes, then bisected.
+
+    Raises:
+        RuntimeError: It is attained at all rates or at none; `what` is said in the message.
+    """
+    low = high = first
     rises = is_attained(low)
     for _ in range(_MAX_STEPS):
         if rises and is_attained(high):
@@ -165,8 +177,8 @@ def _stock_rate(setup: Setup, base: Point, schedulers: Sequence[str]) -> float:
             break
     else:
         raise RuntimeError(
-            f"stock vLLM must attain {LEVEL:.0%} of {NAMES[base.dataset]} at some rate near "
-            f"{base.rate_per_s:.3g}/s (got none down or up to {low:g}/s); change the targets."
+            f"stock vLLM must attain {what} at some rate near {first:.3g}/s (got none down or up "
+            f"to {low:g}/s); change the targets."
         )
     for _ in range(_NUM_BISECTIONS):
         middle = _digits((low * high) ** 0.5, 3)
