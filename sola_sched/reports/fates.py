@@ -128,13 +128,15 @@ class FateBook:
     def __len__(self) -> int:
         return len(self._fates)
 
-    def add(self, report: Mapping[str, Any]) -> None:
-        """Add those of a report."""
-        for fate in from_report(report):
+    def add(self, report: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Add those of a report; returns them, each as in `fate_of`."""
+        added = list(from_report(report))
+        for fate in added:
             self._fates.pop(fate["request_id"], None)
             self._fates[fate["request_id"]] = fate
         while len(self._fates) > self._most:
             self._fates.popitem(last=False)
+        return added
 
     def find(self, req_id: str) -> list[dict[str, Any]]:
         """The request of this id, or all whose ids contain it.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from sola_sched.config.doubts import doubts
 from sola_sched.vllm_adapter.support import support_of
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class Changing:
         scheduler.sola_monitor.services.set_shares(config.shares)
         scheduler.sola_planner = scheduler.sola_new_planner()
         scheduler.sola_support = support_of(scheduler.vllm_config, config)
+        for doubt in doubts(config):
+            logger.warning("sola_sched: %s", doubt)
         logger.info("sola_sched: %s", scheduler.sola_support)
 
 

@@ -22,7 +22,7 @@ from vllm.logger import init_logger
 
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.reports.refusals import Refusal
-from sola_sched.vllm_adapter import fates_http, load_feed, options_http, server_args
+from sola_sched.vllm_adapter import fates_http, hints_http, load_feed, options_http, server_args
 
 _MARK = "_sola_sched_refuses"
 _MIDDLEWARE = "sola_sched.vllm_adapter.plugin_refusals.RefusalMiddleware"
@@ -142,6 +142,7 @@ def _extend_from_cli_args(is_ours: Any) -> None:
                 load_feed.add_middleware(args, engine_args)
                 fates_http.add_middleware(args)
                 options_http.add_middleware(args)
+                hints_http.add_middleware(args)
         except Exception:  # wrong options are refused where the engine's configuration is made
             logger.debug("sola_sched: no middleware", exc_info=True)
         return engine_args

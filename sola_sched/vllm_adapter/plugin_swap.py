@@ -13,6 +13,7 @@ import os
 from functools import wraps
 from typing import Any
 
+from sola_sched.config.doubts import doubts
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.config.swap import CONNECTOR
 from sola_sched.vllm_adapter import first_start
@@ -34,7 +35,9 @@ def register_swap(is_ours: Any) -> None:
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.logger import init_logger
 
+    logger = init_logger("vllm.sola_sched")
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, "sola_sched.kv_swap.connector", CONNECTOR)
     original = EngineArgs.create_model_config
@@ -45,8 +48,12 @@ def register_swap(is_ours: Any) -> None:
     def extended(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_steered = is_ours(self.scheduler_cls)
         # Before anything that takes long.
-        if is_steered and read_options(self.additional_config).policy == "attain":
-            first_start.start()
+        if is_steered:
+            config = read_options(self.additional_config)
+            for doubt in doubts(config):
+                logger.warning("sola_sched: %s", doubt)
+            if config.policy == "attain":
+                first_start.start()
         model_config = original(self, *args, **kwargs)
         if is_steered:
             refuse_others(model_config)

@@ -117,6 +117,9 @@ class Reporting:
                 passed_s, scheduler.sola_stats(), num_running=num_running, num_waiting=num_waiting
             )
             logger.info("sola_sched: %s", line)
+            if scheduler.sola_monitor.cost.is_ready:
+                tokens = 1 + int(scheduler.num_spec_tokens)
+                self._targets.note_step(scheduler.sola_monitor.cost.decode_s(1, 1) / tokens)
 
     def _log_missed(self, missed_log: MissedLog) -> None:
         monitor = self._scheduler.sola_monitor

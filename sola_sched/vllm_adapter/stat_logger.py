@@ -5,7 +5,7 @@ Runs in the front end, beside vLLM's loggers; see `docs/metrics.md` for the name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -15,6 +15,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from sola_sched.config.slo import DEFAULT_CLASS
 from sola_sched.reports import carrier as telemetry_carrier
+from sola_sched.reports.fates import tpot_s, ttft_s
 from sola_sched.reports.telemetry import DIRECTIONS, OUTCOMES, TelemetryReport
 from sola_sched.vllm_adapter.fates_http import BOOK
 from sola_sched.vllm_adapter.load_feed import FEED
@@ -24,6 +25,15 @@ logger = init_logger("vllm.sola_sched")
 
 #: Seconds.
 _PLAN_BUCKETS = (50e-6, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
+_TTFT_BUCKETS = (
+    *(0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(160.0, 640.0),
+)
+_TPOT_BUCKETS = (
+    *(0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0),
+)
+#: Reasons that operators are alerted to: their counts are there before they first grow.
+_ALERTED = ("failed", "slow", "aside")
 #: As vLLM labels its own.
 _LABELS = ("model_name", "engine")
 
@@ -75,15 +85,36 @@ class SolaStatLogger(AggregateStatLoggerBase):  # type: ignore[misc, unused-igno
         self._swapped = _metric(
             Counter, "sola_swapped_bytes", "KV copied to the host and back.", "direction"
         )
+        self._ttft_s = _metric(
+            Histogram, "sola_ttft_seconds", "From arrival to the first token.", "slo_class",
+            buckets=_TTFT_BUCKETS,
+        )  # fmt: skip
+        self._tpot_s = _metric(
+            Histogram, "sola_tpot_seconds", "Mean time of each further token.", "slo_class",
+            buckets=_TPOT_BUCKETS,
+        )  # fmt: skip
+        self._is_refused = _metric(
+            Gauge, "sola_options_refused", "Whether the options file says something wrong."
+        )
         self._options = options_in_force(vllm_config.additional_config)
         classes = (DEFAULT_CLASS, *self._options.config.classes)
         for index in engine_indexes:  # so that a rate is there from the first request on
             at = (self._model_name, str(index))
             for name, outcome in product(classes, OUTCOMES):
                 self._requests.labels(*at, name, outcome)
+            for metric, name in product((self._ttft_s, self._tpot_s), classes):
+                metric.labels(*at, name)
+            for reason in _ALERTED:
+                self._unplanned.labels(*at, reason)
             for direction in DIRECTIONS:
                 self._swapped.labels(*at, direction)
-            for metric in (self._held, self._lost, self._planned, self._planner_s):
+            for metric in (
+                self._held,
+                self._lost,
+                self._planned,
+                self._planner_s,
+                self._is_refused,
+            ):
                 metric.labels(*at)
 
     def record(
@@ -115,9 +146,10 @@ class SolaStatLogger(AggregateStatLoggerBase):  # type: ignore[misc, unused-igno
         if self._is_alone:
             FEED.publish(report.load)
         if report.fates is not None:
-            BOOK.add(report.fates)
+            self._observe(BOOK.add(report.fates), engine)
             BOOK.engine = report.engine or BOOK.engine
         at = (self._model_name, engine)
+        self._is_refused.labels(*at).set(self._options.problem is not None)
         for name, counts in report.requests.items():
             for outcome, count in zip(OUTCOMES, counts, strict=True):
                 self._requests.labels(*at, name, outcome).inc(count)
@@ -137,6 +169,13 @@ class SolaStatLogger(AggregateStatLoggerBase):  # type: ignore[misc, unused-igno
         ):
             if error is not None:
                 gauge.labels(*at).set(error)
+
+    def _observe(self, fates: Iterable[Mapping[str, Any]], engine: str) -> None:
+        for fate in fates:
+            at = self._model_name, engine, fate["slo_class"]
+            for metric, seconds in ((self._ttft_s, ttft_s(fate)), (self._tpot_s, tpot_s(fate))):
+                if seconds is not None:
+                    metric.labels(*at).observe(seconds)
 
 
 def _metric(

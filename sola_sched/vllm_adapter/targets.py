@@ -28,13 +28,32 @@ class Targets:
         self.change(config)
         self._strangers: set[str] = set()  # adapters without a class, which the log has named
         self.num_invalid = 0
+        self._step_s = 0.0  # until it is known
+        self._told_short: set[str] = set()  # classes with a target that the log has called short
 
     def change(self, config: SolaConfig) -> None:
         """These are the classes and the default from now on."""
         self._classes, self._default = config.classes, config.default_slo
 
+    def note_step(self, seconds: float) -> None:
+        """No token comes sooner: shorter targets are told, once for each class."""
+        self._step_s = seconds
+
     def of(self, request: Request) -> tuple[str, SloTarget]:
         """Name of its SLO class, and its targets."""
+        slo_class, target = self._of(request)
+        is_short = min(target.ttft_s, target.tpot_s, target.e2e_s) < self._step_s
+        if is_short and slo_class not in self._told_short:
+            self._told_short.add(slo_class)
+            logger.warning(
+                "sola_sched: %s (class %s): a target is shorter than one step of this model with a "
+                "single token, %.3g ms, so nobody can meet it: %s. The keys of 'vllm_xargs' are in "
+                "milliseconds, the options of the server in seconds.",
+                request.request_id, slo_class, 1e3 * self._step_s, target,
+            )  # fmt: skip
+        return slo_class, target
+
+    def _of(self, request: Request) -> tuple[str, SloTarget]:
         params = request.sampling_params
         extra_args = params.extra_args if params is not None else None
         service, default = self._service_of(request)

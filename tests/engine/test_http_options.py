@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from http_server import Server, serving
+
+from sola_sched.top.__main__ import main as top
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -133,3 +137,61 @@ def test_planning_goes_off_and_on(server: Server, path: Path) -> None:
     server.complete(None)
     time.sleep(1.5)
     assert num_shadow(server) == off
+
+
+def test_targets_that_nothing_reads_are_said_once(server: Server) -> None:
+    body = {"model": "tiny", "prompt": "to be", "max_tokens": 3, "ttft_slo_ms": 5}
+    headers = {"Content-Type": "application/json", "x-slo-ttft-ms": "200"}
+    for _ in range(2):
+        request = urllib.request.Request(
+            f"{server.url}/v1/completions", data=json.dumps(body).encode(), headers=headers
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert response.status == 200
+    log = server.log.read_text()
+    assert log.count("nothing reads the header 'x-slo-ttft-ms'") == 1
+    assert log.count("nothing reads 'ttft_slo_ms' at the top of a request") == 1
+
+
+def test_targets_that_can_hardly_be_seconds_are_doubted_before_the_model_loads(
+    server: Server,
+) -> None:
+    log = server.log.read_text()
+    assert "'tpot_s' is 10 seconds, which is taken as it is; for 10 milliseconds" in log
+    assert log.index("'tpot_s' is 10 seconds") < log.index("Starting to load model")
+
+
+def test_top_prints_what_the_server_does(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert top([server.url, "--once", "--every", "0.1"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(rf"^{server.url}: (-|[\d.]+%) in time, ", text)
+    assert "    chat: - in time, 0.0 requests/s" in text
+
+
+def test_top_shows_what_the_server_does(server: Server) -> None:
+    pytest.importorskip("textual")
+    from textual.widgets import DataTable
+
+    from sola_sched.top.metrics import fetch
+    from sola_sched.top.screen import Top
+
+    async def view() -> None:
+        app = Top([server.url], 3600.0, fetch)
+        async with app.run_test(size=(140, 40)) as pilot:
+            await asyncio.to_thread(server.complete, {"ttft_slo_ms": 1e-3})
+            await asyncio.to_thread(time.sleep, 1.5)  # until its report has come
+            await asyncio.to_thread(server.complete, None)
+            await pilot.press("r")
+            await pilot.pause()
+            servers, classes, late = (
+                app.query_one(f"#{name}", DataTable) for name in ("servers", "classes", "late")
+            )
+            assert str(servers.get_row_at(0)[1]) == "tiny"
+            assert {str(classes.get_row_at(place)[1]) for place in range(classes.row_count)} == {
+                "chat", "default"
+            }  # fmt: skip
+            assert "ttft" in str(late.get_row_at(0)[4])
+
+    asyncio.run(view())

@@ -17,7 +17,7 @@ from tiny_llama import write_tiny_llama
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from sola_sched.reports.refusals import Refusal
-from sola_sched.vllm_adapter import fates_http, plugin_refusals
+from sola_sched.vllm_adapter import fates_http, options_http, plugin_refusals
 from sola_sched.vllm_adapter.plugin import register
 from sola_sched.vllm_adapter.plugin_refusals import _MIDDLEWARE, RefusalMiddleware, _or_raise
 
@@ -177,7 +177,12 @@ def test_the_middleware_is_added_to_servers_whose_scheduler_refuses(
 
     is_ours = scheduler_cls == "sola_sched.Scheduler" and options.get("overload") != "nonsense"
     expected = ["a.user.Middleware", *([_MIDDLEWARE] if is_added else [])]
-    assert args.middleware == expected + ([fates_http.MIDDLEWARE] if is_ours else [])
+    always = [
+        fates_http.MIDDLEWARE,
+        options_http.MIDDLEWARE,
+        "sola_sched.vllm_adapter.hints_http.HintsMiddleware",
+    ]
+    assert args.middleware == expected + (always if is_ours else [])
 
 
 def test_arguments_without_middleware_are_left_alone(model_dir: Path) -> None:
