@@ -25,7 +25,7 @@ _HEADER = re.compile(rb"x-(llm-d-)?slo-[a-z0-9-]+|x-gateway-inference-objective"
 #: Of a body: longer ones are not looked at.
 _LONGEST = 65_536
 #: Seconds between two bodies that are read.
-_PAUSE_S = 10.0
+_PAUSE_S = 1.0
 #: Clients choose what is told.
 _MOST_TOLD = 20
 

@@ -142,7 +142,8 @@ def test_planning_goes_off_and_on(server: Server, path: Path) -> None:
 def test_targets_that_nothing_reads_are_said_once(server: Server) -> None:
     body = {"model": "tiny", "prompt": "to be", "max_tokens": 3, "ttft_slo_ms": 5}
     headers = {"Content-Type": "application/json", "x-slo-ttft-ms": "200"}
-    for _ in range(2):
+    for _ in range(3):
+        time.sleep(1.1)  # one body a second is looked at
         request = urllib.request.Request(
             f"{server.url}/v1/completions", data=json.dumps(body).encode(), headers=headers
         )
@@ -189,9 +190,8 @@ def test_top_shows_what_the_server_does(server: Server) -> None:
                 app.query_one(f"#{name}", DataTable) for name in ("servers", "classes", "late")
             )
             assert str(servers.get_row_at(0)[1]) == "tiny"
-            assert {str(classes.get_row_at(place)[1]) for place in range(classes.row_count)} == {
-                "chat", "default"
-            }  # fmt: skip
+            names = {str(classes.get_row_at(place)[1]) for place in range(classes.row_count)}
+            assert names >= {"chat", "default"}
             assert "ttft" in str(late.get_row_at(0)[4])
 
     asyncio.run(view())
