@@ -26,9 +26,7 @@ _CASE = Case("1*llama-3-8b@a100:1", "stock:512", "combined", "none", 4.0, 1.0, 0
 @pytest.mark.parametrize(
     ("name", "head", "num_lines", "rests_on_fast"),
     [
-        pytest.param(
-            "aladdin", "| testbed, model | req/s | engines |", 4, True, marks=pytest.mark.slow
-        ),
+        pytest.param("aladdin", "| testbed, model | req/s | engines |", 4, True, marks=LONG),
         pytest.param("gpus", "| testbed, model | req/s |", 4, True, marks=LONG),
         pytest.param("decode", "| testbed, model | req/s |", 4, True, marks=LONG),
         ("deployment", "| link | t | instances |", 8, True),
@@ -40,7 +38,7 @@ _CASE = Case("1*llama-3-8b@a100:1", "stock:512", "combined", "none", 4.0, 1.0, 0
             marks=pytest.mark.slow,
         ),
         ("combined", "| workload | engines | req/s |", 2, True),
-        pytest.param("predictions", "| workload | engines |", 6, True, marks=pytest.mark.slow),
+        pytest.param("predictions", "| workload | engines |", 6, True, marks=LONG),
         pytest.param("day", "| scaling | attained, % |", 8, True, marks=LONG),
         ("gap", "| binds | cases |", 3, False),
         ("placing", "| requests/s | instances |", 2, False),

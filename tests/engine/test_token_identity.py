@@ -166,11 +166,10 @@ def test_preemption_by_stock_vllm_changes_no_token(model_dir, reference):
 
 
 def marks_of(case: Case) -> tuple[pytest.MarkDecorator, ...]:
-    """Extremes of some policies always run, other extremes and cases of these in CI."""
-    is_some, is_extreme = case[0] in SOME_POLICIES, case in EXTREMES
-    if is_some and is_extreme:
-        return ()
-    return (pytest.mark.slow,) if is_some or is_extreme else LONG
+    """Extremes of some policies always run, those of the others in CI."""
+    if case not in EXTREMES:
+        return LONG
+    return () if case[0] in SOME_POLICIES else (pytest.mark.slow,)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 
 #: Left out of `.ci/run`, where one of its like runs; `make test-slow` runs it.
 LONG = (pytest.mark.slow, pytest.mark.long)
-#: Asynchronous scheduling, which is vLLM's default, and in slower runs without it.
+#: Asynchronous scheduling, which is vLLM's default, and in the longest runs without it.
 MODES = (
     pytest.param(True, id="async"),
-    pytest.param(False, id="sync", marks=pytest.mark.slow),
+    pytest.param(False, id="sync", marks=LONG),
 )

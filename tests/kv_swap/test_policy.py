@@ -148,9 +148,9 @@ def test_what_is_not_measured_is_tried() -> None:
 
 def num_loads(link: Link, s_per_token: float, count: int, num_tokens: int = 1000) -> int:
     """Of so many requests, those that are loaded, on a link of this speed."""
-    loads = 0
+    loads, cost = 0, make_cost()
     for _ in range(count):
-        if link.is_worth_loading(make_cost(), num_tokens, 0, 2):
+        if link.is_worth_loading(cost, num_tokens, 0, 2):
             loads += 1
             link.observe(Report({1: 1}, load_s=num_tokens * s_per_token), num_tokens)
     return loads

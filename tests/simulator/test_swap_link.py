@@ -69,6 +69,7 @@ def serve(
     *,
     is_async: bool,
     always: bool = True,
+    num_requests: int = 40,
 ) -> VirtualEngine:
     engine = VirtualEngine(
         Scheduler,
@@ -87,7 +88,7 @@ def serve(
     engine.run(
         [
             VirtualRequest(f"r{i}", arrival_s=0.05 * i, output_len=60, prompt_len=40 + 7 * (i % 9))
-            for i in range(40)
+            for i in range(num_requests)
         ]
     )
     return engine
@@ -128,7 +129,9 @@ def test_whoever_waits_has_a_token_left_to_compute(
 
 
 def test_where_copies_take_longer_they_are_not_made() -> None:
-    counts = serve(LinkSpeed(1000, 2e4), is_async=False, always=False).scheduler.sola_stats()
+    # Each copy lasts hundreds of steps here, so a few requests have to do.
+    engine = serve(LinkSpeed(1000, 2e4), is_async=False, always=False, num_requests=12)
+    counts = engine.scheduler.sola_stats()
 
     assert counts["swap"]["num_not_worth"] > counts["swap"]["num_swapped_out"]
 
