@@ -107,11 +107,12 @@ PLACES = (
     *itertools.starmap(Place, itertools.product(("three classes", "40/40/20"), (1.0, 1.25))),
     *(Place("azure-conv", share, machine=m) for m in MACHINES[1:] for share in (0.9, 1.25)),
     Place("three classes", 1.0, machine="stalls"),
-    # Those at which published schedulers were found to be close or ahead.
-    *(Place("azure-conv", 0.0, rate, profile=COMPUTED) for rate in (5.5, 7.0, 10.0)),
+    # Near saturation, where published schedulers are closest.
+    *(Place("azure-conv", 0.0, rate, profile=COMPUTED) for rate in (5.5, 7.0, 8.5, 10.0)),
+    *(Place("three classes", 0.0, rate, profile=COMPUTED) for rate in (7.0, 9.0)),
     *(Place(load, 0.0, 4.0, profile=COMPUTED) for load in ("azure-code", "sharegpt")),
-    *(Place("azure-conv", 0.0, 6.5, machine, COMPUTED) for machine in ("stalls", "drift")),
-    *(Place("three classes", 0.0, 7.0, machine, COMPUTED) for machine in (EVEN, "stalls")),
+    *(Place("azure-conv", 0.0, 7.0, machine, COMPUTED) for machine in ("stalls", "drift")),
+    Place("three classes", 0.0, 8.0, "stalls", COMPUTED),
 )
 
 
