@@ -1,5 +1,5 @@
 """``python -m sola_sched.profile``: measures a model on this machine and writes its cost model.
 
-May import: errors, cost, vllm_adapter.
+May import: errors, config, cost, vllm_adapter.
 Third party: numpy, vllm.
 """

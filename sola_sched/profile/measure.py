@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from sola_sched.config.flags import LineParser
 from sola_sched.cost.file import COEFFICIENT_UNITS
 from sola_sched.cost.fit import StepShape, kind_of
 from sola_sched.cost.grid import (
@@ -41,6 +42,8 @@ from sola_sched.vllm_adapter.engine_facts import facts_of
 from sola_sched.vllm_adapter.step_shape import shape_of
 
 _MAX_BATCH = 256
+_PROGRAM = "python -m sola_sched.profile"
+_DESCRIPTION = "Measures a model on this machine and writes its cost model."
 _CPU_ENVIRONMENT = {
     # Two OpenMP threads that spin for each other slow a busy machine down many times.
     "OMP_NUM_THREADS": "1",
@@ -228,9 +231,14 @@ def describe(model: CostModel) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``python -m sola_sched.profile``; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    own = _own_parser()
+    if {"-h", "--help"} & set(arguments):
+        own.parse_args(["--help"])
     light = argparse.ArgumentParser(add_help=False)
     light.add_argument("--show", metavar="FILE")
     shown = light.parse_known_args(arguments)[0].show
+    if shown is None and all(argument.startswith("-") for argument in arguments):
+        own.error("MODEL must be given, a name or a folder")
     try:
         if shown is not None:
             print(describe(CostModel.load(shown)))
@@ -239,6 +247,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ProfileError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _own_parser() -> LineParser:
+    """Knows the options that are not vLLM's; loads no vLLM."""
+    parser = LineParser(
+        prog=_PROGRAM,
+        usage="%(prog)s MODEL [options] [flags of vllm serve]",
+        description=f"{_DESCRIPTION} Give the flags of `vllm serve` that you serve with; its "
+        "--help has them.",
+    )
+    _add_own(parser)
+    parser.add_argument("--show", metavar="FILE", help="print a profile, and measure nothing")
+    return parser
+
+
+def _add_own(parser: Any) -> None:
+    parser.add_argument("model_tag", metavar="MODEL", help="name or folder of the model")
+    parser.add_argument(
+        "--output", metavar="FILE", help="the profile (default: MODEL's last part + .sola.json)"
+    )
+    parser.add_argument(
+        "--max-batch", type=int, metavar="N",
+        help=f"most requests at once (default: --max-num-seqs, {_MAX_BATCH} at most)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--passes", type=int, default=5, metavar="N", help="runs of the grid (default: 5)"
+    )
+    parser.add_argument(
+        "--time-limit-s", type=float, default=60.0, metavar="S",
+        help="nothing further is measured after so many seconds (default: 60)",
+    )  # fmt: skip
 
 
 def _profile(arguments: list[str]) -> int:
@@ -251,16 +290,12 @@ def _profile(arguments: list[str]) -> int:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
     except ImportError:
         from vllm.utils import FlexibleArgumentParser
-    parser = FlexibleArgumentParser(
-        prog="python -m sola_sched.profile",
-        description="Measure a model on this machine and write its cost model. Give the engine "
-        "flags that you serve with. `--show FILE` prints a profile.",
-    )
-    parser.add_argument("model_tag", metavar="MODEL", help="model name or directory")
-    parser.add_argument("--output", metavar="FILE", help="default: MODEL's last part + .sola.json")
-    parser.add_argument("--max-batch", type=int, metavar="N", help="most requests at once")
-    parser.add_argument("--passes", type=int, default=5, metavar="N", help="runs of the grid")
-    parser.add_argument("--time-limit-s", type=float, default=60.0, metavar="S")
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc, unused-ignore]
+        error = LineParser.error
+
+    parser = Parser(prog=_PROGRAM)
+    _add_own(parser)
     args = EngineArgs.add_cli_args(parser).parse_args(arguments)
     for name in ("passes", "time_limit_s", "max_batch"):
         value = getattr(args, name)

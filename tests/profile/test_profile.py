@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from command_help import assert_explained
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -304,6 +307,41 @@ def test_profile_of_a_real_engine_covers_every_kind_and_is_usable(
     assert set(COMPARED) <= set(model.meta)
     assert model.step_s(StepShape(8, 800, 64, 64.0**2, 0.0)) > 0.0
     assert "written to" in capsys.readouterr().out
+
+
+def test_the_help_is_ours_and_loads_no_vllm() -> None:
+    code = (
+        "import runpy, sys; sys.modules['vllm'] = sys.modules['torch'] = None;"
+        "sys.argv = ['profile', '--help'];"
+        "runpy.run_module('sola_sched.profile', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert_explained(done.stdout)
+    assert "vllm serve" in done.stdout
+    assert len(done.stdout.splitlines()) < 30
+
+
+def test_a_missing_model_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--enforce-eager"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: MODEL must be given, a name or a folder; see python -m sola_sched.profile --help\n"
+    )
+
+
+@pytest.mark.vllm
+def test_a_flag_that_nobody_knows_is_told_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["some/model", "--pases", "3"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert line.startswith("error: unrecognized arguments: --pases 3; see ")
 
 
 @pytest.mark.vllm

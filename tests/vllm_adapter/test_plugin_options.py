@@ -196,3 +196,14 @@ def test_the_server_ends_with_one_line_before_it_looks_at_the_model(
     assert words in line
     assert "Traceback" not in done.stderr + done.stdout
     assert done.stderr.splitlines()[-1] == line
+
+
+def test_a_wrong_options_file_is_found_with_the_options(tmp_path: Path) -> None:
+    path = tmp_path / "options.json"
+    options = {"sola_sched": {"options_file": str(path)}}
+    assert read_options(options).ttft_s == 2.0
+    path.write_text('{"ttft_s": 0.5}')
+    assert read_options(options).ttft_s == 0.5
+    path.write_text('{"polcy": "paper"}')
+    with pytest.raises(ConfigError, match="write 'policy'"):
+        read_options(options)
