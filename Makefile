@@ -15,7 +15,7 @@ export PYTHONSAFEPATH := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow test-timing test-gpu test-versions test-cluster check cluster bench clean
+.PHONY: help install test test-slow test-timing test-gpu test-versions test-cluster check cluster site bench clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -48,6 +48,9 @@ test-cluster: install  ## Run the tests that start two engines and the gateway o
 
 cluster: install  ## Two CPU replicas of a tiny model on Ray Serve, requests, and one replica killed
 	$(VENV)/bin/python benchmarks/run.py gateway --only kill $(ARGS)
+
+site: install  ## Make the documentation into a site, build/site; links that lead nowhere end it
+	.ci/site
 
 bench: install  ## Run the benchmark
 	$(VENV)/bin/python -m sola_sched.bench $(ARGS)
