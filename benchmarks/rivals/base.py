@@ -123,8 +123,10 @@ class Step:
 
     def due_s(self, rows: IntArray) -> FloatArray:
         """When prompts must be computed: for the first token, or the next one after a loss."""
-        given = self.table.num_output[rows]
-        return np.where(given > 0, self.token_due_s(rows), self.table.due_s[rows])
+        due_s: FloatArray = self.table.due_s[rows].copy()
+        has_some = self.table.num_output[rows] > 0
+        due_s[has_some] = self.token_due_s(rows[has_some])
+        return due_s
 
     def left(self, rows: IntArray) -> IntArray:
         """Tokens of each prompt that are not computed yet, >= 1."""

@@ -1,4 +1,4 @@
-"""The largest set of prompts that can all be computed in time."""
+"""The largest set of prompts that can all be computed in time, and that memory holds."""
 
 from __future__ import annotations
 
@@ -38,3 +38,13 @@ def largest_set(
             chosen.append(place)
             count -= 1
     return chosen[::-1]
+
+
+def those_that_fit(need: FloatArray, forced: BoolArray, room: float) -> BoolArray:
+    """Who stays so that the sum of needs is within the room; the largest of the others go first."""
+    stays = np.ones(len(need), dtype=bool)
+    for place in np.argsort(-need, kind="stable").tolist():
+        if need[stays].sum() <= room:
+            break
+        stays[place] = forced[place]
+    return stays

@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from rivals.base import Rival, Step, Work, by
-from rivals.largest_set import largest_set
-from sola_sched.core.state import BoolArray, IntArray
+from rivals.largest_set import largest_set, those_that_fit
+from sola_sched.core.state import IntArray
+
+#: In place of a deadline and of a TPOT that there is not.
+_NEVER_S, _ANY_SPEED = 1e6, 1e9
 
 
 class SlosServe(Rival, k=0.35):
@@ -63,14 +66,18 @@ class SlosServe(Rival, k=0.35):
         is_forced = np.isin(table.serial[rows], list(self._admitted))
         is_in_time = step.due_s(rows) > step.now_s
         rows, is_forced = rows[is_forced | is_in_time], is_forced[is_forced | is_in_time]
-        due_s = np.maximum(step.due_s(rows), step.now_s)
+        due_s = np.clip(step.due_s(rows), step.now_s, step.now_s + _NEVER_S)
         chosen = largest_set(
             np.diff(due_s, prepend=step.now_s),
             step.left(rows),
             is_forced,
             self._speeds(step, length_s, len(rows)),
         )
-        kept = self._within_memory(step, rows[chosen], is_forced[chosen])
+        rows, is_forced, state = rows[chosen], is_forced[chosen], step.state
+        held = step.ctx(step.decodes) + state.remaining(step.decodes).sum()
+        memory = state.num_blocks * state.block_size - held
+        need = table.prefill_target[rows] + state.remaining(rows)
+        kept = rows[those_that_fit(need, is_forced, memory)]
         decodes = table.serial[step.decodes].tolist()
         self._admitted &= frozenset(decodes)
         self._admitted |= frozenset(table.serial[kept].tolist())
@@ -79,7 +86,7 @@ class SlosServe(Rival, k=0.35):
         """Prompt tokens per second beside the decodes there are and 0, 1, ... `count` more."""
         rows = np.concatenate([step.decodes, step.prompts])
         if length_s == np.inf or not len(rows):
-            return [np.inf] * (count + 1)
+            return [_ANY_SPEED] * (count + 1)
         share = float(np.minimum(1.0, length_s / step.table.tpot_s[rows]).mean())
         ctx = step.ctx(rows) / len(rows)
         steps = Step(step.state, step.seconds_of)
@@ -89,17 +96,3 @@ class SlosServe(Rival, k=0.35):
             steps.work = Work(size, round(size * ctx))
             speeds.append(steps.most_tokens(length_s) / length_s)
         return speeds
-
-    def _within_memory(self, step: Step, rows: IntArray, is_forced: BoolArray) -> IntArray:
-        """Without the largest new ones that expected KV memory has no room for."""
-        state, table = step.state, step.table
-        need = table.prefill_target[rows] + state.remaining(rows)
-        held = step.ctx(step.decodes) + state.remaining(step.decodes).sum()
-        room = state.num_blocks * state.block_size - held
-        stays = np.ones(len(rows), dtype=bool)
-        for place in np.argsort(-need, kind="stable").tolist():
-            if need[stays].sum() <= room:
-                break
-            stays[place] = is_forced[place]
-        kept: IntArray = rows[stays]
-        return kept

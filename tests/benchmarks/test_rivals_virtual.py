@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,19 +20,28 @@ from rivals.runs import Case, key_of, run_case
 from rivals.settings import RIVALS
 from sola_sched.bench.backends.base import parse_scheduler
 from sola_sched.bench.backends.virtual_replay import VirtualReplay
+from sola_sched.config.slo import SloTarget
 from sola_sched.cost.model import CostModel
 from sola_sched.simulator.steps.profile import load_step_profile
 from sola_sched.simulator.steps.time import StepCounts
 
 pytestmark = pytest.mark.vllm
 
+NO_TTFT = SloTarget(tpot_s=3.0)
+
 
 @pytest.mark.parametrize("name", RIVALS)
 @pytest.mark.parametrize("num_blocks", [200, 40], ids=["memory for all", "little memory"])
 def test_they_plan_every_step_and_serve_everybody(name: str, num_blocks: int) -> None:
+    """With memory for all, every third request has no target, and every third no TTFT."""
     rival = RIVALS[name]
     spec = parse_scheduler(rival.specs()[0])
     workload = busy_workload()
+    if num_blocks == 200:
+        targets = itertools.cycle((SLO, NO_TTFT, SloTarget()))
+        requests = zip(workload.requests, targets, strict=False)
+        mixed = tuple(replace(request, slo=slo) for request, slo in requests)
+        workload = replace(workload, requests=mixed)
     backend = make_backend(num_gpu_blocks_override=num_blocks)
     engine = backend.warm_engine(spec, SLO, workload)
     replay = VirtualReplay(engine, None, None, tells_lengths=False)
