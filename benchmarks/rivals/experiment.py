@@ -13,7 +13,7 @@ from harness.resumable import Row
 from harness.setup import Outcome, Setup
 from rivals.points import EVEN, PLACES, WRONG, Place
 from rivals.runs import Case, key_of, run_case
-from rivals.settings import RIVALS
+from rivals.settings import RIVALS, short
 from simulation.setups import LEVEL, bracketed_rate, multiples
 
 STOCK = tuple(f"stock:{chunk}" for chunk in (2048, 4096, 1024, 8192))
@@ -39,7 +39,7 @@ def published(setup: Setup) -> Outcome:
         shares |= {OURS: found.best([OURS]), "reject": found.best([REJECT])}
         rows += found.rows
         lines.append([place.name, f"{found.rate_per_s:.3g}", *_line(shares), *found.references()])
-        settings.append([place.name, *(best for best, _ in shares.values())])
+        settings.append([place.name, *(short(best) for best, _ in shares.values())])
     head = ["point", "req/s", "stock", *names, "sola", "reject", "closest", "lead", "reject's lead",
             HINDSIGHT, BOUND]  # fmt: skip
     heads = (head, ["settings", "stock", *names, "sola", "reject"])

@@ -49,6 +49,14 @@ class Published:
         return f"sola:policy={self.path},plan_limit_s=none{told}"
 
 
+def short(spec: str) -> str:
+    """A setting without what all of a scheduler's settings share."""
+    kind, _, rest = spec.partition(":")
+    told = [part.removeprefix("policy_options.") for part in rest.split(",")]
+    swept = [part for part in told if not part.startswith(("policy=", "plan_limit_s="))]
+    return " ".join(swept) or kind
+
+
 CHUNKS = (512, 1024, 2048)
 _AS_PUBLISHED = {"alpha": 0.008, "margin": 1.2, "grid": True, "clock": "published"}
 RIVALS = {
@@ -57,13 +65,13 @@ RIVALS = {
         {"alpha": (0.0005, 0.001, 0.002, 0.004), "margin": (1.0, 1.1)},
         (_AS_PUBLISHED, _AS_PUBLISHED | {"clock": "actual"}),
     ),
-    "SLOs-Serve": Published("rivals.slos_serve:SlosServe", {"k": (0.3, 0.4, 0.6, 1.0)}),
+    "SLOs-Serve": Published("rivals.slos_serve:SlosServe", {"k": (0.2, 0.3, 0.4, 0.6, 1.0)}),
     "ProServe": Published(
         "rivals.proserve:SlideBatching", {"lam": (0.8, 1.0), "floor": (0.65, 0.9)}
     ),
     "SCORPIO": Published(
         "rivals.scorpio:Scorpio",
-        {"gate": (1.0, 1.3), "chunk": (0, 512, 1024)},
+        {"gate": (0.8, 1.0, 1.3), "chunk": (0, 512, 1024)},
         serves_all=False,
     ),
     "SCORPIO, all served": Published(
@@ -77,7 +85,7 @@ RIVALS = {
     "SLAI": Published("rivals.slai:Slai", {"chunk": CHUNKS, "k": (2, 5)}),
     "SlidingServe": Published("rivals.slidingserve:SlidingServe", {"margin": (1.0, 1.1, 1.2)}),
     "EDF": Published("rivals.simple:Edf", {"chunk": (*CHUNKS, 4096)}),
-    "TPOT budget": Published("rivals.simple:TpotBudget", {"share": (0.5, 0.7, 0.9)}),
+    "TPOT budget": Published("rivals.simple:TpotBudget", {"share": (0.5, 0.7, 0.9, 1.0)}),
     "shortest prompt": Published(specs_of=tuple(f"spf:{chunk}" for chunk in CHUNKS)),
     "Past-Future": Published("rivals.simple:PastFuture", {"chunk": CHUNKS}),
 }

@@ -17,7 +17,7 @@ from harness.command import main
 from registry import EXPERIMENTS
 from rivals.points import EVEN, MEASURED, told
 from rivals.runs import Case, key_of, run_case
-from rivals.settings import RIVALS
+from rivals.settings import RIVALS, short
 from sola_sched.bench.backends.base import parse_scheduler
 from sola_sched.bench.backends.virtual_replay import VirtualReplay
 from sola_sched.config.slo import SloTarget
@@ -114,3 +114,16 @@ def test_the_row_of_a_rival_changes_with_its_own_source(monkeypatch: pytest.Monk
     sweep._source_digest.cache_clear()
     assert again[0] != keys[0]
     assert again[1] == keys[1]
+
+
+@pytest.mark.parametrize(
+    ("spec", "shown"),
+    [
+        (RIVALS["SLAI"].specs(profile="P")[0], "chunk=512 k=2 profile=P"),
+        (RIVALS["SLAI"].specs()[-1], "chunk=2048 k=5"),
+        ("stock:2048", "2048"),
+        ("sola", "sola"),
+    ],
+)
+def test_a_setting_is_shown_without_what_all_share(spec: str, shown: str) -> None:
+    assert short(spec) == shown
