@@ -73,7 +73,7 @@ def _tuned(**constants: Any) -> type[Scheduler]:
 
 WithoutPeakMemory = _tuned(planned_memory=math.inf)
 WithoutCatchingUp = _tuned(catching_up=0.0)
-WithoutPromptsAlone = _tuned(careful=0.0)
+WithoutPromptsAlone = _tuned(holds=False)
 WithoutLead = _tuned(leads=False)
 WithoutLending = _tuned(lends=False)
 WithoutLendingPastLost = _tuned(lends_past_lost=False)

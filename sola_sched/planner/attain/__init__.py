@@ -8,8 +8,8 @@ modules:
 
     lost         who is lost?
     pace         how long may the step be, and which prefills are on time?
-    alone        (prompts without decodes, if all decodes can wait for them)
     entry        who gets in: chunk, slots, memory
+    held         which decodes sit the step out for them?
     best_effort  what do the lost get?
     course       all of it, and the plan put together
     planner      from a `StepState` to the records (`records`) and back to a `StepPlan`
@@ -22,7 +22,7 @@ Glossary:
 - *bank* of a decode: time until its next token is due. Token j after the first is due at
   ``first + j * TPOT``, so steps that were faster than the target have put time in the bank.
 - *lost*: it missed a target, or cannot meet one any more. *Alive*: not lost.
-- *held*: it keeps slot and KV, and sits the step out. Only lost decodes are.
+- *held*: it keeps slot and KV, and sits the step out: a lost decode, or one that is far ahead.
 - *slack*: the longest step that keeps all alive decodes on course (the smallest bank, as a rule).
 - *lent*: later time of decodes for a longer step now, where else somebody were late.
 - *sustained*: the longest mean step with which a decode meets TPOT at its predicted end.
@@ -46,9 +46,10 @@ token; the last one took 100 ms, and 5 % of the time is the lost's.
    less the decodes' 12 ms there are 88 % of 138. With Q it is 160 of 165 ms; with R 210 of 183:
    the costliest, Q, is given up. P and R are on time, in this order.
 3. 88 ms hold 880 tokens: all of P, 280 of R. Slots and memory are enough for both, and for Q, which
-   is offered.
+   is offered. R wants more time, and A is due a TPOT after the step: it sits out. That is 1 ms, too
+   little for the next multiple of tokens.
 4. R has tokens left to compute, so nothing is left over for C. It has earned 5 ms, and costs 1.
-5. A, B and C run, P and R start, Q may; the budget is 880 + 3 tokens.
+5. B and C run, P and R start, Q may; the budget is 880 + 2 tokens.
 """
 
 from sola_sched.planner.attain.planner import AttainPlanner

@@ -138,8 +138,11 @@ def _find_leftovers(step):
             at.num_starts += 1
             at.starting += _blocks(step, may[i])
     at.room, at.spare_s = token_room(at) - at.chunk, 0.0
-    if not at.has_backlog:
-        at.spare_s = at.limit_s - at.decode_s - chunk_s(at, float(at.chunk), 0.0)
+    if not at.has_backlog and not at.is_holding:
+        limit_s = at.limit_s
+        if at.has_spare:  # whoever comes meanwhile waits for the end of the step
+            limit_s = min(limit_s, at.decode_s + step.tuning.for_lost * (at.pace_s - at.decode_s))
+        at.spare_s = limit_s - at.decode_s - chunk_s(at, float(at.chunk), 0.0)
     at.slots = free_slots(at) - at.num_starts
     at.free = at.num_free_blocks - at.starting
     at.held_slots, ctx = at.num_decodes - at.num_alive, 0

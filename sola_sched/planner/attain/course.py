@@ -10,9 +10,9 @@ from sola_sched.compiled.functions import compiled, entry
 from sola_sched.core.lengths import expected_left
 from sola_sched.core.state import PREFILL
 from sola_sched.cost.times import copy_times, decode_s
-from sola_sched.planner.attain.alone import find_prompts_alone
 from sola_sched.planner.attain.best_effort import find_victims, serve_lost
 from sola_sched.planner.attain.entry import let_in
+from sola_sched.planner.attain.held import find_room, hold_decodes, take_all
 from sola_sched.planner.attain.lost import (
     gather,
     is_rejected,
@@ -56,7 +56,6 @@ def look(
     """
     step = Step(at[0], tuning[0], account[0], requests, decodes, prefills, lists, lifts, _NO_LIKELY)
     if not num_victims and _is_settled(step, running, waiting):
-        step.account.did_wait = False
         if len(waiting):
             step.account.unseen_s += step.at.elapsed_s
         return SETTLED
@@ -69,6 +68,7 @@ def look(
         if place >= step.at.num_started:
             need += max(request.prefill_target, request.num_computed + 1)
     used = 1.0 - (step.at.num_free_blocks - need / step.at.block_size) / max(1, step.at.num_blocks)
+    find_room(step, need)
     if step.at.num_waiting and used > step.tuning.memory_threshold:
         wanted |= WANTS_LIKELY
     return wanted
@@ -126,33 +126,18 @@ def decide(
         prefills[place].left = left_prefills[place]
     step.at.num_run, step.at.num_admit, step.at.num_reject = 0, 0, 0
     step.at.num_preempt, step.at.budget = num_victims, 0
-    did_wait, step.account.did_wait = step.account.did_wait, False
     judge_decodes(step)
     judge_prefills(step)
     if step.tuning.rejects:
         spare_one(step)
     find_pace(step)
-    if not did_wait and not num_victims:
-        num_alone = find_prompts_alone(step)
-        if num_alone:
-            step.account.did_wait = True
-            step.account.unseen_s += step.at.elapsed_s
-            return _without_decodes(step, num_alone)
-    let_in(step)
+    take_all(step.at)
+    for is_second in range(2):  # one place of call: all of it is inlined
+        if is_second and not hold_decodes(step):
+            break
+        let_in(step)
     serve_lost(step)
     return _put_together(step)
-
-
-@compiled
-def _without_decodes(step, count):
-    """A step of the first prefills of `MAY` and nothing else."""
-    tokens = 0.0
-    for i in range(count):
-        place = step.lists[MAY, i]
-        tokens += step.prefills[place].new
-        _add(step, place)
-    step.at.budget = int(tokens)
-    return _PROMPTS
 
 
 @compiled
@@ -202,14 +187,17 @@ def _put_together(step):
     at.budget = max(1, int(budget))
     if at.num_run == at.num_running == num_decodes and not at.num_preempt:
         at.num_run = -1  # all of them, as they stand
+    if at.is_holding and not at.is_alone:
+        return _PROMPTS
     return _OVERLOAD if at.num_on_time < at.num_jobs else _ATTAIN
 
 
 @compiled
 def _add_alive(step):
     at, decodes, run = step.at, step.decodes, step.lists[RUN]
+    is_holding = at.is_holding and not at.is_alone
     for place in range(at.num_decodes):
-        if not decodes[place].is_lost:
+        if not decodes[place].is_lost and not (is_holding and decodes[place].is_held):
             run[at.num_run] = decodes[place].row
             at.num_run += 1
 

@@ -70,8 +70,8 @@ def tokens_in(step, limit_s, room, has, ends):
 
 @compiled
 def _most_beside(at, limit_s, has):
-    """The longest chunk beside the decodes that are alive for which `limit_s` is enough, tokens."""
-    return most_tokens(at, limit_s, at.num_alive, at.ctx_alive, has)
+    """The longest chunk beside the decodes that take part for which `limit_s` is enough, tokens."""
+    return most_tokens(at, limit_s, at.num_taking, at.ctx_taking, has)
 
 
 @compiled

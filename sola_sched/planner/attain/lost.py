@@ -9,6 +9,7 @@ import numpy as np
 from sola_sched.compiled.functions import compiled
 from sola_sched.core.state import DECODE
 from sola_sched.cost.times import chunk_overhead_s, chunk_s, decode_s
+from sola_sched.planner.attain.held import wait_for_first
 from sola_sched.planner.attain.records import GIVING, PREEMPT, insert, is_in, rank_of
 
 
@@ -139,7 +140,7 @@ def weigh(step):
     at.ctx_alive = ctx
     at.decode_s = decode_s(at, at.num_alive, ctx) if at.num_alive else 0.0
     at.mixed_s = at.decode_s + (chunk_overhead_s(at) if at.num_alive else 0.0)
-    at.slack_s = at.bear_s = np.inf
+    at.slack_s = at.bear_s = at.pace_s = np.inf
     for place in range(at.num_decodes):
         decode = decodes[place]
         if decode.is_lost:
@@ -151,6 +152,7 @@ def weigh(step):
             bears_s = min(halfway_s, decode.token_s)
         at.slack_s = min(at.slack_s, bears_s)
         at.bear_s = min(at.bear_s, decode.sustain_s)
+        at.pace_s = min(at.pace_s, decode.token_s)
 
 
 @compiled
@@ -225,7 +227,8 @@ def most_lent_s(step):
 def judge_prefills(step):
     """What each prefill takes, and whether it can be on time beside the decodes."""
     at, tuning, requests, prefills = step.at, step.tuning, step.requests, step.prefills
-    at.num_feasible = at.num_urgent = at.num_hopeless = at.num_kept = 0
+    at.num_feasible = at.num_hopeless = at.num_kept = 0
+    wait_for_first(step)
     for place in range(at.num_prefills):
         prefill = prefills[place]
         request = requests[prefill.row]
@@ -246,11 +249,7 @@ def judge_prefills(step):
 
 @compiled
 def _judge_prefill(at, tuning, prefill, request):
-    """Lost is who misses its deadline by more than a share `1 - prefill_margin` of its time.
-
-    Urgent is who would be late beside the decodes, or has a target that is short beside a step, and
-    need not be late.
-    """
+    """Lost is who misses its deadline by more than a share `1 - prefill_margin` of its time."""
     is_first, left_s = request.num_output == 0, _limit_s(at, tuning, prefill, request)
     if is_first:
         left_s = min(left_s, request.due_s - at.now_s)
@@ -259,15 +258,13 @@ def _judge_prefill(at, tuning, prefill, request):
     time_s = chunk_s(at, todo, done)
     prefill.new, prefill.has, prefill.service_s = todo, done, time_s
     prefill.weight_s = time_s / request.weight
-    need_s = at.decode_s + time_s
+    need_s = at.taking_s + time_s
     prefill.is_feasible = left_s < np.inf and tuning.prefill_margin * need_s <= left_s
     prefill.is_hopeless = is_first and left_s < np.inf and not prefill.is_feasible
     if prefill.is_feasible and is_first:
         early_s = left_s - (1.0 - tuning.keep) * request.ttft_s
         if need_s <= early_s:
             left_s = early_s
-    short_s = min(tuning.tight * request.ttft_s, left_s)
-    at.num_urgent += time_s <= left_s < np.inf and at.mixed_s + time_s > short_s
     prefill.chunk = todo
     if at.max_chunk:  # the steps that a long prompt takes before its last one count
         prefill.chunk = min(todo, float(at.max_chunk))

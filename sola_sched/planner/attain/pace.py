@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from sola_sched.compiled.functions import compiled
-from sola_sched.core.traffic import NUM_ENOUGH
-from sola_sched.cost.times import chunk_s, decode_s
+from sola_sched.cost.times import chunk_s
+from sola_sched.planner.attain.held import load_of_traffic
 from sola_sched.planner.attain.lost import is_rejected, most_lent_s
 from sola_sched.planner.attain.records import NEAR, ORDER
 
@@ -30,12 +28,12 @@ def find_pace(step):
     for place in range(at.num_prefills):
         prefill = prefills[place]
         prefill.is_job = prefill.is_feasible and not is_rejected(step, place)
-    find_jobs(step, 0.0)
+    _find_jobs(step)
     at.num_on_time = at.num_order = 0
     if not at.num_jobs:
         return
     kept = np.zeros(at.num_near, np.bool_)
-    at.num_on_time = keep_on_time(step, at.limit_s, kept)
+    at.num_on_time = _keep_on_time(step, at.limit_s, kept)
     if at.num_on_time < at.num_jobs and tuning.lends:
         is_anybody_lost = at.num_alive < at.num_decodes or at.num_hopeless > 0
         if not is_anybody_lost or (tuning.lends_past_lost and _is_sustained(step)):
@@ -45,7 +43,7 @@ def find_pace(step):
     _put_in_order(step, kept)
     if at.num_on_time and tuning.ends_with_first:
         first = step.prefills[step.lists[ORDER, 0]]
-        need_s = at.mixed_s + first.service_s
+        need_s = at.least_s + first.service_s
         at.limit_s = min(at.limit_s, max(first.due_s, need_s))
 
 
@@ -53,20 +51,9 @@ def find_pace(step):
 def _is_sustained(step):
     """Whether what comes can be served at the pace of the tightest target, and TPOT is tight.
 
-    Where it is not, steps within the schedules have room for any prompt that is worth it. The
-    compiled form of `RecentTraffic.load`.
+    Where it is not, steps within the schedules have room for any prompt that is worth it.
     """
-    at, pace_s = step.at, np.inf
-    for place in range(at.num_decodes):
-        if not step.decodes[place].is_lost:
-            pace_s = min(pace_s, step.decodes[place].token_s)
-    if at.num_came < NUM_ENOUGH or math.isnan(at.mean_output) or not 0.0 < pace_s < np.inf:
-        return False
-    rate_per_s = at.num_came / max(at.now_s - at.first_came_s, 1e-9)
-    num_decodes = rate_per_s * at.mean_output / at.per_step * pace_s
-    ctx = num_decodes * (at.mean_prompt + 0.5 * at.mean_output)
-    decodes = decode_s(at, num_decodes, ctx) / pace_s
-    total = decodes + rate_per_s * chunk_s(at, at.mean_prompt, 0.0)
+    _, _, decodes, total = load_of_traffic(step.at)
     return total <= 1.0 and decodes >= step.tuning.near
 
 
@@ -74,12 +61,8 @@ def _is_sustained(step):
 
 
 @compiled
-def find_jobs(step, delay_s):
-    """List in `NEAR` the first of those marked `is_job`, by class and deadline; count them all.
-
-    Args:
-        delay_s: They begin so much later than after the decodes of a step.
-    """
+def _find_jobs(step):
+    """List in `NEAR` the first of those marked `is_job`, by class and deadline; count them all."""
     at, prefills, line = step.at, step.prefills, step.lists[NEAR]
     most = min(step.tuning.num_examined, len(line))
     keys, ranks = np.empty(most), np.empty(most)
@@ -94,7 +77,7 @@ def find_jobs(step, delay_s):
     total_s = 0.0
     for i in range(at.num_near):
         total_s += step.prefills[line[i]].service_s
-    at.delay_s = at.decode_s + delay_s
+    at.delay_s = at.taking_s
     # The step ends with the deadline of its first prefill. Where one could hold many, those who
     # are to be on time are so a step early, or steps would end with one each.
     is_short = total_s / max(1, at.num_near) < at.mixed_s
@@ -118,7 +101,7 @@ def _insert_by_rank(line, count, most, place, ranks, rank, keys, key):
 
 
 @compiled
-def keep_on_time(step, limit_s, kept):
+def _keep_on_time(step, limit_s, kept):
     """Mark the most of `NEAR` that are on time together in steps of `limit_s`; how many.
 
     All a step early, if that is possible; else as many as are on time at all.
@@ -232,7 +215,7 @@ def _add_late(step, place, gets_there, count, most, ranks, keys):
 @compiled
 def token_room(at):
     """Tokens of the step that the decodes on course leave over."""
-    return at.max_num_tokens - at.num_alive * at.tokens_per_decode
+    return at.max_num_tokens - at.num_taking * at.tokens_per_decode
 
 
 @compiled

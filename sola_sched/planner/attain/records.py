@@ -22,11 +22,14 @@ from sola_sched.planner.attain.tuning import AttainTuning
 #: - lowest: the lowest rank of all.
 #: - num_alive, ctx_alive, decode_s: of the decodes that are not lost: how many, their KV tokens,
 #:   and the time of a step of them alone.
-#: - slack_s, bear_s: the longest next step that keeps, or brings, all of them on course; the
-#:   longest bare step that all of them sustain; inf without any.
+#: - slack_s, bear_s, pace_s: the longest next step that keeps, or brings, all of them on course;
+#:   the longest bare step that all of them sustain; the least of their `token_s`. inf without any.
 #: - mixed_s: time of a step of them and a chunk, but for the chunk.
-#: - num_feasible, num_urgent, num_hopeless, num_kept: prefills that are so; those with a slot that
-#:   are feasible.
+#: - has_room, has_spare: as `held` finds them. is_holding: decodes marked so sit out.
+#: - num_taking, ctx_taking, taking_s, least_s: as num_alive, ctx_alive, decode_s and mixed_s, of
+#:   the decodes that take part.
+#: - num_feasible, num_hopeless, num_kept: prefills that are so; those with a slot that are
+#:   feasible.
 #: - num_jobs: prefills that can be on time. limit_s, num_on_time: of `pace`.
 #: - num_served, num_offered, chunk, has_backlog: of `entry`.
 #: - lost_run, num_chosen, lost_tokens, is_alone, is_blocked: of `best_effort`.
@@ -43,8 +46,10 @@ _STEP: list[Any] = [
     ("num_running", "i8"), ("num_waiting", "i8"),
     ("num_decodes", "i8"), ("num_prefills", "i8"), ("num_started", "i8"), ("lowest", "i8"),
     ("num_alive", "i8"), ("ctx_alive", "f8"), ("decode_s", "f8"), ("slack_s", "f8"),
-    ("bear_s", "f8"), ("mixed_s", "f8"),
-    ("num_feasible", "i8"), ("num_urgent", "i8"), ("num_hopeless", "i8"), ("num_kept", "i8"),
+    ("bear_s", "f8"), ("pace_s", "f8"), ("mixed_s", "f8"), ("has_room", "?"), ("has_spare", "?"),
+    ("is_holding", "?"),
+    ("num_taking", "i8"), ("ctx_taking", "f8"), ("taking_s", "f8"), ("least_s", "f8"),
+    ("num_feasible", "i8"), ("num_hopeless", "i8"), ("num_kept", "i8"),
     ("num_jobs", "i8"), ("num_near", "i8"), ("lead_s", "f8"), ("delay_s", "f8"),
     ("num_order", "i8"), ("limit_s", "f8"), ("num_on_time", "i8"),
     ("num_served", "i8"), ("num_offered", "i8"), ("chunk", "i8"), ("has_backlog", "?"),
@@ -73,10 +78,10 @@ LIMITS = [
 #: - token_s: target for a step: TPOT x tokens of a step.
 #: - sustain_s: longest mean step with which it meets TPOT at its predicted end.
 #: - is_lost: it missed a target or cannot meet one any more. is_safe: lost, and nobody displaces
-#:   it in this step.
+#:   it in this step. is_held: it sits the step out, if any that are not lost do.
 DECODE = np.dtype([
     ("row", "i8"), ("ahead", "i8"), ("ctx", "i8"), ("left", "f8"), ("bank_s", "f8"),
-    ("token_s", "f8"), ("sustain_s", "f8"), ("is_lost", "?"), ("is_safe", "?"),
+    ("token_s", "f8"), ("sustain_s", "f8"), ("is_lost", "?"), ("is_safe", "?"), ("is_held", "?"),
 ], align=True)  # fmt: skip
 
 #: A request without a first token (again): those with a slot come first, then those that wait.
@@ -103,12 +108,11 @@ PREFILL = np.dtype([
 #:   either way. unseen_s: engine time of steps in which nobody looked whether a lost one waits.
 #: - is_blocked: the oldest lost request has full credit but neither slot nor memory: nobody else
 #:   starts until it has.
-#: - did_wait: the decodes sat the step before out.
 #: - num_refused, spared: requests refused in a row by predicted step times, while no prompt was
 #:   computed; number of the one that is served all the same, -1 for none.
 ACCOUNT = np.dtype([
-    ("credit_s", "f8"), ("unseen_s", "f8"), ("is_blocked", "?"), ("did_wait", "?"),
-    ("num_refused", "i8"), ("spared", "i8"),
+    ("credit_s", "f8"), ("unseen_s", "f8"), ("is_blocked", "?"), ("num_refused", "i8"),
+    ("spared", "i8"),
 ], align=True)  # fmt: skip
 
 #: Options of the operator and the constants of `AttainTuning`.

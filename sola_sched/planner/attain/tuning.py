@@ -24,18 +24,20 @@ class AttainTuning:
             a plan. Those that come later cannot be on time while so many are in front of them.
         catching_up: A decode behind its schedule catches up by steps that are so far from bare
             ones to what it sustains.
-        leads, lends, lends_past_lost, ends_with_first, blocks, serves_lost_together: Mechanisms
-            that `python benchmarks/run.py mechanisms` leaves out, one at a time: those on time are
-            so a step early; decodes lend of their later time, and do so where somebody is lost
-            already; a step ends before the deadline of its first prefill; nobody starts while the
-            oldest lost request finds no room; short prompts of the lost share a step.
+        leads, holds, lends, lends_past_lost, ends_with_first, blocks, serves_lost_together:
+            Mechanisms that `python benchmarks/run.py mechanisms` leaves out, one at a time: those
+            on time are so a step early; decodes sit out for prompts; decodes lend of their later
+            time, and do so where somebody is lost already; a step ends before the deadline of its
+            first prefill; nobody starts while the oldest lost request finds no room; short prompts
+            of the lost share a step.
         num_spare_offers: Waiting requests offered beyond the chunk, for prefix-cache hits.
         memory_threshold: Use of KV memory above which the peak is predicted (SOLA 6.4).
         planned_memory: Share of the KV memory that the peak of the expected need may take. Above 1:
             a displacement now and then costs less than memory that waits for a peak. 0.97 costs 17
             points where memory is what is short.
-        tight, careful: A prompt goes alone where a step with all decodes takes this share of its
-            TTFT target; within this share of the decodes' slack.
+        tight: No decode takes part where a step with all takes this share of a TTFT target.
+        for_lost: Work of the lost lengthens steps by this share of what TPOT leaves, while there is
+            time to spare; insensitive (0.15, 0.5).
         most_credit_s: Bound of the account of the lost, seconds: the longest burst of them.
         least_share: Share of the time that prefills have in a step at least, as far as anybody
             counts on it.
@@ -53,6 +55,7 @@ class AttainTuning:
     num_examined: int = 64
     catching_up: float = 0.5
     leads: bool = True
+    holds: bool = True
     lends: bool = True
     lends_past_lost: bool = True
     ends_with_first: bool = True
@@ -62,7 +65,7 @@ class AttainTuning:
     memory_threshold: float = 0.5
     planned_memory: float = 1.1
     tight: float = 0.35
-    careful: float = 0.95
+    for_lost: float = 0.25
     most_credit_s: float = 0.5
     least_share: float = 0.02
     many_tiles: int = 8
