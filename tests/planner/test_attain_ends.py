@@ -108,7 +108,7 @@ def test_one_whose_answer_cannot_end_in_time_is_refused_where_the_operator_says_
 def test_of_two_the_one_that_costs_more_for_what_it_is_worth_is_given_up(
     weight: float, kept: str
 ) -> None:
-    b = StateBuilder(max_num_tokens=400)
+    b = StateBuilder(max_num_tokens=400, max_num_running=2)
     # 60 ms by 100 ms from now and 30 ms by 110 ms, in 89 % of the time: one of them.
     b.waiting("worth", waited_s=0.90, prompt=600, slo=SloTarget(1.0, weight=weight))
     b.waiting("short", waited_s=0.89, prompt=300, slo=SloTarget(1.0))
