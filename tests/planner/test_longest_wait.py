@@ -68,6 +68,26 @@ def test_without_a_free_slot_nobody_else_gets_the_next_one() -> None:
     assert b.names(planner.plan(b.build()).admit)[:1] == ["late"]
 
 
+def test_one_that_has_waited_is_served_to_its_end() -> None:
+    """Else each that has waited would take the slot and the KV of the one before it."""
+    b = busy(max_num_running=3)
+    for i in range(2):
+        b.decode(f"late{i}", first_ago_s=3.0, out=2, arrived_ago_s=9.0 + i, slo=IMPATIENT)
+    b.waiting("next", waited_s=6.0, slo=IMPATIENT)
+    plan = make_attain(best_effort_share=0.0).plan(b.build())
+
+    assert b.names(plan.preempt) == []
+    assert plan.run is None or set(b.names(plan.run)) == {"fine", "late0", "late1"}
+
+
+def test_one_that_was_displaced_after_its_first_token_does_not_go_first_again() -> None:
+    b = busy()
+    row = b.waiting("displaced", waited_s=9.0, slo=IMPATIENT)
+    b.table.num_output[row], b.table.first_token_s[row] = 4, NOW - 1.0
+    b.table.prefill_target[row] = 104
+    assert "displaced" not in b.names(make_attain(best_effort_share=0.0).plan(b.build()).admit)
+
+
 def test_where_late_requests_are_refused_so_are_those_that_have_none_to_miss() -> None:
     b = busy()
     b.waiting("no targets", waited_s=6.0, slo=SloTarget(max_wait_s=5.0))

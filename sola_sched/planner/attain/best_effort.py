@@ -75,12 +75,15 @@ def _is_full(step):
 
 @compiled
 def _list_lost_decodes(step):
-    """List them in `LOST`, by arrival; how many."""
+    """List them in `LOST`, those first whose longest wait has ended; how many.
+
+    Those by the end of that wait, the others by arrival.
+    """
     at, line, count = step.at, step.lists[LOST], 0
     keys = np.empty(at.num_decodes - at.num_alive)
     for place in range(at.num_decodes):
         if step.decodes[place].is_lost:
-            key = step.requests[step.decodes[place].row].arrival_s
+            key = _turn(step, step.decodes[place].row)
             count = insert(line, count, len(keys), place, keys, key)
     return count
 
@@ -97,23 +100,27 @@ def _list_lost_prefills(step):
     for place in range(at.num_prefills):
         prefill = step.prefills[place]
         if not prefill.is_feasible and not is_rejected(step, place):
-            key = step.requests[prefill.row].arrival_s
-            if is_overdue(step, place):
-                key = step.requests[prefill.row].served_by_s - _LONG_AGO_S
-            count = insert(line, count, most, place, keys, key)
+            count = insert(line, count, most, place, keys, _turn(step, prefill.row))
     return count
 
 
 @compiled
+def _turn(step, row):
+    """When it is whose turn: the end of the longest wait if that is over, else the arrival."""
+    request = step.requests[row]
+    if request.served_by_s <= step.at.now_s:
+        return request.served_by_s - _LONG_AGO_S
+    return request.arrival_s
+
+
+@compiled
 def _num_older(step, num_held, num_places):
-    """How many of the lost decodes came before any lost prefill; none if one is overdue."""
-    count, oldest_s = 0, np.inf
-    if num_places and is_overdue(step, step.lists[NEAR, 0]):
-        return 0
+    """How many of the lost decodes are to be served before any lost prefill."""
+    count, first_s = 0, np.inf
     if num_places:
-        oldest_s = step.requests[step.prefills[step.lists[NEAR, 0]].row].arrival_s
+        first_s = _turn(step, step.prefills[step.lists[NEAR, 0]].row)
     for i in range(num_held):
-        count += step.requests[step.decodes[step.lists[LOST, i]].row].arrival_s <= oldest_s
+        count += _turn(step, step.decodes[step.lists[LOST, i]].row) <= first_s
     return count
 
 
@@ -156,7 +163,8 @@ def _find_leftovers(step):
 def _add_decodes(step, num_held, num_older):
     """Let the first of the lost decodes, by arrival, go on in what is left over.
 
-    Of the `num_older` that came before any lost prefill also those that credit pays for. Of the
+    Of the `num_older` that go before any lost prefill also those that credit pays for, and those
+    whose longest wait is over. Of the
     others none whose slot or KV those who start may need.
     """
     at, account = step.at, step.account
@@ -174,7 +182,7 @@ def _add_decodes(step, num_held, num_older):
         count += 1
     at.received_s = ends_s
     at.spare_s -= ends_s
-    while count < num_older and account.credit_s > 0.0:
+    while count < num_older and (account.credit_s > 0.0 or _has_waited(step, count)):
         account.credit_s -= _added_s(step, count)
         count += 1
     at.room -= count * at.tokens_per_decode
@@ -184,6 +192,16 @@ def _add_decodes(step, num_held, num_older):
         ctx += step.decodes[step.lists[LOST, i]].ctx
     at.held_blocks -= ctx / at.block_size
     at.lost_run = count
+
+
+@compiled
+def _has_waited(step, i):
+    """Whether the longest wait of one of the lost decodes is over: it is served to its end.
+
+    Else it would give up its slot to the next one that has waited, and its KV with it.
+    """
+    request = step.requests[step.decodes[step.lists[LOST, i]].row]
+    return request.served_by_s <= step.at.now_s
 
 
 @compiled
@@ -385,7 +403,7 @@ def _list_giving(step):
         prefill = step.prefills[place]
         is_served = is_in(step.lists[CHOSEN], at.num_chosen, place)
         is_served = is_served or (not at.is_alone and is_in(may, at.num_served, place))
-        if not prefill.is_feasible and not is_served:
+        if not prefill.is_feasible and not is_served and not is_overdue(step, place):
             key = -step.requests[prefill.row].arrival_s
             count = insert(line, count, most, prefill.row, keys, key)
     return count

@@ -306,10 +306,15 @@ def is_rejected(step, place):
 
 @compiled
 def is_overdue(step, place):
-    """Whether a prefill misses its targets anyway and has waited as long as it may."""
+    """Whether a prefill misses its targets anyway and has waited for its first token as long as it may.
+
+    One that had its first token and was displaced is not: two of them would displace each other for
+    ever.
+    """
     prefill = step.prefills[place]
-    served_by_s = step.requests[prefill.row].served_by_s
-    return not prefill.is_feasible and served_by_s <= step.at.now_s
+    request = step.requests[prefill.row]
+    is_first = request.num_output == 0
+    return is_first and not prefill.is_feasible and request.served_by_s <= step.at.now_s
 
 
 @compiled
