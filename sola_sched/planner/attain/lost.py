@@ -306,7 +306,7 @@ def is_rejected(step, place):
 
 @compiled
 def is_overdue(step, place):
-    """Whether a prefill misses its targets anyway and has waited for its first token as long as it may.
+    """Whether a prefill misses its targets anyway and has waited long enough for its first token.
 
     One that had its first token and was displaced is not: two of them would displace each other for
     ever.
