@@ -73,7 +73,8 @@ def _tuned(**constants: Any) -> type[Scheduler]:
 
 WithoutPeakMemory = _tuned(planned_memory=math.inf)
 WithoutCatchingUp = _tuned(catching_up=0.0)
-WithoutPromptsAlone = _tuned(holds=False)
+WithoutHeldDecodes = _tuned(holds=False)
+WithoutLimitForLost = _tuned(for_lost=math.inf)
 WithoutLead = _tuned(leads=False)
 WithoutLending = _tuned(lends=False)
 WithoutLendingPastLost = _tuned(lends_past_lost=False)

@@ -90,7 +90,8 @@ LOADS = TUNED | HELD_OUT
 PARTS = {
     "the predicted peak of memory": "WithoutPeakMemory",
     "1.1 instead of 0.97 of the memory": "WithPlannedMemory97",
-    "prompts alone": "WithoutPromptsAlone",
+    "held decodes": "WithoutHeldDecodes",
+    "a limit to the steps of the lost": "WithoutLimitForLost",
     "on time a step early": "WithoutLead",
     "lent time": "WithoutLending",
     "lent time where somebody is lost": "WithoutLendingPastLost",
