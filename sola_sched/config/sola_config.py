@@ -102,7 +102,7 @@ class SolaConfig:
     shares: Mapping[str, float] = field(default_factory=dict, metadata={"is_option": False})
     overload: str = "defer"
     max_wait_s: float | None = None
-    best_effort_share: float = 0.05
+    best_effort_share: float = 0.02
     tile: int = 128
     alpha: float = 0.1
     window: int = 8
