@@ -56,8 +56,10 @@ class Changing:
             news = self._options.look()
             if news is None:
                 return
-            tell = logger.info if self._options.problem is None else logger.error
-            tell("sola_sched: %s", news)
+            if self._options.problem is None:
+                logger.info("sola_sched: %s", news)
+            else:
+                logger.warning("sola_sched: %s", news)
             if self._options.config != self._scheduler.sola_config:
                 self._take_over()
         except Exception as error:

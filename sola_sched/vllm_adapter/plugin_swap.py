@@ -9,6 +9,7 @@ are left as they are.
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import wraps
 from typing import Any
@@ -23,6 +24,7 @@ from sola_sched.vllm_adapter.support import refuse_others
 
 _MARK = "_sola_sched_swaps"
 _RESERVED = "VLLM_CPU_NUM_OF_RESERVED_CPU"
+_LOGGER = "vllm.sola_sched"
 #: The value of that variable which this process has set itself.
 _own_reserve: str | None = None
 
@@ -35,9 +37,7 @@ def register_swap(is_ours: Any) -> None:
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.logger import init_logger
 
-    logger = init_logger("vllm.sola_sched")
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, "sola_sched.kv_swap.connector", CONNECTOR)
     original = EngineArgs.create_model_config
@@ -51,7 +51,7 @@ def register_swap(is_ours: Any) -> None:
         if is_steered:
             config = read_options(self.additional_config)
             for doubt in doubts(config):
-                logger.warning("sola_sched: %s", doubt)
+                logging.getLogger(_LOGGER).warning("sola_sched: %s", doubt)
             if config.policy == "attain":
                 first_start.start()
         model_config = original(self, *args, **kwargs)
@@ -84,7 +84,7 @@ def _choose_connector(args: Any, model_config: Any) -> None:
     elif reason:
         from vllm.logger import init_logger
 
-        init_logger("vllm.sola_sched").info_once(
+        init_logger(_LOGGER).info_once(
             "sola_sched: KV is not swapped, preempted requests are computed again: %s", reason
         )
 
@@ -107,7 +107,7 @@ def _reserve_cores(args: Any) -> None:
         return
     from vllm.logger import init_logger
 
-    logger = init_logger("vllm.sola_sched")
+    logger = init_logger(_LOGGER)
     if _RESERVED in os.environ:
         logger.info_once(
             "sola_sched: %s is %s; KV swapping needs no core of its own",

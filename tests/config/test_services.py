@@ -27,8 +27,8 @@ def test_a_share_is_one_of_the_options_of_a_class() -> None:
         ({"classes": {"a": {"share": 1.0}}}, r"'share' of class 'a' must be .* \(got 1.0\)"),
         ({"classes": {"a": {"share": "x"}}}, r"'share' of class 'a' must be .* \(got 'x'\)"),
         (
-            {"classes": {"a": {"share": 0.5}, "b": {"share": 0.46}}},
-            r"at most 1 \(got 0.96, and 0.05\)",
+            {"classes": {"a": {"share": 0.5}, "b": {"share": 0.49}}},
+            r"at most 1 \(got 0.99, and 0.02\)",
         ),
         ({"policy": "paper", "classes": {"a": {"share": 0.5}}}, r"'share' has an effect with"),
         ({"shares": {"a": 0.5}}, r"Unknown option 'shares'"),

@@ -37,7 +37,9 @@ def test_a_target_below_a_step_is_said_once(
         )  # fmt: skip
     with caplog.at_level(logging.INFO, logger="vllm.sola_sched"):
         engine.run()
-    told = [r.getMessage() for r in caplog.records if "shorter than one step" in r.getMessage()]
+    # A line that reaches the handler by two ways is one line.
+    records = {id(record): record for record in caplog.records}.values()
+    told = [r.getMessage() for r in records if "shorter than one step" in r.getMessage()]
     assert [line.split(":")[1].strip() for line in told] == [
         "r0 (class fast)",
         "r5 (class default)",

@@ -51,6 +51,10 @@ def serve_lost(step):
     _find_leftovers(step)
     _add_decodes(step, num_held, num_older)
     if num_places and at.lost_run >= num_older:
+        if at.has_spare:  # whoever comes meanwhile waits for the end of the step
+            longer_s = step.tuning.for_lost * (at.pace_s - at.decode_s)
+            longer_s -= at.received_s + chunk_s(at, float(at.chunk), 0.0)
+            at.spare_s = min(at.spare_s, longer_s)
         _add_prefills(step, num_places)
     if at.is_blocked:  # what others get from slack while the oldest finds no room is no debt
         account.is_blocked = was_blocked or _is_full(step) or is_overdue(step, step.lists[NEAR, 0])
@@ -146,10 +150,7 @@ def _find_leftovers(step):
             at.starting += _blocks(step, may[i])
     at.room, at.spare_s = token_room(at) - at.chunk, 0.0
     if not at.has_backlog and not at.is_holding:
-        limit_s = at.limit_s
-        if at.has_spare:  # whoever comes meanwhile waits for the end of the step
-            limit_s = min(limit_s, at.decode_s + step.tuning.for_lost * (at.pace_s - at.decode_s))
-        at.spare_s = limit_s - at.decode_s - chunk_s(at, float(at.chunk), 0.0)
+        at.spare_s = at.limit_s - at.decode_s - chunk_s(at, float(at.chunk), 0.0)
     at.slots = free_slots(at) - at.num_starts
     at.free = at.num_free_blocks - at.starting
     at.held_slots, ctx = at.num_decodes - at.num_alive, 0

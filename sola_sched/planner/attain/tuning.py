@@ -36,8 +36,8 @@ class AttainTuning:
             a displacement now and then costs less than memory that waits for a peak. 0.97 costs 17
             points where memory is what is short.
         tight: No decode takes part where a step with all takes this share of a TTFT target.
-        for_lost: Work of the lost lengthens steps by this share of what TPOT leaves, while there is
-            time to spare; insensitive (0.15, 0.5).
+        for_lost: Prompts of the lost lengthen steps by this share of what TPOT leaves, while there
+            is time to spare; insensitive (0.15, 0.5).
         most_credit_s: Bound of the account of the lost, seconds: the longest burst of them.
         least_share: Share of the time that prefills have in a step at least, as far as anybody
             counts on it.
