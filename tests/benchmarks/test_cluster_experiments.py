@@ -44,7 +44,7 @@ _CASE = Case("1*llama-3-8b@a100:1", "stock:512", "combined", "none", 4.0, 1.0, 0
         ("placing", "| requests/s | instances |", 2, False),
         ("scale", "| instances | requests/s |", 2, False),
         pytest.param("fast", "| cluster | scheduler |", 2, False, marks=pytest.mark.slow),
-        pytest.param("checked", "| workload | engines |", 2, False, marks=pytest.mark.slow),
+        pytest.param("checked", "| workload | engines |", 2, False, marks=LONG),
     ],
 )
 def test_cluster_experiments_run_without_data(

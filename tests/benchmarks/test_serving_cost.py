@@ -88,7 +88,7 @@ def test_every_variant_has_a_stock_vllm_to_be_compared_with() -> None:
 def test_the_engine_alone_is_measured(tmp_path: Path) -> None:
     argv = [
         "serving-cost", "--ways", "alone", "--only", "no swapping", "--seeds", "0",
-        "--num-rounds", "2", "--output-len", "20", "--results", str(tmp_path),
+        "--num-rounds", "1", "--output-len", "10", "--results", str(tmp_path),
     ]  # fmt: skip
 
     assert main(EXPERIMENTS, argv) == 0

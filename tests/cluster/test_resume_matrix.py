@@ -65,8 +65,9 @@ def _bodies(interval: int) -> list[Body]:
 @pytest.mark.parametrize(
     ("interval", "step"),
     [
-        (1, 8),
-        (3, 3),
+        (3, 8),
+        pytest.param(1, 8, marks=pytest.mark.long),
+        pytest.param(3, 3, marks=pytest.mark.long),
         pytest.param(1, 1, marks=pytest.mark.long),
         pytest.param(3, 1, marks=pytest.mark.long),
     ],

@@ -115,6 +115,7 @@ def test_requests_that_end_while_they_are_loaded_do_not_hold_up_a_reset(model_di
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_server_is_paused_again_and_again_while_it_swaps(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path / "model")
     write_byte_tokenizer(folder)
