@@ -81,8 +81,8 @@ def counts_of(batch: Batch) -> StepCounts:
 def tables(setup: Setup, rows: Sequence[dict[str, Any]]) -> str:
     """All tables as Markdown; step times are fitted, and stretched, for each GPU by its runs."""
     steps = read_steps(beside(setup.path, "steps"))
-    times_us = _scheduling_us(beside(setup.path, "steps"))
-    served = _served(beside(setup.path, "requests"))
+    times_us = _pairs(beside(setup.path, "steps"), "schedule_us", "update_us")
+    served = _pairs(beside(setup.path, "requests"), "ttft_s", "tpot_s")
     profile = load_step_profile(PROFILE).step_time
     assert isinstance(profile, StepTables)
     rows = sorted(rows, key=_run_key)
@@ -160,24 +160,13 @@ def _attained(row: Mapping[str, Any], records: Sequence[RequestRecord]) -> float
     return summary(records, point_of(row).slo)["attainment"]
 
 
-def _served(path: Path) -> dict[str, list[tuple[float, float]]]:
-    """TTFT and TPOT of every request, seconds, by run."""
-    served: dict[str, list[tuple[float, float]]] = {}
+def _pairs(path: Path, first: str, second: str) -> dict[str, list[tuple[float, float]]]:
+    """Two columns of every row, by run."""
+    pairs: dict[str, list[tuple[float, float]]] = {}
     with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
-            latencies = (float(row["ttft_s"]), float(row["tpot_s"]))
-            served.setdefault(row["run"], []).append(latencies)
-    return served
-
-
-def _scheduling_us(path: Path) -> dict[str, list[tuple[int, int]]]:
-    """Microseconds of `schedule()` and of `update_from_output()` of every step, by run."""
-    times: dict[str, list[tuple[int, int]]] = {}
-    with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            spent = (int(row["schedule_us"]), int(row["update_us"]))
-            times.setdefault(row["run"], []).append(spent)
-    return times
+            pairs.setdefault(row["run"], []).append((float(row[first]), float(row[second])))
+    return pairs
 
 
 def _tails(
@@ -193,7 +182,7 @@ def _tails(
         yield [name, *(f"{each:.1f}" for each in real), *(f"{each:+.1f} %" for each in off)]
 
 
-def _cost(times_us: Sequence[tuple[int, int]]) -> list[str]:
+def _cost(times_us: Sequence[tuple[float, float]]) -> list[str]:
     columns = np.array(times_us).T
     return [
         str(len(times_us)),

@@ -5,6 +5,7 @@ A request keeps the targets that it came with.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -56,10 +57,7 @@ class Changing:
             news = self._options.look()
             if news is None:
                 return
-            if self._options.problem is None:
-                logger.info("sola_sched: %s", news)
-            else:
-                logger.warning("sola_sched: %s", news)
+            _tell(logger, news, is_wrong=self._options.problem is not None)
             if self._options.config != self._scheduler.sola_config:
                 self._take_over()
         except Exception as error:
@@ -77,6 +75,13 @@ class Changing:
         for doubt in doubts(config):
             logger.warning("sola_sched: %s", doubt)
         logger.info("sola_sched: %s", scheduler.sola_support)
+
+
+def _tell(log: logging.Logger, news: str, *, is_wrong: bool) -> None:
+    if is_wrong:
+        log.error("sola_sched: %s", news)
+    else:
+        log.info("sola_sched: %s", news)
 
 
 def make_changing(

@@ -117,7 +117,7 @@ def test_a_wrong_file_changes_nothing_and_is_said_once(server: Server, path: Pat
     assert "'overload' cannot change while the server runs" in told["problem"]
     lines = [line for line in server.log.read_text().splitlines() if "'overload' cannot" in line]
     assert len(lines) == 1
-    assert "WARNING" in lines[0]
+    assert "ERROR" in lines[0]
 
 
 def test_planning_goes_off_and_on(server: Server, path: Path) -> None:

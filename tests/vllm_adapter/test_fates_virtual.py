@@ -47,7 +47,7 @@ def later(requests: list[VirtualRequest], by_s: float) -> list[VirtualRequest]:
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_times_and_counts_are_those_of_the_engine(is_async: bool) -> None:
-    load = later(make_workload(200, 16.0), 5.0)
+    load = later(make_workload(200, 18.0), 5.0)
     engine, fates = served(*load, async_scheduling=is_async)
     records: list[RequestRecord] = engine.records
     assert len(records) == len(fates) == 260
@@ -61,7 +61,7 @@ def test_times_and_counts_are_those_of_the_engine(is_async: bool) -> None:
         assert waited_s <= fate["started_s"] - fate["arrival_s"] + 1e-6 or fate["num_preemptions"]
         if fate["end"] == "missed" and fate["missed"] == ["tpot"]:
             assert (tpot_s(fate) or 0.0) > 0.05
-    assert sum(fate["end"] == "missed" for fate in fates.values()) >= 10
+    assert sum(fate["end"] == "missed" for fate in fates.values()) > 20
     assert any(fate["lost_s"] is not None for fate in fates.values())
     assert any(fate["num_chunks"] > 1 for fate in fates.values())
 
