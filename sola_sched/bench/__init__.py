@@ -3,6 +3,6 @@
 Run it with ``python -m sola_sched.bench``. Importing this package imports neither vLLM nor torch.
 
 May import: errors, config, workloads, cost, prediction, core, simulator, vllm_adapter.
-Third party: aiohttp, matplotlib, numpy, scipy, tokenizers, torch (backends.*), tqdm, transformers,
-vllm (backends.*).
+Third party: aiohttp, matplotlib, numpy, plotly (report.*), scipy, tokenizers,
+torch (backends.*), tqdm, transformers, vllm (backends.*).
 """

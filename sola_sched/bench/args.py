@@ -366,4 +366,10 @@ def _output_group(group: Any) -> None:
         help=f"of {', '.join(METRIC_NAMES)} (default: all)",
     )
     add("--metric-percentiles", default="50,99", metavar="LIST", help="(default: 50,99)")
+    add(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="also write a report that opens in a browser (needs the extra 'html')",
+    )
     add("--disable-tqdm", action="store_true", help="no progress bar")

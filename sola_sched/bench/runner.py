@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 from sola_sched.bench.backends.base import SchedulerSpec
 from sola_sched.bench.plan import Plan, make_plan, per_s, slo_text
-from sola_sched.bench.report import results
+from sola_sched.bench.report import html, results
 from sola_sched.bench.report import table as report
+from sola_sched.bench.report.page import require_report
 from sola_sched.bench.report.progress import Progress
 from sola_sched.bench.report.result_files import ResultFiles
 from sola_sched.bench.report.results import Result
@@ -35,6 +36,7 @@ def run(args: argparse.Namespace, say: Say = print) -> int:
     """
     started_s = time.monotonic()
     files = ResultFiles(args, say)
+    require_report(args.html)
     plan = make_plan(args, say)
     finished: list[Result] = []
     try:
@@ -140,7 +142,7 @@ def _conclude(
         say(classes + "\n")
     for line in [*report.conclusions(finished), f"SLO: {slo_text(plan.slo)}."]:
         say(line)
-    is_saved = files.finish()
+    is_saved = files.finish() and _write_html(args, finished, say)
     if not files.is_on:
         return is_saved
     from sola_sched.bench.report import plots
@@ -159,6 +161,18 @@ def _conclude(
         return False
     say(f"Plots {', '.join(map(str, figures))}.")
     return is_saved
+
+
+def _write_html(args: argparse.Namespace, finished: list[Result], say: Say) -> bool:
+    """Write the report that `--html` asks for; whether it is there, or none was wanted."""
+    if args.html is None:
+        return True
+    try:
+        say(f"Report {html.write(finished, args.html)}.")
+    except OSError as error:
+        say(f"The report could not be saved ({error}).")
+        return False
+    return True
 
 
 def _timed(args: argparse.Namespace, workload: Workload, rate: float) -> Workload:

@@ -22,6 +22,7 @@ _PARTS = (
     ("benchmark", "bench", ("matplotlib", "tqdm", "aiohttp")),
     ("gateway", "bench", ("aiohttp",)),
     ("live view", "top", ("textual",)),
+    ("HTML reports", "html", ("plotly",)),
     ("prediction from similar prompts", "predictor", ("faiss-cpu", "sentence-transformers")),
     ("Ray Serve", "ray", ("ray", "ruptures")),
 )

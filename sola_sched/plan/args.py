@@ -71,6 +71,8 @@ def build_parser() -> Parser:
     add("--seed", type=natural_int, default=0)
     add("--output", type=Path, default=Path("plan.json"),
         help="JSON; a plot goes beside it (default: plan.json)")  # fmt: skip
+    add("--html", type=Path, metavar="FILE",
+        help="also write a report that opens in a browser (needs the extra 'html')")  # fmt: skip
     add("--disable-tqdm", action="store_true", help="no progress bar")
     dataset_group(parser.add_argument_group("requests"))
     return parser

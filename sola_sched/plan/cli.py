@@ -15,6 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from sola_sched.bench.backends import environment
+from sola_sched.bench.report.page import require_report
 from sola_sched.bench.report.plots import NoPlotError
 from sola_sched.config.output_file import require_writable
 from sola_sched.errors import (
@@ -24,6 +25,7 @@ from sola_sched.errors import (
     ProfileError,
     SloError,
 )
+from sola_sched.plan import html
 from sola_sched.plan.args import build_parser, check_args, parse_prices
 from sola_sched.plan.configurations import (
     Configuration,
@@ -77,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = build_parser().parse_args(given)
         check_args(args)
         require_writable(args.output, "--output")
+        require_report(args.html)
         environment.prepare(None, is_random=True)
         return _plan(args)
     except (ConfigError, DatasetError, InfeasibleError, ProfileError, SloError) as error:
@@ -233,19 +236,12 @@ def _write(
         ],
     }  # fmt: skip
     print(table(ordered, goal, best))
-    for check in checks:
-        error = check.error()
-        print(
-            f"With the real schedulers {check.fast.configuration.name}: "
-            f"{check.real.attainment:.1%}; the fast model is off by "
-            f"{error['attainment_points']:+.1f} points, TTFT p50 {error['ttft_p50']:+.0%} "
-            f"p99 {error['ttft_p99']:+.0%}, TPOT p50 {error['tpot_p50']:+.0%} "
-            f"p99 {error['tpot_p99']:+.0%}."
-        )
-    if not checks:
-        print(unchecked(OF_ONE_MODEL))
+    said = [_said_of(check) for check in checks] or [unchecked(OF_ONE_MODEL)]
     if best is not None:
-        document |= _around(args, load, ordered, best)
+        around, sentences = _around(args, load, ordered, best)
+        document |= around
+        said += sentences
+    print("\n".join(said))
     args.output.write_text(json.dumps(_plain(document), indent=1) + "\n", encoding="utf-8")
     try:
         path = plot(ordered, goal, best, args.output.with_suffix(".png"))
@@ -253,34 +249,58 @@ def _write(
         print(f"Wrote {args.output}; {error}.")
     else:
         print(f"Wrote {args.output} and {path}.")
+    if args.html is not None:
+        steps = [steps_said(args.model, [o.configuration for o in ordered])]
+        said = [*load.notes, *steps, *said]
+        print(f"Report {html.write(document, said, ordered, best, args.html)}.")
+
+
+def _said_of(check: Check) -> str:
+    error = check.error()
+    return (
+        f"With the real schedulers {check.fast.configuration.name}: {check.real.attainment:.1%}; "
+        f"the fast model is off by {error['attainment_points']:+.1f} points, "
+        f"TTFT p50 {error['ttft_p50']:+.0%} p99 {error['ttft_p99']:+.0%}, "
+        f"TPOT p50 {error['tpot_p50']:+.0%} p99 {error['tpot_p99']:+.0%}."
+    )
 
 
 def _around(
     args: argparse.Namespace, load: Load, outcomes: Sequence[Outcome], best: Outcome
-) -> dict[str, Any]:
-    """The margin of the best, and what the next cheaper one would lose; both by the fast model."""
+) -> tuple[dict[str, Any], list[str]]:
+    """The margin of the best, and what the next cheaper one would lose; both by the fast model.
+
+    Returns:
+        Entries of the JSON file, and sentences.
+    """
     goal, chosen = args.attainment, best.configuration
-    factor = rate_margin(
-        lambda faster: run_fast(args.model, chosen, load, args.seed, goal, faster), goal
-    )
+    rates = [(1.0, best.attainment)]
+
+    def at(faster: float) -> Outcome:
+        found = run_fast(args.model, chosen, load, args.seed, goal, faster)
+        rates.append((faster, found.attainment))
+        return found
+
+    factor = rate_margin(at, goal)
     points = 100 * (best.attainment - goal)
     more = " and perhaps more" if factor >= 2.0 else ""
-    print(
+    said = [
         f"Best: {chosen.name}, {chosen.cost_per_hour:.2f} per hour; margin {points:.1f} points, "
         f"holds up to {factor:.2f} times the rate{more}."
-    )
+    ]
     cheaper = [o for o in outcomes if o.configuration.cost_per_hour < chosen.cost_per_hour - 1e-9]
-    result: dict[str, Any] = {"margin": {"attainment_points": points, "rate_factor": factor}}
+    margin = {"attainment_points": points, "rate_factor": factor, "rates": sorted(rates)}
+    result: dict[str, Any] = {"margin": margin}
     if cheaper:
         following = max(cheaper, key=lambda o: (o.configuration.cost_per_hour, o.attainment))
         lost = 100 * (best.attainment - following.attainment)
         saved = chosen.cost_per_hour - following.configuration.cost_per_hour
-        print(
+        said.append(
             f"Next cheaper: {following.configuration.name}, saves {saved:.2f} per hour and loses "
             f"{lost:.1f} points ({following.attainment:.1%})."
         )
         result["next_cheaper"] = following.to_json(goal) | {"points_lost": lost}
-    return result
+    return result, said
 
 
 def _plain(value: Any) -> Any:

@@ -13,13 +13,16 @@ _MOST_ROWS = 16
 _NEAR = 0.2
 
 
-def table(outcomes: Sequence[Outcome], goal: float, best: Outcome | None) -> str:
+HEAD = ("cost/h", "attained", "TTFT p99", "TPOT p99", "configuration")
+
+
+def shown(outcomes: Sequence[Outcome], goal: float, best: Outcome | None) -> list[Outcome]:
     """The best variant for each number of GPUs, of vLLM's scheduler and of `sola_sched`.
 
     Args:
         outcomes: By cost, then by attainment, the most first.
         goal: Attainment to reach; what misses it by far is left out if anything is near.
-        best: The answer; it is among the lines and marked.
+        best: The answer; it is among them.
     """
     chosen = None if best is None else best.configuration
     of_kind: dict[tuple[object, ...], Outcome] = {}
@@ -30,16 +33,30 @@ def table(outcomes: Sequence[Outcome], goal: float, best: Outcome | None) -> str
         if c == chosen or kind not in of_kind:
             of_kind[kind] = o
     kinds = list(of_kind.values())
-    shown = [o for o in kinds if o.configuration == chosen or o.attainment >= goal - _NEAR] or kinds
-    place = next((i for i, o in enumerate(shown) if o.configuration == chosen), 0)
+    near = [o for o in kinds if o.configuration == chosen or o.attainment >= goal - _NEAR] or kinds
+    place = next((i for i, o in enumerate(near) if o.configuration == chosen), 0)
     first = max(0, place - _MOST_ROWS // 2)
-    lines = ["cost/h  attained  TTFT p99  TPOT p99  configuration"]
-    for o in shown[first : first + _MOST_ROWS]:
-        mark = "*" if o.configuration == chosen else " "
-        lines.append(
-            f"{o.configuration.cost_per_hour:6.2f}  {o.attainment:7.1%}{mark}  "
-            f"{o.ttft_ms[1]:6.0f} ms  {o.tpot_ms[1]:5.0f} ms  {o.configuration.name}"
-        )
+    return near[first : first + _MOST_ROWS]
+
+
+def cells(o: Outcome) -> list[str]:
+    """Its line of the table, a cell for each of `HEAD`."""
+    return [
+        f"{o.configuration.cost_per_hour:.2f}",
+        f"{o.attainment:.1%}",
+        f"{o.ttft_ms[1]:.0f} ms",
+        f"{o.tpot_ms[1]:.0f} ms",
+        o.configuration.name,
+    ]
+
+
+def table(outcomes: Sequence[Outcome], goal: float, best: Outcome | None) -> str:
+    """What is `shown`, a line for each; the answer is marked."""
+    lines = ["  ".join(HEAD)]
+    for o in shown(outcomes, goal, best):
+        cost, attained, ttft, tpot, name = cells(o)
+        mark = "*" if best is not None and o.configuration == best.configuration else " "
+        lines.append(f"{cost:>6}  {attained:>7}{mark}  {ttft:>9}  {tpot:>8}  {name}")
     return "\n".join(lines)
 
 

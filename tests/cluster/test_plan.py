@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from html_report import Report
 
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import DatasetError
-from sola_sched.plan import cli
+from sola_sched.plan import cli, html
 from sola_sched.plan.args import build_parser
 from sola_sched.plan.cli import main
 from sola_sched.plan.configurations import Configuration, configurations
@@ -83,8 +84,30 @@ def test_what_misses_by_far_is_left_out_unless_all_do() -> None:
     assert "10.0%" not in table(outcomes, 0.95, None)
 
 
+def test_the_report_has_the_table_that_is_printed_and_every_choice_as_a_dot(tmp_path) -> None:
+    pytest.importorskip("plotly")
+    outcomes = [tried(1, "r0", 0.1), tried(2, "r1", 0.96), best := tried(2, "r0", 0.95),
+                tried(3, "r0", 0.9)]  # fmt: skip
+    document = {"model": "m", "attainment_goal": 0.95}
+
+    found = Report(html.write(document, ["Yes."], outcomes, best, tmp_path / "plan.html"))
+
+    assert found.problems == []
+    printed = table(outcomes, 0.95, best).replace("*", " ").splitlines()
+    assert [" ".join(row).split() for row in found.tables[0]] == [x.split() for x in printed]
+    dots, most, answer = found.figures["figure-0"]["data"]
+    assert dots["x"] == [1.0, 2.0, 2.0, 3.0]
+    assert dots["y"] == pytest.approx([10.0, 96.0, 95.0, 90.0])
+    assert (most["x"], most["y"]) == ([1.0, 2.0, 3.0], [10.0, 96.0, 96.0])
+    assert (answer["x"], answer["y"]) == ([2.0], [95.0])
+
+
 def test_the_answer_is_the_cheapest_that_attains_with_its_margin(tmp_path, capsys) -> None:
-    code, found = plan(tmp_path, *FAST, *LOAD, *SLO, "--gpu", "a100=1.5", "h100=3.0")
+    pytest.importorskip("plotly")
+    report = tmp_path / "plan.html"
+    code, found = plan(
+        tmp_path, *FAST, *LOAD, *SLO, "--gpu", "a100=1.5", "h100=3.0", "--html", str(report)
+    )
 
     assert code == 0
     rows = found["configurations"]
@@ -101,6 +124,20 @@ def test_the_answer_is_the_cheapest_that_attains_with_its_margin(tmp_path, capsy
     # Not checked: what it rests on, and how far off that was.
     assert unchecked(OF_ONE_MODEL) in said.splitlines()
     assert found["notes"][-1] == unchecked(OF_ONE_MODEL)
+    shown = Report(report)
+    assert shown.problems == []
+    assert f"Report {report}." in said
+    for line in said.splitlines():
+        if line.startswith(("Best: ", "Next cheaper: ", "Step times: ")):
+            assert line in shown.text
+    everything = shown.tables[1]
+    assert [row[4] for row in everything[1:]] == [row["name"] for row in rows]
+    assert [row[1] for row in everything[1:]] == [f"{row['attainment']:.1%}" for row in rows]
+    over_rate = shown.figures["figure-1"]["data"][0]
+    pairs = zip(over_rate["x"], [y / 100 for y in over_rate["y"]], strict=True)
+    assert [list(pair) for pair in pairs] == [
+        pytest.approx(pair) for pair in found["margin"]["rates"]
+    ]
 
 
 def test_the_error_that_is_told_without_a_check_is_that_of_the_tables() -> None:

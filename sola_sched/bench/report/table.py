@@ -36,10 +36,9 @@ _COLUMNS: tuple[tuple[str, Callable[[Result], str]], ...] = (
 )
 
 
-def table(results: Sequence[Result]) -> str:
-    """One aligned row per run, grouped by rate; the best stock vLLM of each rate is marked."""
+def cells(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+    """The head of the table, and a row per run, by rate; the best stock vLLM of each is marked."""
     best = {id(r) for r in best_stock(results).values()}
-    header = [name for name, _ in _COLUMNS]
     rows = []
     for _, group in groupby(
         sorted(results, key=lambda r: _as_float(r["request_rate"])), key=lambda r: r["request_rate"]
@@ -47,6 +46,12 @@ def table(results: Sequence[Result]) -> str:
         runs = list(group)
         rows += [[cell(r | {"best": id(r) in best}) for _, cell in _COLUMNS] for r in runs]
         rows += _bound_row(runs)
+    return [name for name, _ in _COLUMNS], rows
+
+
+def table(results: Sequence[Result]) -> str:
+    """One aligned row per run, grouped by rate; the best stock vLLM of each rate is marked."""
+    header, rows = cells(results)
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [_aligned(header, widths), "  ".join("-" * width for width in widths)]
     previous = None
@@ -55,14 +60,21 @@ def table(results: Sequence[Result]) -> str:
             lines.append("")
         previous = row[0]
         lines.append(_aligned(row, widths))
-    lines.append("TTFT, TPOT, latency/token (mean over requests of latency / output tokens) and")
-    lines.append("sched/step (CPU time of the scheduler per step) in ms; goodput = requests within")
-    lines.append("all their SLOs per second.")
-    if best:
+    return "\n".join([*lines, *legend(results)])
+
+
+def legend(results: Sequence[Result]) -> list[str]:
+    """What the columns and marks of the table mean, in lines."""
+    lines = [
+        "TTFT, TPOT, latency/token (mean over requests of latency / output tokens) and",
+        "sched/step (CPU time of the scheduler per step) in ms; goodput = requests within",
+        "all their SLOs per second.",
+    ]
+    if best_stock(results):
         lines[-1] += f" {_BEST_MARK} best stock setting at this rate."
     if bounds(results):
         lines.append(f"{BOUND_LABEL}: no scheduler attains more of these requests.")
-    return "\n".join(lines)
+    return lines
 
 
 def class_table(results: Sequence[Result]) -> str:

@@ -1,0 +1,133 @@
+"""A plan as an HTML report: what it says, the choices, and attainment over cost and over rate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sola_sched.bench.report import page
+from sola_sched.bench.report.page import Figure, Lines, Section, Table, axis
+from sola_sched.bench.report.results import environment
+from sola_sched.plan.evaluate import Outcome
+from sola_sched.plan.report import HEAD, cells, shown
+
+_COLOURS = (*page.OURS, *page.OTHERS)
+
+
+def write(
+    document: Mapping[str, Any],
+    said: Sequence[str],
+    outcomes: Sequence[Outcome],
+    best: Outcome | None,
+    path: Path,
+) -> Path:
+    """Write the report.
+
+    Args:
+        document: What the JSON file holds.
+        said: What the command printed beside the table, a sentence each.
+        outcomes: All that was tried, by cost, then by attainment.
+        best: The answer, if there is one.
+    """
+    goal = document["attainment_goal"]
+    rows = shown(outcomes, goal, best)
+    chosen = [i for i, o in enumerate(rows) if best and o.configuration == best.configuration]
+    parts = [
+        Section("Answer", [Lines(said)]),
+        Section(
+            "Choices",
+            [
+                "The best variant for each number of GPUs, of vLLM's scheduler and of sola_sched.",
+                Table(HEAD, [cells(o) for o in rows], ("configuration",), chosen=chosen),
+                _over_cost(outcomes, goal, best),
+                Table(HEAD, [cells(o) for o in outcomes], ("configuration",),
+                      f"All {len(outcomes):,} configurations that were tried"),
+            ],
+        ),
+    ]  # fmt: skip
+    if rates := document.get("margin", {}).get("rates"):
+        parts.append(Section("Attainment over rate", [_over_rate(rates, goal)]))
+    parts.append(Section("Settings and versions", [_settings(document)]))
+    return page.write(path, f"What to rent for {document['model']}", parts)
+
+
+def _over_cost(outcomes: Sequence[Outcome], goal: float, best: Outcome | None) -> Figure:
+    gpus = sorted({o.configuration.gpu for o in outcomes})
+    data: list[dict[str, Any]] = []
+    for colour, gpu in zip(_COLOURS * len(gpus), gpus, strict=False):
+        own = [o for o in outcomes if o.configuration.gpu == gpu]
+        data.append(
+            {
+                "name": gpu,
+                "x": [o.configuration.cost_per_hour for o in own],
+                "y": [100 * o.attainment for o in own],
+                "text": [o.configuration.name for o in own],
+                "mode": "markers",
+                "marker": {"color": colour, "opacity": 0.8},
+                "hovertemplate": "%{text}<br>%{y:.1f} % for %{x:.2f} an hour",
+            }
+        )
+    most: dict[float, float] = {}
+    for o in outcomes:
+        reached = max(100 * o.attainment, max(most.values(), default=0.0))
+        most[o.configuration.cost_per_hour] = reached
+    data.append(
+        {"name": "the most for the cost", "x": list(most), "y": list(most.values()),
+         "mode": "lines", "line": {"shape": "hv", "color": "#8a929a"}, "hoverinfo": "skip"}
+    )  # fmt: skip
+    if best is not None:
+        data.append(
+            {
+                "name": "the answer",
+                "x": [best.configuration.cost_per_hour],
+                "y": [100 * best.attainment],
+                "mode": "markers",
+                "marker": {"symbol": "circle-open", "size": 16, "color": page.MET},
+                "hoverinfo": "skip",
+            }
+        )
+    layout = {
+        "xaxis": axis("cost per hour", rangemode="tozero"),
+        "yaxis": axis("requests within all targets, %", range=[0, 102]),
+        "shapes": [_goal(goal)],
+    }
+    caption = (
+        "A dot is a configuration; point at one to see which. The dashed line is the attainment "
+        "that was asked for. All dots are in the table below."
+    )
+    return Figure(caption, data, layout)
+
+
+def _over_rate(rates: Sequence[Sequence[float]], goal: float) -> Figure:
+    ordered = sorted(rates)
+    data = [
+        {
+            "x": [factor for factor, _ in ordered],
+            "y": [100 * share for _, share in ordered],
+            "mode": "lines+markers",
+            "line": {"color": page.OURS[0]},
+            "hovertemplate": "%{y:.1f} % at %{x:.3g} times the rate",
+        }
+    ]
+    layout = {
+        "xaxis": axis("times the rate that was asked for"),
+        "yaxis": axis("requests within all targets, %", range=[0, 102]),
+        "shapes": [_goal(goal)],
+    }
+    return Figure("The answer at higher rates, by the fast model.", data, layout)
+
+
+def _goal(goal: float) -> dict[str, Any]:
+    return {
+        "type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 100 * goal, "y1": 100 * goal,
+        "line": {"dash": "dash", "color": "#8a929a", "width": 1},
+    }  # fmt: skip
+
+
+def _settings(document: Mapping[str, Any]) -> Table:
+    left_out = ("configurations", "best", "checks", "notes", "margin", "next_cheaper")
+    rows = [[name, str(value)] for name, value in document.items() if name not in left_out]
+    versions = environment()["versions"]
+    rows += [[f"version of {name}", version] for name, version in versions.items()]
+    return Table(("", "value"), rows, ("", "value"))
