@@ -17,10 +17,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sola_sched.bench.report.page import require_report
 from sola_sched.config.flags import LineParser, positive_float, positive_int
 from sola_sched.errors import ConfigError
-from sola_sched.explain.replay import Replay, Way, table
-from sola_sched.explain.source import Window, read
+from sola_sched.explain import html
+from sola_sched.explain.replay import Replay, Way, cells, table
+from sola_sched.explain.source import Window, find, read
 from sola_sched.reports.fates import WAITED
 from sola_sched.reports.reasons import remedies, story, verdict
 
@@ -33,15 +35,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Explain from the command line; return the exit code, 2 where nothing could be explained."""
     args = _parser().parse_args(argv)
     try:
-        window = read(args.source, None if args.replay else args.id)
+        require_report(args.html)
+        window = read(args.source, None if args.replay or args.html else args.id)
         if args.save:
             Path(args.save).write_text(json.dumps(window.to_json()), encoding="utf-8")
-        if args.replay:
-            print(_replayed(window, args))
+        chosen = find(window, args.id, args.source) if args.id else []
+        replayed = _replay(window, args) if args.replay else None
+        if replayed is not None:
+            print(f"{replayed[0]}\n\n{table(replayed[1])}")
         elif args.id:
-            print("\n\n".join(map(of_one, window.requests)))
+            print("\n\n".join(map(of_one, chosen)))
         else:
             print(of_all(window))
+        if args.html:
+            print(f"\nReport {html.write(window, chosen, of_all(window), replayed, args.html)}.")
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -62,6 +69,13 @@ def _parser() -> LineParser:
         action="store_true",
         help="serve the recorded requests again in virtual time: by stock vLLM, as they were, and "
         "with what the following options say",
+    )
+    add(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="also write a report that opens in a browser (needs the extra 'html'); with --replay "
+        "its table is in it",
     )
     add("--ttft", type=positive_float, metavar="S", help="replay with this TTFT target, seconds")
     add("--tpot", type=positive_float, metavar="S", help="replay with this TPOT target, seconds")
@@ -99,17 +113,16 @@ def of_all(window: Window) -> str:
     return "\n".join(lines)
 
 
-def _replayed(window: Window, args: Any) -> str:
+def _replay(window: Window, args: Any) -> tuple[str, list[list[str]]]:
+    """A sentence on what was served again, and the table."""
     replay = Replay(window)
     req_id = replay.id_of(args.id) if args.id else None
     replayed = {way.label: replay.run(way) for way in _ways(args)}
     left_out = ""
     if replay.num_left_out:
         left_out = f" ({replay.num_left_out:,} without a whole answer left out)"
-    return (
-        f"{replay.num_requests:,} recorded requests{left_out}, in virtual time:\n\n"
-        f"{table(replayed, req_id)}"
-    )
+    said = f"{replay.num_requests:,} recorded requests{left_out}, in virtual time:"
+    return said, cells(replayed, req_id)
 
 
 def _ways(args: Any) -> list[Way]:

@@ -136,24 +136,8 @@ class Replay:
         return replace(spec, slo=slo)
 
 
-def table(replayed: Mapping[str, Sequence[RequestRecord]], req_id: str | None = None) -> str:
-    """A line for each way; with an id, the latencies of this request as well."""
-    head = ["way", "in time", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"]
-    if req_id is not None:
-        head += ["its TTFT", "its TPOT"]
-    lines = [head]
-    for label, records in replayed.items():
-        ttft = np.array([record.ttft_s for record in records])
-        tpot = np.array([record.tpot_s for record in records])
-        attained = sum(record.attains(SloTarget()) for record in records) / len(records)
-        cells = [label, f"{attained:.1%}"]
-        for times in (ttft, tpot):
-            known = times[np.isfinite(times)]
-            cells += [_ms(float(np.percentile(known, q))) if len(known) else "-" for q in (50, 99)]
-        if req_id is not None:
-            own = next(record for record in records if record.req_id == req_id)
-            cells += [_ms(own.ttft_s), _ms(own.tpot_s)]
-        lines.append(cells)
+def table(lines: Sequence[Sequence[str]]) -> str:
+    """What `cells` says, as aligned lines."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
@@ -162,6 +146,29 @@ def table(replayed: Mapping[str, Sequence[RequestRecord]], req_id: str | None = 
         ).rstrip()
         for line in lines
     )
+
+
+def cells(
+    replayed: Mapping[str, Sequence[RequestRecord]], req_id: str | None = None
+) -> list[list[str]]:
+    """A head and a row for each way; with an id, the latencies of this request as well."""
+    head = ["way", "in time", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"]
+    if req_id is not None:
+        head += ["its TTFT", "its TPOT"]
+    lines = [head]
+    for label, records in replayed.items():
+        ttft = np.array([record.ttft_s for record in records])
+        tpot = np.array([record.tpot_s for record in records])
+        attained = sum(record.attains(SloTarget()) for record in records) / len(records)
+        row = [label, f"{attained:.1%}"]
+        for times in (ttft, tpot):
+            known = times[np.isfinite(times)]
+            row += [_ms(float(np.percentile(known, q))) if len(known) else "-" for q in (50, 99)]
+        if req_id is not None:
+            own = next(record for record in records if record.req_id == req_id)
+            row += [_ms(own.ttft_s), _ms(own.tpot_s)]
+        lines.append(row)
+    return lines
 
 
 def _ms(seconds: float) -> str:

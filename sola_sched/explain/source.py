@@ -61,8 +61,15 @@ def read(source: str, req_id: str | None = None) -> Window:
         raise ConfigError(
             f"{source!r} must be a file that --save has written ({error})."
         ) from error
-    if req_id is None:
-        return window
+    return window if req_id is None else Window(find(window, req_id, source), window.engine)
+
+
+def find(window: Window, req_id: str, source: str) -> list[Mapping[str, Any]]:
+    """The request of this id, or all whose ids contain it.
+
+    Raises:
+        ConfigError: There is none.
+    """
     found = [fate for fate in window.requests if fate["request_id"] == req_id]
     found = found or [fate for fate in window.requests if req_id in fate["request_id"]]
     if not found:
@@ -70,7 +77,7 @@ def read(source: str, req_id: str | None = None) -> Window:
             f"'ID' must be that of a request in {source} (none of the "
             f"{len(window.requests):,} has {req_id!r})."
         )
-    return Window(found, window.engine)
+    return found
 
 
 def _fetched(url: str) -> Any:

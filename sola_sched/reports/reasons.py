@@ -156,11 +156,15 @@ def _for_first_token(fate: Fate) -> list[str]:
     ]
 
 
-def _waited(fate: Fate) -> list[float]:
-    """Seconds that it waited for each shortage, and before its start for anything else."""
-    waited = [fate[name] for name in WAITED]
+def waited_otherwise_s(fate: Fate) -> float:
+    """Seconds that it waited before its start for anything but a shortage."""
     started_s = fate["ended_s"] if fate["started_s"] is None else fate["started_s"]
-    return [*waited, max(0.0, started_s - fate["arrival_s"] - sum(waited))]
+    return float(max(0.0, started_s - fate["arrival_s"] - sum(fate[name] for name in WAITED)))
+
+
+def _waited(fate: Fate) -> list[float]:
+    """Seconds that it waited for each shortage, and for anything else."""
+    return [*(fate[name] for name in WAITED), waited_otherwise_s(fate)]
 
 
 def _end_s(fate: Fate) -> float:

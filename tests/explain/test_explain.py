@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from fates import a_fate, ended, record_of
+from html_report import Report
 from virtual_runs import make_small_engine, make_workload
 
 import sola_sched
@@ -96,6 +97,23 @@ def test_the_table_of_a_replay(window_file: Path, capsys: pytest.CaptureFixture[
     assert lines[0].split("  ")[0] == "way"
     assert [line[: len(label)] for line, label in zip(lines[1:], labels, strict=True)] == labels
     assert "its TTFT" in lines[0]
+
+
+def test_the_report_has_the_table_of_the_replay(
+    window_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("plotly")
+    path = window_file.with_suffix(".html")
+
+    assert main([str(window_file), "r7", "--replay", "--html", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.rstrip().endswith(f"Report {path}.")
+    found = Report(path)
+    assert found.problems == []
+    table = next(rows for rows in found.tables if rows[0][0] == "way")
+    shown = [" ".join(row).split() for row in table]
+    assert shown == [line.split() for line in printed.splitlines()[2 : 2 + len(table)]]
+    assert len(shown) == 4
 
 
 def test_all_and_one(window_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
