@@ -249,8 +249,8 @@ def _plane(points: Sequence[Mapping[str, Any]], window: Window) -> Figure:
             }
         )  # fmt: skip
     layout = {
-        "xaxis": page.log_axis("TTFT, ms", [x for trace in data for x in trace["x"]]),
-        "yaxis": page.log_axis("TPOT, ms", [y for trace in data for y in trace["y"]]),
+        "xaxis": page.log_axis("TTFT, ms", [1e3 * (ttft_s(fate) or 0.0) for fate in points]),
+        "yaxis": page.log_axis("TPOT, ms", [1e3 * (tpot_s(fate) or 0.0) for fate in points]),
     }
     caption = "A dot is a request; point at one to see which. Each has targets of its own."
     return Figure(caption, data, layout)

@@ -99,7 +99,7 @@ def _over_cost(outcomes: Sequence[Outcome], goal: float, best: Outcome | None) -
     return Figure(caption, data, layout)
 
 
-def _over_rate(rates: Sequence[Sequence[float]], goal: float) -> Figure:
+def _over_rate(rates: Sequence[tuple[float, float]], goal: float) -> Figure:
     ordered = sorted(rates)
     data = [
         {

@@ -43,7 +43,7 @@ def a_window() -> Window:
             first_token_s=NONE,
             num_output=0,
             end="rejected",
-        ),  # fmt: skip
+        ),
     ]
     return Window([*others, late_one()], _ENGINE)
 
