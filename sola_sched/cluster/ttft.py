@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from sola_sched.cluster.view import FloatArray, InstanceView
-
-#: Views whose queue is kept: those of many instances, between two requests.
-_KEPT = 4096
 
 
 def predicted_ttft_s(view: InstanceView, prompt_tokens: int, now_s: float) -> float:
@@ -25,7 +21,7 @@ def predicted_ttft_s(view: InstanceView, prompt_tokens: int, now_s: float) -> fl
     serves last are in nobody's way. Preemptions are not foreseen: where memory is short the time
     is up to a fifth too little.
     """
-    queue = _queue_of(view)
+    queue = view.kept("queue", lambda: _queue_of(view))
     left_s = queue.reported_s - max(0.0, now_s - view.reported_s)
     own_s = float(view.model.prefill_s(prompt_tokens)) - queue.constant_s
     num_steps = math.ceil((queue.sent_tokens + prompt_tokens) / queue.budget)
@@ -51,7 +47,6 @@ class _Queue(NamedTuple):
     constant_s: float
 
 
-@lru_cache(maxsize=_KEPT)
 def _queue_of(view: InstanceView) -> _Queue:
     num_reported = len(view.waiting_tokens) - view.num_unreported
     ahead = view.waiting_ahead

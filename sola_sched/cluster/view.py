@@ -7,10 +7,10 @@ when they arrive (0.1 to 0.5 s with Ray Serve), so a view says how old it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from sola_sched.errors import ReportError
 from sola_sched.prediction.length import LengthPrediction
 
 FloatArray = NDArray[np.float64]
+Kept = TypeVar("Kept")
 
 _PER_WAITING = ("waiting_tokens", "waiting_outputs")
 _PER_RUNNING = ("running_ctx", "running_prefill", "running_outputs", "running_left",
@@ -155,6 +156,19 @@ class InstanceView:
     def fits(self, num_tokens: float) -> bool:
         """True if one request of so many tokens, prompt and output, fits when it is alone."""
         return num_tokens <= min(self.max_model_len, self.kv_capacity_tokens)
+
+    def kept(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
+        """What is computed of this view once and ends with it.
+
+        Args:
+            key: Whose it is; whatever else it is computed of.
+            make: Computes it.
+        """
+        values = self.__dict__.setdefault("_kept", {})
+        if key not in values:
+            values[key] = make()
+        found: Kept = values[key]
+        return found
 
     def but(self, **changes: Any) -> InstanceView:
         """`dataclasses.replace`, without its cost: a report and a request sent make one each."""

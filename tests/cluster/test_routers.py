@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -427,3 +429,18 @@ def test_an_instance_that_takes_the_place_of_one_that_left_is_a_new_one(name: st
     others = [make_view(is_alive=False), reports.views[1], make_view(is_alive=False)]
     assert router.choose(make_routed("new"), others, 1.0) == 1
     assert router.choose(make_routed("newer"), others[:2], 1.0) == 1
+
+
+@pytest.mark.parametrize("name", ALL_ROUTERS)
+def test_a_view_ends_with_the_next_report(name: str) -> None:
+    """A long queue makes a large view, and there are ten a second of each instance."""
+    router, views = ALL_ROUTERS[name](0), [make_view(waiting=[10.0] * 5, running=[9.0])] * 2
+    last = weakref.ref(views[0])
+    router.choose(make_routed("r"), views, 0.0)
+    router.ended("r", 0)
+
+    views.clear()
+    router.choose(make_routed("s"), [make_view(), make_view()], 0.1)
+    gc.collect()
+
+    assert last() is None

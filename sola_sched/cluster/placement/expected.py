@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -83,7 +82,8 @@ def expected_gain(view: InstanceView, request: RoutedRequest, now_s: float) -> f
     if math.isfinite(slo.tpot_s):
         gain *= _chance(own_s / slo.tpot_s, _TPOT_WIDTH)
     gain -= _DELAY * first_s / left_s
-    decodes = _decodes_of(view, slo.tpot_s)
+    tpot_s = slo.tpot_s
+    decodes = view.kept(("decodes", tpot_s), lambda: _decodes_of(view, tpot_s))
     if decodes is None:
         return gain
     new_s = _taken(view) * float(model.prefill_s(request.prompt_tokens))
@@ -109,7 +109,6 @@ class _Decodes(NamedTuple):
     num_attain: float
 
 
-@lru_cache(maxsize=4096)
 def _decodes_of(view: InstanceView, tpot_s: float) -> _Decodes | None:
     alive = (view.running_lost == 0.0) & (view.running_prefill == 0.0)
     alive &= np.isfinite(view.running_bank_s)
