@@ -47,7 +47,7 @@ _MIN_PROMPTS = 5
 _LOG_INTERVAL_S = 10.0
 _DATASETS = (
     "alpaca[:vicuna-7b], alpaca_eval[:MODEL], arena[:MODEL], sharegpt, or a file of JSON lines "
-    "with 'prompt' and 'response_tokens'"
+    "with 'prompt' and 'output_tokens' (or 'response_tokens', 'completion_tokens')"
 )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sola_sched.config.log_names import OUTPUT_TOKENS, first, flat
 from sola_sched.errors import DatasetError
 
 #: Folder of the data sets; without it `../shared/data` beside the repository is tried.
@@ -92,7 +93,7 @@ def _one(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _per_model(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    lengths = row["response_tokens"]
+    lengths = first(row, OUTPUT_TOKENS)
     return lengths if isinstance(lengths, Mapping) else {"": lengths}
 
 
@@ -113,8 +114,8 @@ def load(name: str, data: Path | None = None) -> Corpus:
     Args:
         name: ``alpaca`` (reference answers), ``alpaca:vicuna-7b``, ``alpaca_eval[:MODEL]``,
             ``arena[:MODEL]``, ``sharegpt``, or a file: JSON lines with ``prompt`` and
-            ``response_tokens`` (a number, or one for each model, then ``FILE:MODEL``), also
-            with ``.gz``.
+            ``output_tokens``, by any name of `config.log_names` (a number, or one for each model,
+            then ``FILE:MODEL``), also with ``.gz``.
         data: Folder of the public ones, see ``data_folder``.
 
     Raises:
@@ -153,12 +154,16 @@ def _read(
 ) -> Corpus:
     prompts, lengths, num_rows = [], [], 0
     known: dict[str, int] = {}
-    for number, row in _rows(path):
+    for number, given in _rows(path):
         where = f"line {number} of {path}"
-        if not isinstance(row, Mapping) or not isinstance(row.get("prompt"), str):
+        row = flat(given) if isinstance(given, Mapping) else {}
+        if not isinstance(row.get("prompt"), str):
             raise DatasetError(f"Each line must be an object with a text 'prompt' ({where}).")
-        if "response_tokens" not in row:
-            raise DatasetError(f"Each line must have 'response_tokens' ({where}).")
+        if first(row, OUTPUT_TOKENS) is None:
+            raise DatasetError(
+                f"Each line must have 'output_tokens', or another of "
+                f"{', '.join(OUTPUT_TOKENS[1:])} ({where})."
+            )
         num_rows += 1
         by_model = lengths_of(row)
         for each in by_model:
@@ -168,7 +173,7 @@ def _read(
             continue
         if isinstance(length, bool) or not isinstance(length, int | float) or not _is_count(length):
             raise DatasetError(
-                f"'response_tokens' must be a whole number from 0 to {_MAX_LENGTH:,} "
+                f"An output length must be a whole number from 0 to {_MAX_LENGTH:,} "
                 f"(got {str(length)[:_MAX_SHOWN]}, {where})."
             )
         if length >= 1 and row["prompt"]:
@@ -177,7 +182,7 @@ def _read(
             lengths.append(int(length))
     if not num_rows:
         raise DatasetError(
-            f"{path} must hold at least one line with 'prompt' and 'response_tokens' (it is empty)."
+            f"{path} must hold at least one line with 'prompt' and 'output_tokens' (it is empty)."
         )
     if not prompts and model in known:
         raise DatasetError(

@@ -24,8 +24,9 @@ from sola_sched.errors import ConfigError
 from sola_sched.simulator.cluster.fast.instance import FastInstance, FastSloInstance
 from sola_sched.simulator.cluster.step_model import BatchTime
 from sola_sched.simulator.steps import roofline
+from sola_sched.simulator.steps.gpus import GPUS, Gpu
 from sola_sched.simulator.steps.profile import StepProfile
-from sola_sched.simulator.steps.roofline import GPUS, MODELS, Gpu, Model
+from sola_sched.simulator.steps.roofline import MODELS, Model
 from sola_sched.simulator.steps.time import DecodeOnly, StepTimeModel
 from sola_sched.workloads.workload import Workload
 

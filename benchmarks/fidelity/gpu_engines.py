@@ -18,13 +18,12 @@ import numpy as np
 
 from harness.setup import Outcome, Setup
 from sola_sched.errors import ConfigError
+from sola_sched.simulator.steps.gpus import GPUS, Gpu
 from sola_sched.simulator.steps.kernels import KernelTables
 from sola_sched.simulator.steps.measured import build
 from sola_sched.simulator.steps.roofline import (
-    GPUS,
     MODELS,
     Assumptions,
-    Gpu,
     Model,
     corrected,
     num_blocks,

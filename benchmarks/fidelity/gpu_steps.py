@@ -17,6 +17,7 @@ import numpy as np
 
 from fidelity.gpu_engines import data_folder
 from harness.setup import Outcome, Setup
+from sola_sched.simulator.steps.gpus import GPUS, Gpu
 from sola_sched.simulator.steps.kernels import KernelTables
 from sola_sched.simulator.steps.measured import (
     MEASURED_GPUS,
@@ -26,10 +27,8 @@ from sola_sched.simulator.steps.measured import (
     tokens_s,
 )
 from sola_sched.simulator.steps.roofline import (
-    GPUS,
     MODELS,
     Assumptions,
-    Gpu,
     Model,
     corrected,
     step_time,

@@ -236,7 +236,7 @@ def _server(args: argparse.Namespace) -> tuple[Backend, ModelLimits]:
     )
     encode, vocab_size = None, args.vocab_size
     if args.tokenizer:
-        tokenizer = _tokenizer(args.tokenizer)
+        tokenizer = load_tokenizer(args.tokenizer)
         encode, vocab_size = tokenizer.encode, len(tokenizer)
     limits = ModelLimits(
         max_model_len=args.max_model_len or backend.max_model_len or _DEFAULT_MODEL_LEN,
@@ -259,7 +259,7 @@ def _simulator(args: argparse.Namespace) -> tuple[Backend, ModelLimits]:
     engine_args = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
     encode = None
     if args.tokenizer:
-        encode = _tokenizer(args.tokenizer).encode
+        encode = load_tokenizer(args.tokenizer).encode
     backend = SimBackend(
         SimOptions(
             profile=load_step_profile(args.profile or DEFAULT_PROFILE),
@@ -276,7 +276,12 @@ def _simulator(args: argparse.Namespace) -> tuple[Backend, ModelLimits]:
     return backend, backend.limits
 
 
-def _tokenizer(name: str) -> Any:
+def load_tokenizer(name: str) -> Any:
+    """A tokenizer of transformers.
+
+    Raises:
+        ConfigError: There is none of this name.
+    """
     from transformers import AutoTokenizer
 
     try:

@@ -12,7 +12,8 @@ from sola_sched.bench.values import positive_number
 from sola_sched.cluster.all_routers import ALL_ROUTERS
 from sola_sched.config.flags import natural_int, positive_float, positive_int
 from sola_sched.errors import ConfigError
-from sola_sched.simulator.steps.roofline import GPUS, MODELS
+from sola_sched.simulator.steps.gpus import ALL_GPUS, MORE_GPUS
+from sola_sched.simulator.steps.roofline import MODELS
 
 _DESCRIPTION = """\
 Find the cheapest configuration that serves a load within its targets, before a GPU is rented.
@@ -41,7 +42,14 @@ def build_parser() -> Parser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", required=True, choices=sorted(MODELS))
+    add("--model", required=True, metavar="NAME_OR_FILE",
+        help=f"{', '.join(sorted(MODELS))}; or a config.json, its folder, or a name in the local "
+        "Hugging Face cache, whose sizes are read")  # fmt: skip
+    add("--max-model-len", type=positive_int, metavar="N",
+        help="longest prompt + output, tokens (default: the model's own limit)")  # fmt: skip
+    add("--profile", action="append", default=[], metavar="GPU[:DEGREE]=FILE",
+        help="step times that `python -m sola_sched.profile` measured on this kind of GPU, "
+        "in place of computed ones; repeat for more")  # fmt: skip
     add_gpus(parser)
     add("--slo", required=True, nargs="+", metavar="METRIC:MS", help="e.g. ttft:1000 tpot:60")
     add("--slo-class", action="append", default=[], metavar="NAME:SHARE:TTFT_MS:TPOT_MS",
@@ -74,17 +82,19 @@ def build_parser() -> Parser:
     add("--html", type=Path, metavar="FILE",
         help="also write a report that opens in a browser (needs the extra 'html')")  # fmt: skip
     add("--disable-tqdm", action="store_true", help="no progress bar")
+    add("--tokenizer", help="folder or name, for a log of texts (default: the model's own)")
     dataset_group(parser.add_argument_group("requests"))
     return parser
 
 
-def add_gpus(parser: Parser, known: Collection[str] = GPUS) -> None:
+def add_gpus(parser: Parser, known: Collection[str] = ALL_GPUS) -> None:
     """Types of GPUs, of those that there are, and prices; `parse_prices` reads them."""
     parser.add_argument("--gpu", required=True, nargs="+", metavar="TYPE=PRICE",
-        help=f"GPU types ({', '.join(known)}) with prices per GPU and hour")  # fmt: skip
+        help=f"GPU types ({', '.join(known)}) with prices per GPU and hour; "
+        f"of {', '.join(MORE_GPUS)} nothing was measured, all is computed")  # fmt: skip
 
 
-def parse_prices(items: Sequence[str], known: Collection[str] = GPUS) -> dict[str, float]:
+def parse_prices(items: Sequence[str], known: Collection[str] = ALL_GPUS) -> dict[str, float]:
     """Parse ``["a100=1.5", ...]``.
 
     Args:

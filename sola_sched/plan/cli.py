@@ -9,7 +9,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tqdm import tqdm
@@ -30,14 +30,13 @@ from sola_sched.plan.args import build_parser, check_args, parse_prices
 from sola_sched.plan.configurations import (
     Configuration,
     configurations,
-    is_measured,
-    profile,
     steps_said,
 )
 from sola_sched.plan.evaluate import TARGETS, Outcome, prefill_share, run_fast, run_real
 from sola_sched.plan.fast_error import OF_ONE_MODEL, unchecked
 from sola_sched.plan.impossible import ImpossibleError, explain, require_gpus, require_possible
 from sola_sched.plan.load import Load, make_load
+from sola_sched.plan.models import COMPUTED, origin, planned_for, profile
 from sola_sched.plan.report import plot, table
 from sola_sched.plan.search import rate_margin, search
 from sola_sched.plan.services import plan_services, wants_services
@@ -80,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_args(args)
         require_writable(args.output, "--output")
         require_report(args.html)
-        environment.prepare(None, is_random=True)
+        environment.prepare(None, is_random=args.tokenizer is None)
         return _plan(args)
     except (ConfigError, DatasetError, InfeasibleError, ProfileError, SloError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -97,7 +96,7 @@ class _Evaluation:
 
     def __call__(self, configuration: Configuration) -> Outcome:
         args = self._args
-        found = run_fast(args.model, configuration, self._load, args.seed, args.attainment)
+        found = run_fast(args.planned, configuration, self._load, args.seed, args.attainment)
         if found.attainment >= args.attainment:
             self._cheapest = min(self._cheapest, configuration.cost_per_hour)
             self.bar.set_postfix_str(f"cheapest {self._cheapest:.2f} an hour", refresh=False)
@@ -108,12 +107,13 @@ class _Evaluation:
         """See `search.Evaluate`."""
         args = self._args
         self.bar.update()
-        return prefill_share(args.model, configuration, self._load, args.seed, args.attainment)
+        return prefill_share(args.planned, configuration, self._load, args.seed, args.attainment)
 
 
 def _plan(args: argparse.Namespace) -> int:
+    args.planned, notes = planned_for(args.model, args.max_model_len, args.profile)
     choices = configurations(
-        args.model,
+        args.planned,
         parse_prices(args.gpu),
         args.tensor_parallel_size,
         args.schedulers,
@@ -121,12 +121,13 @@ def _plan(args: argparse.Namespace) -> int:
         args.routers,
     )
     require_gpus(choices, args.max_gpus)
-    shape = profile(args.model, choices[0].gpu, choices[0].tensor_parallel)
+    shape = profile(args.planned, choices[0].gpu, choices[0].tensor_parallel)
     load = make_load(args, shape.max_model_len or 0, shape.vocab_size)
-    for note in (*load.notes, steps_said(args.model, choices)):
+    load = replace(load, notes=(*notes, *load.notes))
+    for note in (*load.notes, steps_said(args.planned, choices)):
         print(note)
     goal = args.attainment
-    require_possible(args.model, choices, load, goal)
+    require_possible(args.planned, choices, load, goal)
     evaluation = _Evaluation(args, load)
     with evaluation.bar:
         # More instances than requests do nothing.
@@ -178,7 +179,7 @@ def _check(args: argparse.Namespace, load: Load, passed: Sequence[Outcome]) -> l
             break
         more = _one_more(real)
         if more.num_gpus <= args.max_gpus:
-            grown = run_fast(args.model, more, load, args.seed, args.attainment)
+            grown = run_fast(args.planned, more, load, args.seed, args.attainment)
             heapq.heappush(left, entry(grown))
     return checks
 
@@ -197,7 +198,7 @@ def _real(args: argparse.Namespace, load: Load, configuration: Configuration) ->
         def done(record: ClusterRecord) -> None:
             bar.update()
 
-        return run_real(args.model, configuration, load, args.seed, args.attainment, done)
+        return run_real(args.planned, configuration, load, args.seed, args.attainment, done)
 
 
 def _write(
@@ -215,8 +216,8 @@ def _write(
 
     def described(outcome: Outcome) -> dict[str, Any]:
         place = (outcome.configuration.gpu, outcome.configuration.tensor_parallel)
-        steps = "measured" if is_measured(args.model, *place) else "computed"
-        return outcome.to_json(goal) | {"step_times": steps}
+        is_computed = origin(args.planned, *place) == COMPUTED
+        return outcome.to_json(goal) | {"step_times": "computed" if is_computed else "measured"}
 
     document: dict[str, Any] = {
         "model": args.model,
@@ -250,7 +251,7 @@ def _write(
     else:
         print(f"Wrote {args.output} and {path}.")
     if args.html is not None:
-        steps = [steps_said(args.model, [o.configuration for o in ordered])]
+        steps = [steps_said(args.planned, [o.configuration for o in ordered])]
         said = [*load.notes, *steps, *said]
         print(f"Report {html.write(document, said, ordered, best, args.html)}.")
 
@@ -277,7 +278,7 @@ def _around(
     rates = [(1.0, best.attainment)]
 
     def at(faster: float) -> Outcome:
-        found = run_fast(args.model, chosen, load, args.seed, goal, faster)
+        found = run_fast(args.planned, chosen, load, args.seed, goal, faster)
         rates.append((faster, found.attainment))
         return found
 

@@ -5,28 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from sola_sched.bench.backends.base import SchedulerSpec, parse_scheduler
 from sola_sched.errors import ConfigError
-from sola_sched.simulator.steps.measured import SUFFIX
-from sola_sched.simulator.steps.profile import (
-    StepProfile,
-    load_step_profile,
-    profile_names,
-    profile_of,
+from sola_sched.plan.models import (
+    COMPUTED,
+    KERNELS,
+    MEASURED_HERE,
+    PlannedModel,
+    origin,
+    planned,
 )
-from sola_sched.simulator.steps.roofline import (
-    GPUS,
-    MODELS,
-    Assumptions,
-    corrected,
-    fits,
-    make_profile,
-    num_blocks,
-    on_gpus,
-)
+from sola_sched.simulator.steps.gpus import ALL_GPUS
+from sola_sched.simulator.steps.roofline import Assumptions, fits, num_blocks, on_gpus
 
 _BYTES = 2
 _SOLA_CHUNK = 8192
@@ -93,22 +85,8 @@ class Configuration:
         return replace(self, num_instances=num_instances, num_prefill=num_prefill)
 
 
-def is_measured(model: str, gpu: str, tensor_parallel: int) -> bool:
-    """Whether the package has step times of this that rest on measured kernels."""
-    is_usual = MODELS[model].tensor_parallel == tensor_parallel
-    return is_usual and f"{model}-{gpu}-{SUFFIX}" in profile_names()
-
-
-@lru_cache(maxsize=64)
-def profile(model: str, gpu: str, tensor_parallel: int) -> StepProfile:
-    """Step times and memory of an instance: measured ones, or the corrected roofline."""
-    if is_measured(model, gpu, tensor_parallel):
-        return load_step_profile(f"{model}-{gpu}-{SUFFIX}")
-    return profile_of(make_profile(model, gpu, corrected(gpu), tensor_parallel))
-
-
 def configurations(
-    model: str,
+    model: str | PlannedModel,
     prices: Mapping[str, float],
     degrees: Sequence[int],
     schedulers: Sequence[str],
@@ -120,11 +98,12 @@ def configurations(
     Raises:
         ConfigError: A scheduler is of another kind, or the model fits on no combination.
     """
+    shape = planned(model).shape
     places = [
         (gpu, degree)
         for gpu, degree in itertools.product(prices, degrees)
-        if MODELS[model].num_heads % degree == 0
-        and fits(on_gpus(MODELS[model], degree), GPUS[gpu], Assumptions())
+        if shape.num_heads % degree == 0
+        and fits(on_gpus(shape, degree), ALL_GPUS[gpu], Assumptions())
     ]
     if not places:
         raise ConfigError(_fits_nowhere(model, prices, degrees))
@@ -148,36 +127,42 @@ def configurations(
     return found
 
 
-def _fits_nowhere(model: str, prices: Mapping[str, float], degrees: Sequence[int]) -> str:
+def _fits_nowhere(
+    model: str | PlannedModel, prices: Mapping[str, float], degrees: Sequence[int]
+) -> str:
     assumed, sizes = Assumptions(), []
     for gpu, degree in itertools.product(prices, degrees):
-        shape = on_gpus(MODELS[model], degree)
+        shape = on_gpus(planned(model).shape, degree)
         if shape.num_heads % degree:
             sizes.append(f"{degree} {gpu}: {shape.num_heads} heads cannot be shared by {degree}")
             continue
         need_gb = shape.num_parameters * _BYTES / degree / 1e9
-        have_gb = assumed.memory_utilization * GPUS[gpu].memory_gib * 2**30 / 1e9
-        tokens = max(0, num_blocks(shape, GPUS[gpu], assumed)) * 16
+        have_gb = assumed.memory_utilization * ALL_GPUS[gpu].memory_gib * 2**30 / 1e9
+        tokens = max(0, num_blocks(shape, ALL_GPUS[gpu], assumed)) * 16
         sizes.append(
             f"{degree} {gpu}: {need_gb:.1f} GB of weights on each, {have_gb:.1f} GB usable, room "
             f"for {tokens} of {shape.max_model_len} KV tokens"
         )
     return (
-        f"'--model {model}' must fit into memory with one request of full length (it fits on none: "
-        f"{'; '.join(sizes)}); add larger GPUs or a higher --tensor-parallel-size."
+        f"'--model {planned(model).name}' must fit into memory with one request of full length (it "
+        f"fits on none: {'; '.join(sizes)}); add larger GPUs or a higher --tensor-parallel-size, "
+        "or name the longest request with --max-model-len."
     )
 
 
-def steps_said(model: str, choices: Sequence[Configuration]) -> str:
+def steps_said(model: str | PlannedModel, choices: Sequence[Configuration]) -> str:
     """Where the step times of these come from, in a sentence."""
     places = dict.fromkeys((choice.gpu, choice.tensor_parallel) for choice in choices)
-    measured = [f"{degree} {gpu}" for gpu, degree in places if is_measured(model, gpu, degree)]
-    computed = [f"{degree} {gpu}" for gpu, degree in places if not is_measured(model, gpu, degree)]
+    words = {
+        MEASURED_HERE: "as measured by --profile",
+        KERNELS: "of measured kernels",
+        COMPUTED: "computed from hardware figures, corrected by kernels",
+    }
     parts = []
-    if measured:
-        parts.append(f"{', '.join(measured)} of measured kernels")
-    if computed:
-        parts.append(f"{', '.join(computed)} computed from hardware figures, corrected by kernels")
+    for kind, said in words.items():
+        own = [f"{degree} {gpu}" for gpu, degree in places if origin(model, gpu, degree) == kind]
+        if own:
+            parts.append(f"{', '.join(own)} {said}")
     return f"Step times: {'; '.join(parts)}."
 
 

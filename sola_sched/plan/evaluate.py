@@ -12,8 +12,9 @@ import numpy as np
 from sola_sched.cluster.all_routers import ALL_ROUTERS
 from sola_sched.core import metrics
 from sola_sched.plan import pools
-from sola_sched.plan.configurations import Configuration, profile, to_json
+from sola_sched.plan.configurations import Configuration, to_json
 from sola_sched.plan.load import Load
+from sola_sched.plan.models import PlannedModel, profile
 from sola_sched.simulator.cluster.cluster import VirtualCluster
 from sola_sched.simulator.cluster.engine import ClusterEngine, ClusterRequest
 from sola_sched.simulator.cluster.fast.instance import FastInstance, FastSloInstance
@@ -71,7 +72,12 @@ class Outcome:
 
 
 def run_fast(
-    model: str, configuration: Configuration, load: Load, seed: int, goal: float, faster: float = 1
+    model: str | PlannedModel,
+    configuration: Configuration,
+    load: Load,
+    seed: int,
+    goal: float,
+    faster: float = 1,
 ) -> Outcome:
     """By the fast model."""
     requests = load.requests(faster=faster)
@@ -84,7 +90,7 @@ def run_fast(
 
 
 def run_real(
-    model: str,
+    model: str | PlannedModel,
     configuration: Configuration,
     load: Load,
     seed: int,
@@ -101,7 +107,7 @@ def run_real(
 
 
 def prefill_share(
-    model: str, configuration: Configuration, load: Load, seed: int, goal: float
+    model: str | PlannedModel, configuration: Configuration, load: Load, seed: int, goal: float
 ) -> float:
     """Share of the requests whose first token a prefill pool delivers in time, by the fast model.
 
@@ -116,7 +122,7 @@ def prefill_share(
 
 
 def _serve(
-    model: str,
+    model: str | PlannedModel,
     configuration: Configuration,
     requests: Sequence[ClusterRequest],
     make: _Make,
@@ -208,13 +214,17 @@ def _percentiles_ms(values: Any) -> tuple[float, float]:
     return float(np.percentile(finite, 50)), float(np.percentile(finite, 99))
 
 
-def _shape(model: str, configuration: Configuration, is_decode: bool) -> StepProfile:
+def _shape(model: str | PlannedModel, configuration: Configuration, is_decode: bool) -> StepProfile:
     shape = profile(model, configuration.gpu, configuration.tensor_parallel)
     return pools.decode_profile(shape) if is_decode else shape
 
 
 def fast_engine(
-    model: str, configuration: Configuration, load: Load, seed: int, is_decode: bool = False
+    model: str | PlannedModel,
+    configuration: Configuration,
+    load: Load,
+    seed: int,
+    is_decode: bool = False,
 ) -> ClusterEngine:
     """One instance by the fast model."""
     shape = _shape(model, configuration, is_decode)
@@ -233,7 +243,11 @@ def fast_engine(
 
 
 def real_engine(
-    model: str, configuration: Configuration, load: Load, seed: int, is_decode: bool = False
+    model: str | PlannedModel,
+    configuration: Configuration,
+    load: Load,
+    seed: int,
+    is_decode: bool = False,
 ) -> RealInstance:
     """One instance with the real scheduler inside, that has served its warm-up."""
     from sola_sched.bench.backends.simulation import SimBackend, SimOptions

@@ -8,9 +8,10 @@ import numpy as np
 
 from sola_sched.cluster.sharing.services import Service
 from sola_sched.errors import ConfigError, InfeasibleError
-from sola_sched.plan.configurations import Configuration, profile
+from sola_sched.plan.configurations import Configuration
 from sola_sched.plan.evaluate import TARGETS, Outcome, excess
 from sola_sched.plan.load import Load
+from sola_sched.plan.models import PlannedModel, profile
 from sola_sched.simulator.cluster.step_model import BatchTime
 from sola_sched.simulator.sharing.hardware import Hardware
 
@@ -34,7 +35,9 @@ def require_gpus(choices: Sequence[Configuration], max_gpus: int) -> None:
         )
 
 
-def require_possible(model: str, choices: Sequence[Configuration], load: Load, goal: float) -> None:
+def require_possible(
+    model: str | PlannedModel, choices: Sequence[Configuration], load: Load, goal: float
+) -> None:
     """Refuse targets that a request misses even when it is alone on the fastest instance.
 
     Raises:

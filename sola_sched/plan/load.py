@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from sola_sched.bench.plan import dataset_options
+from sola_sched.bench.plan import dataset_options, load_tokenizer
 from sola_sched.bench.values import parse_slo, parse_slo_class
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError, DatasetError
 from sola_sched.simulator.cluster.engine import ClusterRequest
 from sola_sched.simulator.request import VirtualRequest
-from sola_sched.workloads.datasets import ModelLimits, build
+from sola_sched.simulator.steps.roofline import MODELS
+from sola_sched.workloads.datasets import Encode, ModelLimits, build
 from sola_sched.workloads.download import PUBLIC_FILES
 from sola_sched.workloads.workload import Workload, assign_classes
 
@@ -65,6 +69,21 @@ class Load:
         ]
 
 
+def _encode(args: argparse.Namespace) -> Encode | None:
+    """Loads a tokenizer for the first text; None where there is none to load."""
+    name = args.tokenizer or (None if args.model in MODELS else args.model)
+    if name is None:
+        return None
+    if Path(name).is_file():  # the model's config.json
+        name = str(Path(name).parent)
+
+    @functools.cache
+    def tokenizer() -> Any:
+        return load_tokenizer(name)
+
+    return lambda text: list(tokenizer().encode(text))
+
+
 def make_load(args: argparse.Namespace, max_model_len: int, vocab_size: int) -> Load:
     """Build the requests that the flags ask for.
 
@@ -79,7 +98,7 @@ def make_load(args: argparse.Namespace, max_model_len: int, vocab_size: int) -> 
     if args.num_prompts is None:
         wanted = _SPAN_S * (args.request_rate or 0.0)
         args.num_prompts = int(min(max(wanted, _MIN_REQUESTS), _MAX_REQUESTS))
-    limits = ModelLimits(max_model_len, vocab_size, prefer_text=False)
+    limits = ModelLimits(max_model_len, vocab_size, _encode(args), prefer_text=False)
     notes: list[str] = []
     try:
         workload = build(dataset_options(args), limits)

@@ -13,19 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sola_sched.config.log_names import (
+    OUTPUT_TEXT,
+    OUTPUT_TOKENS,
+    PROMPT_TEXT,
+    PROMPT_TOKENS,
+    first,
+    flat,
+)
 from sola_sched.config.rules import shown
 from sola_sched.errors import DatasetError
 from sola_sched.workloads import row_values
 
-_PROMPT_TOKENS = (
-    "prompt_tokens", "ContextTokens", "Request tokens", "input_length", "num_prefill_tokens",
-)  # fmt: skip
-_OUTPUT_TOKENS = (
-    "output_tokens", "GeneratedTokens", "Response tokens", "output_length", "num_decode_tokens",
-    "vicuna7b_tokens", "response_tokens", "reference_tokens",
-)  # fmt: skip
-_PROMPT_TEXT = ("prompt",)
-_OUTPUT_TEXT = ("response", "completion")
+#: Of a data set that has both, the lengths of a model and not of the reference answers.
+_MEASURED_OUTPUT_TOKENS = ("vicuna7b_tokens", *OUTPUT_TOKENS)
 _ARRIVAL_S = ("arrival_s", "queued_s", "Timestamp")
 #: What the readers of the formats raise: encrypted or unknown archives, nesting that is too deep,
 #: numbers of too many digits (`ValueError`), cells that are too long, ends that are cut off.
@@ -103,18 +104,19 @@ def normalise(raw: Mapping[str, Any], where: str) -> Row:
     if "instruction" in raw and "output" in raw:  # Alpaca
         answer = row_values.text_of(raw["output"], "output", where)
         return Row(prompt=_joined(raw, "instruction", where), output=answer)
-    prompt, prompt_tokens = _first(raw, _PROMPT_TEXT), _first(raw, _PROMPT_TOKENS)
+    raw = flat(raw)
+    prompt, prompt_tokens = first(raw, PROMPT_TEXT), first(raw, PROMPT_TOKENS)
     if prompt is None and prompt_tokens is None:
         raise DatasetError(
-            f"A request needs a prompt: none of the columns {', '.join(_PROMPT_TEXT)}, "
-            f"{', '.join(_PROMPT_TOKENS)}, conversations, context or instruction is in {where} "
-            f"(it has {', '.join(map(str, raw)) or 'no columns'})."
+            f"A request needs a prompt: none of the columns {', '.join(PROMPT_TEXT)}, "
+            f"{', '.join(PROMPT_TOKENS)}, messages, conversations, context or instruction is in "
+            f"{where} (it has {', '.join(map(str, raw)) or 'no columns'})."
         )
     return Row(
         prompt=row_values.text_of(prompt, "prompt", where),
         prompt_tokens=row_values.count_of(prompt_tokens, where),
-        output=row_values.text_of(_first(raw, _OUTPUT_TEXT), "response", where),
-        output_tokens=row_values.count_of(_first(raw, _OUTPUT_TOKENS), where),
+        output=row_values.text_of(first(raw, OUTPUT_TEXT), "response", where),
+        output_tokens=row_values.count_of(first(raw, _MEASURED_OUTPUT_TOKENS), where),
         arrival_s=_arrival_s(raw, where),
         hash_ids=row_values.block_ids_of(raw.get("hash_ids"), where),
         slo_class=row_values.text_of(raw.get("slo_class"), "slo_class", where) or None,
@@ -156,10 +158,6 @@ def _parse(name: str, text: io.TextIOBase) -> Iterator[Any]:
         yield from whole if isinstance(whole, list) else [whole]
 
 
-def _first(raw: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    return next((raw[name] for name in names if raw.get(name) not in (None, "")), None)
-
-
 def _joined(raw: Mapping[str, Any], name: str, where: str) -> str:
     """The text of a column, and of 'input' where the row has one."""
     texts = (row_values.text_of(raw.get(column), column, where) for column in (name, "input"))
@@ -171,5 +169,5 @@ def _arrival_s(raw: Mapping[str, Any], where: str) -> float | None:
         return row_values.seconds_of(raw["timestamp"], where, 1e-3)
     if raw.get("TIMESTAMP") not in (None, ""):  # Azure
         return row_values.date_of(raw["TIMESTAMP"], where)
-    value = _first(raw, _ARRIVAL_S)
+    value = first(raw, _ARRIVAL_S)
     return None if value is None else row_values.seconds_of(value, where)

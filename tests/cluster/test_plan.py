@@ -253,7 +253,7 @@ def test_too_few_gpus_exits_with_2_and_says_what_is_missing(tmp_path, capsys) ->
         (["--gpu", "a100"],
          "'--gpu' must be TYPE=PRICE, the price of a GPU and hour (got 'a100'); write for example "
          "a100=1.5"),
-        (["--gpu", "tpu=1"], "with each of a100, h100, v100 at most once (got 'tpu=1'); correct"),
+        (["--gpu", "tpu=1"], "h200, b200, mi300x at most once (got 'tpu=1'); correct"),
         (["--gpu", "a100=1", "--max-gpus", "0"], "--max-gpus: must be a whole number >= 1"),
         (["--gpu", "a100=1", "--max-gpus", "2", "--tensor-parallel-size", "4", "8"],
          "'--max-gpus' must be at least 4, what an instance takes that has memory for the model "

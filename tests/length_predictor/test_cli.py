@@ -207,7 +207,7 @@ def test_lengths_of_one_model_are_read_from_a_file_of_several(tmp_path: Path) ->
     [
         ("{", "must be readable JSON lines"),
         ("[]", "must be an object with a text 'prompt'"),
-        ('{"prompt": "p"}', "must have 'response_tokens'"),
+        ('{"prompt": "p"}', "must have 'output_tokens', or another of completion_tokens"),
         ('{"prompt": "p", "response_tokens": 2.5}', "must be a whole number"),
         ('{"prompt": "p", "response_tokens": "many"}', "must be a whole number"),
         ('{"prompt": "p", "response_tokens": 1e400}', "must be a whole number from 0 .*got inf"),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from sola_sched.errors import ProfileError
+from sola_sched.simulator.steps.gpus import GPUS
 from sola_sched.simulator.steps.kernels import KernelTables, monotone
 from sola_sched.simulator.steps.measured import (
     MEASURED_GPUS,
@@ -23,7 +24,7 @@ from sola_sched.simulator.steps.measured import (
     main,
 )
 from sola_sched.simulator.steps.profile import FOLDER, load_step_profile, profile_names
-from sola_sched.simulator.steps.roofline import GPUS, MODELS, Model
+from sola_sched.simulator.steps.roofline import MODELS, Model
 from sola_sched.simulator.steps.tables import StepTables
 from sola_sched.simulator.steps.time import StepCounts
 

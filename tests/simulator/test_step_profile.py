@@ -11,6 +11,7 @@ import pytest
 from sola_sched.cost.file import Coefficients, write_profile
 from sola_sched.errors import ProfileError
 from sola_sched.simulator.steps import roofline
+from sola_sched.simulator.steps.gpus import GPUS
 from sola_sched.simulator.steps.measured import SUFFIX
 from sola_sched.simulator.steps.profile import (
     DEFAULT_PROFILE,
@@ -18,7 +19,7 @@ from sola_sched.simulator.steps.profile import (
     load_step_profile,
     profile_names,
 )
-from sola_sched.simulator.steps.roofline import GPUS, MODELS, Assumptions
+from sola_sched.simulator.steps.roofline import MODELS, Assumptions
 from sola_sched.simulator.steps.time import MeasuredStepTime, StepTimeModel
 
 ROOT = Path(__file__).resolve().parents[2]

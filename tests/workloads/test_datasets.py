@@ -162,6 +162,8 @@ def test_custom_rows_may_carry_counts_classes_and_targets(tmp_path: Path) -> Non
         ({"prompt": "x y", "prompt_tokens": 9, "response": "z", "response_tokens": 6}, (9, 6)),
         ({"prompt_tokens": 9, "response_tokens": {"m1": 10, "m2": 30, "m3": 20}}, (9, 20)),
         ({"prompt_tokens": 9, "reference_tokens": 2}, (9, 2)),
+        ({"prompt_tokens": 9, "completion_tokens": 4}, (9, 4)),
+        ({"usage": {"prompt_tokens": 9, "completion_tokens": 4, "total_tokens": 13}}, (9, 4)),
         ({"prompt_tokens": 9, "vicuna7b_tokens": [5, 8, 6], "response_tokens": 1}, (9, 6)),
         ({"queued_s": 1.0, "prompt_tokens": 3, "output_tokens": 2, "gpu": "x"}, (3, 2)),
     ],

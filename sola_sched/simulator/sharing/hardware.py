@@ -13,17 +13,18 @@ from functools import lru_cache
 from sola_sched.cluster.sharing.services import Service
 from sola_sched.errors import ConfigError
 from sola_sched.simulator.cluster.step_model import BatchTime
-from sola_sched.simulator.steps import roofline
-from sola_sched.simulator.steps.roofline import Assumptions, Gpu, Model
+from sola_sched.simulator.steps import gpus, roofline
+from sola_sched.simulator.steps.gpus import Gpu
+from sola_sched.simulator.steps.roofline import Assumptions, Model
 from sola_sched.simulator.steps.time import StepTimeModel
 
 _BYTES = 2
 _GIB = 2**30
 _HALF_BLOCK = 8
 
-GPUS = roofline.GPUS | {
+GPUS = gpus.ALL_GPUS | {
     "a800": replace(
-        roofline.GPUS["a100"],
+        gpus.GPUS["a100"],
         name="A800-SXM4-80GB",
         link_bytes_per_s=200e9,
         source="the A100's figures with NVLink 400 GB/s both directions",

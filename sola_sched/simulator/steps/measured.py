@@ -26,9 +26,10 @@ import numpy as np
 from scipy.optimize import nnls
 
 from sola_sched.simulator.steps import roofline
+from sola_sched.simulator.steps.gpus import GPUS, Gpu
 from sola_sched.simulator.steps.kernels import Curve, FloatArray, KernelTables, monotone
 from sola_sched.simulator.steps.profile import FOLDER
-from sola_sched.simulator.steps.roofline import GPUS, MODELS, Gpu, Model
+from sola_sched.simulator.steps.roofline import MODELS, Model
 from sola_sched.simulator.steps.tables import SECTION, StepTables
 
 #: GPUs of which there are tables.

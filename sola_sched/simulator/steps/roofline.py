@@ -30,32 +30,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sola_sched.simulator.steps.gpus import GPUS, Gpu
 from sola_sched.simulator.steps.profile import FOLDER, FORMAT, VERSION
 
 _BYTES = 2  # of a weight, an activation and a KV element: bf16, or fp16 on V100
 _GIB = 2**30
 _BLOCK_SIZE = 16
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """Vendor's figures of one GPU.
-
-    Attributes:
-        flops: Dense tensor-core peak in 16 bit, FLOP/s.
-        hbm_bytes_per_s: Memory bandwidth.
-        link_bytes_per_s: NVLink, one direction.
-        pcie_bytes_per_s: PCIe, one direction.
-        memory_gib: Total memory as CUDA reports it.
-    """
-
-    name: str
-    flops: float
-    hbm_bytes_per_s: float
-    link_bytes_per_s: float
-    pcie_bytes_per_s: float
-    memory_gib: float
-    source: str
 
 
 @dataclass(frozen=True)
@@ -66,6 +46,9 @@ class Model:
         tensor_parallel: GPUs it is served on.
         mlp_matrices: 3 with a gate, 2 without.
         is_tied: Output layer and input embedding are one matrix.
+        head_size: Elements of a head; None for `hidden_size` / `num_heads`.
+        stored_mlp_size: Of experts the widths of all together, `intermediate_size` being that of
+            those that a token goes through; None without experts.
     """
 
     name: str
@@ -79,14 +62,23 @@ class Model:
     tensor_parallel: int = 1
     mlp_matrices: int = 3
     is_tied: bool = False
+    head_size: int | None = None
+    stored_mlp_size: int | None = None
 
     @property
     def layer_parameters(self) -> int:
-        """Matrices of all layers; biases and norms (< 0.1 %) are left out."""
+        """Matrices of all layers; biases, norms and routers (< 0.1 %) are left out."""
+        return self._layers(self.stored_mlp_size or self.intermediate_size)
+
+    @property
+    def token_parameters(self) -> int:
+        """Those of `layer_parameters` that a token is multiplied with."""
+        return self._layers(self.intermediate_size)
+
+    def _layers(self, mlp_size: int) -> int:
         heads = self.num_heads + self.num_kv_heads
         attention = 2 * self.hidden_size * heads * self.head_dim
-        mlp = self.mlp_matrices * self.hidden_size * self.intermediate_size
-        return self.num_layers * (attention + mlp)
+        return self.num_layers * (attention + self.mlp_matrices * self.hidden_size * mlp_size)
 
     @property
     def embedding_parameters(self) -> int:
@@ -99,7 +91,7 @@ class Model:
     @property
     def head_dim(self) -> int:
         """Elements of a head."""
-        return self.hidden_size // self.num_heads
+        return self.head_size or self.hidden_size // self.num_heads
 
     @property
     def gpu_heads(self) -> int:
@@ -173,26 +165,6 @@ _WHY_CORRECTED = {
     "compute_efficiency": "share of the tensor-core peak; fitted to kernels of A100 and H100",
     "hbm_efficiency": "share of the memory bandwidth; fitted to kernels of A100 and H100",
 }
-
-GPUS = {
-    "a100": Gpu(
-        "A100-SXM4-80GB", 312e12, 2.039e12, 300e9, 32e9, 79.25,
-        "NVIDIA A100 Tensor Core GPU datasheet (80GB SXM): 312 TFLOPS BF16 dense, 2,039 GB/s, "
-        "NVLink 600 GB/s both directions, PCIe Gen4 64 GB/s both directions",
-    ),
-    "h100": Gpu(
-        "H100-SXM5-80GB", 989.4e12, 3.35e12, 450e9, 64e9, 79.1,
-        "NVIDIA H100 Tensor Core GPU datasheet and architecture whitepaper (SXM5): 989.4 TFLOPS "
-        "BF16 dense, 3.35 TB/s, NVLink 900 GB/s both directions, PCIe Gen5 128 GB/s both "
-        "directions",
-    ),
-    "v100": Gpu(
-        "V100-SXM2-32GB", 125e12, 0.9e12, 150e9, 16e9, 31.74,
-        "NVIDIA V100 Tensor Core GPU datasheet (SXM2): 125 TFLOPS FP16 tensor, 900 GB/s, "
-        "NVLink 300 GB/s both directions, PCIe Gen3 32 GB/s both directions",
-    ),
-}  # fmt: skip
-"""By the last part of a profile's name."""
 
 MODELS = {
     "llama-3-8b": Model("meta-llama/Meta-Llama-3-8B", 4096, 14336, 32, 32, 8, 128256, 8192),
@@ -275,7 +247,7 @@ def step_time(model: Model, gpu: Gpu, assumed: Assumptions) -> dict[str, tuple[f
             "; ".join(beside) or "one GPU: no all-reduce",
         ),
         "per_prefill_attn_s": (
-            4 * layers * hidden / flops,
+            4 * layers * model.num_heads * model.head_dim / flops,
             "4 x num_layers x hidden_size FLOP per pair of tokens",
         ),
         "weights_s": (
@@ -283,8 +255,8 @@ def step_time(model: Model, gpu: Gpu, assumed: Assumptions) -> dict[str, tuple[f
             f"{read_bytes / 1e9:.4g} GB of weights (all but the input embedding) read from HBM",
         ),
         "per_token_s": (
-            2 * model.layer_parameters / flops,
-            f"2 x {model.layer_parameters / 1e9:.4g}e9 FLOP in the layers",
+            2 * model.token_parameters / flops,
+            f"2 x {model.token_parameters / 1e9:.4g}e9 FLOP in the layers",
         ),
     }
     if assumed.overlap_power:
@@ -300,17 +272,24 @@ def make_profile(
     tensor_parallel: int | None = None,
 ) -> dict[str, Any]:
     """The content of `<model_key>-<gpu_key>.json`, or of the model on another number of GPUs."""
-    assumed = assumed or Assumptions()
-    document = describe(model_key, gpu_key, assumed, tensor_parallel)
-    engine = document.pop("engine")
     model = on_gpus(MODELS[model_key], tensor_parallel)
+    return profile_document(f"{model_key}-{gpu_key}", model, GPUS[gpu_key], assumed)
+
+
+def profile_document(
+    name: str, model: Model, gpu: Gpu, assumed: Assumptions | None = None
+) -> dict[str, Any]:
+    """The same for any model, on as many GPUs of any kind as it names."""
+    assumed = assumed or Assumptions()
+    document = _described(name, model, gpu, assumed)
+    engine = document.pop("engine")
     document["step_time"] = {
         name: {
             "value": float(f"{value:.4g}"),
             "unit": "s" if name.endswith("_s") else "1",
             "from": why,
         }
-        for name, (value, why) in step_time(model, GPUS[gpu_key], assumed).items()
+        for name, (value, why) in step_time(model, gpu, assumed).items()
     }
     return document | {"engine": engine}
 
@@ -327,12 +306,15 @@ def describe(
     tensor_parallel: int | None = None,
 ) -> dict[str, Any]:
     """The same without step times: model, hardware, and the memory of the engine."""
-    model, gpu = on_gpus(MODELS[model_key], tensor_parallel), GPUS[gpu_key]
-    assumed = assumed or Assumptions()
+    model = on_gpus(MODELS[model_key], tensor_parallel)
+    return _described(f"{model_key}-{gpu_key}", model, GPUS[gpu_key], assumed or Assumptions())
+
+
+def _described(name: str, model: Model, gpu: Gpu, assumed: Assumptions) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": VERSION,
-        "name": f"{model_key}-{gpu_key}",
+        "name": name,
         "origin": "roofline, computed and not measured: "
         "python -m sola_sched.simulator.steps.roofline",
         "model": {

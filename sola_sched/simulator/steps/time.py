@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from sola_sched.cost.fit import StepShape
 from sola_sched.cost.model import CostModel
 from sola_sched.simulator.steps.curves import META_KEY, StepCurves, batch_of
 from sola_sched.vllm_adapter.step_shape import shape_of
@@ -137,6 +138,14 @@ class MeasuredStepTime:
         if self.curves is not None:
             return self.curves.step_s(batch_of(output, requests))
         return self.cost.step_s(shape_of(output, requests))
+
+    def seconds(self, counts: StepCounts) -> float:
+        """Seconds of a step with this work by the cost model, a prompt being in one chunk."""
+        tokens = int(counts.prefill_tokens)
+        squares = min(2.0 * counts.pairs, float(tokens * tokens))
+        context = counts.pairs - 0.5 * squares
+        shape = StepShape(counts.num_decodes, counts.decode_ctx, tokens, squares, context)
+        return self.cost.step_s(shape)
 
 
 @dataclass(frozen=True)
