@@ -108,6 +108,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             },
         ),
         Panel(
+            "Time until the next deadline",
+            "Unfinished requests that are late for it, that have less than so long, or more.",
+            "short",
+            {"{{slack}}": f"sum by (slack) (sola_requests_by_slack{{{_MODEL}}})"},
+        ),
+        Panel(
             "KV memory in use",
             "Of each engine.",
             "percentunit",

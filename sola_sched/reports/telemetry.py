@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from sola_sched.core.monitor import StateMonitor
 from sola_sched.core.state import FREE, IntArray, RequestTable
 from sola_sched.reports import fates
+from sola_sched.reports.slack import KINDS, counts_by_slack
 
 #: Seconds between two reports while the engine works.
 REPORT_INTERVAL_S = 1.0
@@ -42,6 +43,8 @@ class TelemetryReport:
         swapped_bytes: KV copied, in the order of `DIRECTIONS`.
         num_held: Requests with a slot that sat out the latest step.
         num_lost: Unfinished requests that cannot meet their targets any more.
+        slack: Unfinished requests by the time until their next deadline, in the order of
+            `slack.KINDS`.
         step_model_error: Mean relative error of the step-time model; None before any.
         prediction_error: Mean abs(log(predicted / true length)); None without predictions.
         load: For routers, see `load_text.to_json`; None where it is not asked for or not known.
@@ -56,6 +59,7 @@ class TelemetryReport:
     swapped_bytes: list[int] = field(default_factory=lambda: [0, 0])
     num_held: int = 0
     num_lost: int = 0
+    slack: list[int] = field(default_factory=lambda: [0] * len(KINDS))
     step_model_error: float | None = None
     prediction_error: float | None = None
     load: str | None = None
@@ -131,6 +135,7 @@ class Telemetry:
             ],
             num_held=self._num_held if len(monitor.table) else 0,
             num_lost=num_lost(monitor.table, now_s),
+            slack=counts_by_slack(monitor.table, now_s),
             step_model_error=_finite(monitor.cost.mean_abs_error),
             prediction_error=_finite(monitor.trust.error),
         )

@@ -76,12 +76,20 @@ def _print_once(urls: Sequence[str], every_s: float) -> int:
         print(
             f"{url}: {_percent(row.in_time)} in time, {row.per_s:.1f} requests/s, {row.running:,} "
             f"running, {row.waiting:,} waiting, {row.held:,} held, {row.lost:,} lost, "
+            f"{_slack(row.slack)}"
             f"{_percent(row.kv)} of the KV memory, {_percent(row.unplanned)} of the steps unplanned"
             f"{f' ({row.reason})' if row.reason else ''}"
         )
         for each in history.classes():
             print(f"    {each.name}: {_percent(each.in_time)} in time, {each.per_s:.1f} requests/s")
     return EXIT_USAGE if len(problems) == len(urls) else 0
+
+
+def _slack(slack: tuple[int, int, int] | None) -> str:
+    if slack is None:
+        return ""
+    late, soon, later = slack
+    return f"deadlines: {late:,} passed, {soon:,} within 1 s, {later:,} later, "
 
 
 def _percent(share: float) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
+from sola_sched.reports.slack import KINDS
 from sola_sched.top.metrics import Metrics
 
 #: Looks that are remembered, and columns of a trend.
@@ -29,6 +30,8 @@ class ServerRow:
         per_s: Requests that ended, a second.
         running, waiting, held, lost: Requests now, with and without a slot, that sat the latest
             step out, and that cannot meet their targets any more.
+        slack: Requests by the time until their next deadline: late, within a second, later;
+            those without a deadline are in none. None where the server does not tell.
         kv: Share of the KV memory in use, of the engine that has most.
         unplanned: Share of the steps in vLLM's own order; NaN without steps.
         reason: Why most of them were.
@@ -41,6 +44,7 @@ class ServerRow:
     waiting: int
     held: int
     lost: int
+    slack: tuple[int, int, int] | None
     kv: float
     unplanned: float
     reason: str
@@ -102,6 +106,7 @@ class History:
             waiting=int(last.total("vllm:num_requests_waiting")),
             held=int(last.total("sola_requests_held")),
             lost=int(last.total("sola_requests_lost")),
+            slack=_slack(last),
             kv=last.most("vllm:kv_cache_usage_perc"),
             unplanned=unplanned / (unplanned + planned) if unplanned + planned else math.nan,
             reason=max(reasons, key=reasons.__getitem__) if unplanned else "",
@@ -130,6 +135,15 @@ class History:
         step = max(1, math.ceil((len(looks) - 1) / NUM_COLUMNS))
         marks = looks[::-1][::step][::-1]
         return [_new(_ends(a), _ends(b)) for a, b in pairwise(marks)]
+
+
+def _slack(metrics: Metrics) -> tuple[int, int, int] | None:
+    counts = metrics.by("sola_requests_by_slack", "slack")
+    if not counts:
+        return None
+    late, soon, later = ((KINDS[0],), KINDS[1:3], KINDS[3:-1])
+    total = [int(sum(counts.get(kind, 0) for kind in kinds)) for kinds in (late, soon, later)]
+    return total[0], total[1], total[2]
 
 
 def _num_steps(metrics: Metrics) -> float:

@@ -20,7 +20,8 @@ from sola_sched.top.history import ClassRow, History, ServerRow
 from sola_sched.top.metrics import Metrics
 
 SERVERS = (
-    "server", "model", "in time", "req/s", "running", "waiting", "held", "lost", "KV", "unplanned",
+    "server", "model", "in time", "req/s", "running", "waiting", "held", "lost",
+    "late/<1 s/later", "KV", "unplanned",
 )  # fmt: skip
 CLASSES = ("server", "class", "in time", "req/s", "TTFT", "TPOT", "trend")
 LATE = ("server", "request", "class", "end", "missed", "TTFT", "TPOT", "prompt", "output")
@@ -137,7 +138,8 @@ def server_cells(row: ServerRow) -> list[Text]:
     cells = [
         Text(row.model), _in_time(row.in_time), Text(f"{row.per_s:.1f}"), Text(f"{row.running:,}"),
         Text(f"{row.waiting:,}"), Text(f"{row.held:,}"),
-        Text(f"{row.lost:,}", style="red" if row.lost else ""), Text(_percent(row.kv)),
+        Text(f"{row.lost:,}", style="red" if row.lost else ""), Text(_slack(row.slack)),
+        Text(_percent(row.kv)),
         Text(unplanned, style="red" if row.reason in ("failed", "aside", "slow") else ""),
     ]  # fmt: skip
     return cells
@@ -165,6 +167,10 @@ def _in_time(share: float) -> Text:
         return Text("-")
     style = "green" if share >= _GOOD else "yellow" if share >= _FAIR else "red"
     return Text(_percent(share), style=style)
+
+
+def _slack(slack: tuple[int, int, int] | None) -> str:
+    return "-" if slack is None else "/".join(f"{count:,}" for count in slack)
 
 
 def _percent(share: float) -> str:

@@ -16,6 +16,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from sola_sched.config.slo import DEFAULT_CLASS
 from sola_sched.reports import carrier as telemetry_carrier
 from sola_sched.reports.fates import tpot_s, ttft_s
+from sola_sched.reports.slack import KINDS
 from sola_sched.reports.telemetry import DIRECTIONS, OUTCOMES, TelemetryReport
 from sola_sched.vllm_adapter.fates_http import BOOK
 from sola_sched.vllm_adapter.load_feed import FEED
@@ -69,6 +70,10 @@ class SolaStatLogger(AggregateStatLoggerBase):  # type: ignore[misc, unused-igno
         self._lost = _metric(
             Gauge, "sola_requests_lost", "Unfinished requests that cannot meet their targets."
         )
+        self._by_slack = _metric(
+            Gauge, "sola_requests_by_slack", "Unfinished requests by the time until their next "
+            "deadline.", "slack",
+        )  # fmt: skip
         self._planned = _metric(Counter, "sola_steps_planned", "Steps that followed a plan.")
         self._unplanned = _metric(
             Counter, "sola_steps_unplanned", "Steps in vLLM's own order.", "reason"
@@ -104,6 +109,8 @@ class SolaStatLogger(AggregateStatLoggerBase):  # type: ignore[misc, unused-igno
                 self._requests.labels(*at, name, outcome)
             for metric, name in product((self._ttft_s, self._tpot_s), classes):
                 metric.labels(*at, name)
+            for kind in KINDS:
+                self._by_slack.labels(*at, kind)
             for reason in _ALERTED:
                 self._unplanned.labels(*at, reason)
             for direction in DIRECTIONS:
@@ -163,6 +170,8 @@ class SolaStatLogger(AggregateStatLoggerBase):  # type: ignore[misc, unused-igno
             self._swapped.labels(*at, direction).inc(count)
         self._held.labels(*at).set(report.num_held)
         self._lost.labels(*at).set(report.num_lost)
+        for kind, count in zip(KINDS, report.slack, strict=True):
+            self._by_slack.labels(*at, kind).set(count)
         for gauge, error in (
             (self._step_model_error, report.step_model_error),
             (self._prediction_error, report.prediction_error),

@@ -98,6 +98,7 @@ class TelemetrySender:
                 report = self._counts.report(monitor, now_s, swapped_bytes())
                 if not is_followed:  # nobody knows
                     report.num_held = report.num_lost = 0
+                    report.slack = [0] * len(report.slack)
                 elif self._sends_load:
                     report.load = load()
                 if report.fates is not None:

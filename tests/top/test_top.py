@@ -26,8 +26,11 @@ def text_of(
     aside: int = 0,
     lost: int = 0,
     slo_class: str = "chat",
+    by_slack: Sequence[int] = (),
 ) -> str:
     at = 'engine="0",model_name="m"'
+    kinds = zip(("late", "0.1s", "1s", "10s", "later", "none"), by_slack, strict=False)
+    slack = "".join(f'sola_requests_by_slack{{{at},slack="{k}"}} {n}\n' for k, n in kinds)
     return f"""# HELP sola_requests_total Requests that have ended.
 # TYPE sola_requests_total counter
 sola_requests_total{{{at},outcome="attained",slo_class="{slo_class}"}} {attained}
@@ -39,7 +42,7 @@ sola_requests_held{{{at}}} 3.0
 sola_requests_lost{{{at}}} {lost}
 sola_ttft_seconds_sum{{{at},slo_class="{slo_class}"}} {0.25 * (attained + missed)}
 sola_ttft_seconds_count{{{at},slo_class="{slo_class}"}} {attained + missed}
-vllm:num_requests_running{{{at}}} 12.0 1700000000000
+{slack}vllm:num_requests_running{{{at}}} 12.0 1700000000000
 vllm:num_requests_waiting{{{at}}} 4.0
 vllm:kv_cache_usage_perc{{{at}}} 0.5
 python_gc_objects{{generation="0"}} 7
@@ -69,6 +72,12 @@ def test_a_server_is_told_by_what_is_new() -> None:
     assert (row.model, row.in_time, row.per_s) == ("m", 0.9, 5.0)
     assert (row.running, row.waiting, row.held, row.lost, row.kv) == (12, 4, 3, 2, 0.5)
     assert (row.unplanned, row.reason) == (0.25, "aside")
+
+
+def test_requests_are_told_by_their_deadlines() -> None:
+    assert history_of(text_of(1, 1)).server().slack is None
+    row = history_of(text_of(1, 1, by_slack=(2, 3, 4, 5, 6, 7))).server()
+    assert row.slack == (2, 7, 11)
 
 
 def test_after_one_look_nothing_has_happened() -> None:

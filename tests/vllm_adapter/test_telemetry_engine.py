@@ -177,6 +177,7 @@ def test_reports_of_several_engines_become_metrics_of_their_own() -> None:
         swapped_bytes=[100, 10],
         num_held=5,
         num_lost=6,
+        slack=[1, 0, 2, 3, 0, 4],
         step_model_error=0.07,
     )
     stats = [send(logger, engine, report.to_text()) for engine in (0, 1, 1)]
@@ -196,6 +197,8 @@ def test_reports_of_several_engines_become_metrics_of_their_own() -> None:
     assert value("sola_swapped_bytes_total", "several", 1, direction="out") == 200
     assert value("sola_requests_held", "several", 1) == 5
     assert value("sola_requests_lost", "several", 1) == 6
+    assert value("sola_requests_by_slack", "several", 1, slack="late") == 1
+    assert value("sola_requests_by_slack", "several", 1, slack="none") == 4
     assert value("sola_step_model_error", "several", 0) == 0.07
     assert value("sola_prediction_error", "several", 0) is None
 
