@@ -24,11 +24,10 @@ from sola_sched.explain import html
 from sola_sched.explain.replay import Replay, Way, cells, table
 from sola_sched.explain.source import Window, find, read
 from sola_sched.reports.fates import WAITED
-from sola_sched.reports.reasons import remedies, story, verdict
+from sola_sched.reports.reasons import SHORT_OF, remedies, story, verdict
 
 EXIT_USAGE = 2
 _MOST_SHOWN = 10
-_WAITED_FOR = ("a slot", "KV memory", "time in a step")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         require_report(args.html)
-        window = read(args.source, None if args.replay or args.html else args.id)
+        window = read(args.source)
         if args.save:
             Path(args.save).write_text(json.dumps(window.to_json()), encoding="utf-8")
         chosen = find(window, args.id, args.source) if args.id else []
@@ -44,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if replayed is not None:
             print(f"{replayed[0]}\n\n{table(replayed[1])}")
         elif args.id:
-            print("\n\n".join(map(of_one, chosen)))
+            print("\n\n".join(of_one(fate, window) for fate in chosen))
         else:
             print(of_all(window))
         if args.html:
@@ -84,13 +83,13 @@ def _parser() -> LineParser:
     return parser
 
 
-def of_one(fate: Mapping[str, Any]) -> str:
+def of_one(fate: Mapping[str, Any], window: Window) -> str:
     """The whole story of one request."""
     lines = [f"{fate['request_id']} (class {fate['slo_class']}). {verdict(fate)}", ""]
-    lines += [f"- {line}" for line in story(fate)]
-    helps = remedies(fate)
+    lines += [f"- {line}" for line in story(fate, window.requests)]
+    helps = remedies(fate, window.requests)
     if helps:
-        lines += ["", "What would have had to be otherwise:", *(f"- {line}" for line in helps)]
+        lines += ["", "What would have helped:", *(f"- {line}" for line in helps)]
     return "\n".join(lines)
 
 
@@ -104,9 +103,9 @@ def of_all(window: Window) -> str:
     lines[0] += f" By target: {', '.join(f'{n.upper()} {k:,}' for n, k in missed.most_common())}."
     total_s = [sum(fate[name] for fate in late) for name in WAITED]
     if sum(total_s):
-        shares = sorted(zip(total_s, _WAITED_FOR, strict=True), reverse=True)
-        parts = [f"{seconds / sum(total_s):.0%} for {what}" for seconds, what in shares if seconds]
-        lines.append(f"Of the time that these waited: {', '.join(parts)}.")
+        shares = sorted(zip(total_s, SHORT_OF, strict=True), reverse=True)
+        parts = [f"{what} {seconds / sum(total_s):.0%}" for seconds, what in shares if seconds]
+        lines.append(f"What they waited for: {', '.join(parts)}.")
     lines += ["", "The last of them:"]
     for fate in late[:_MOST_SHOWN]:
         lines.append(f"  {fate['request_id']} ({fate['slo_class']}): {verdict(fate)}")

@@ -14,7 +14,13 @@ from sola_sched.bench.report.page import Figure, Lines, Section, Table, axis
 from sola_sched.bench.report.results import environment
 from sola_sched.explain.source import Window
 from sola_sched.reports.fates import WAITED, tpot_s, ttft_s
-from sola_sched.reports.reasons import remedies, story, verdict, waited_otherwise_s
+from sola_sched.reports.reasons import (
+    preferred_to,
+    remedies,
+    story,
+    verdict,
+    waited_otherwise_s,
+)
 
 #: Requests that are told one by one, where an id is a part of several.
 _MOST_TOLD = 5
@@ -22,9 +28,9 @@ _MOST_PREFERRED = 25
 _NUM_BINS = 80
 #: Parts of a request's time, in the order of a bar: name and colour.
 _PARTS = (
-    ("waited for a slot", "#d1495b"),
+    ("waited for a free slot", "#d1495b"),
     ("waited for KV memory", "#a45bb8"),
-    ("waited for time in a step", "#e07a1f"),
+    ("waited for compute time", "#e07a1f"),
     ("waited for other reasons", "#8a929a"),
     ("prompt", "#3d85c6"),
     ("decodes", "#2a9d8f"),
@@ -66,40 +72,27 @@ def write(
 def _one(fate: Mapping[str, Any], window: Window) -> list[Section]:
     why = Section(
         f"Request {fate['request_id']}",
-        [f"Class {fate['slo_class']}. {verdict(fate)}", Lines(story(fate))],
+        [f"Class {fate['slo_class']}. {verdict(fate)}", Lines(story(fate, window.requests))],
     )
-    if helps := remedies(fate):
-        why.parts += ["What would have had to be otherwise:", Lines(helps)]
+    if helps := remedies(fate, window.requests):
+        why.parts += ["What would have helped:", Lines(helps)]
     why.parts.append(_own_time(fate))
-    preferred = preferred_to(fate, window)
+    preferred = preferred_to(fate, window.requests)
     others = Section("Who was preferred to it")
     if not preferred:
         others.parts.append(
-            "None of the requests that are known came later and started while it waited."
+            "None of the requests that are known arrived later and was started before it."
         )
         return [why, others]
     shown = preferred[:_MOST_PREFERRED]
     first = "" if len(shown) == len(preferred) else f"; the first {len(shown)} are shown"
     others.parts += [
-        f"{len(preferred):,} of the requests that are known came later and started while it "
-        f"waited{first}.",
+        f"{len(preferred):,} of the requests that are known arrived later and were started before "
+        f"it{first}.",
         _beside(fate, shown),
         _table_of_preferred(fate, shown),
     ]
     return [why, others]
-
-
-def preferred_to(fate: Mapping[str, Any], window: Window) -> list[Mapping[str, Any]]:
-    """Requests that came later and got a slot before it did, by their starts."""
-    until_s = fate["ended_s"] if fate["started_s"] is None else fate["started_s"]
-    found = [
-        each
-        for each in window.requests
-        if each["started_s"] is not None
-        and each["arrival_s"] > fate["arrival_s"]
-        and each["started_s"] < until_s
-    ]
-    return sorted(found, key=lambda each: float(each["started_s"]))
 
 
 def _spans(fate: Mapping[str, Any]) -> list[float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import urllib.error
-import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,22 +36,20 @@ class Window:
         return {"requests": list(self.requests), "engine": self.engine}
 
 
-def read(source: str, req_id: str | None = None) -> Window:
-    """The last requests to end; with an id, those of this id.
+def read(source: str) -> Window:
+    """The last requests to end.
 
     Args:
         source: `http://HOST:PORT` of a vLLM server with a scheduler of ours, or a file that was
             saved from one.
-        req_id: As a client or the log of the server names it.
 
     Raises:
-        ConfigError: The source cannot be read, or no request has this id.
+        ConfigError: The source cannot be read.
     """
     if source.startswith(("http://", "https://")):
-        path = PATH if req_id is None else f"{PATH}/{urllib.parse.quote(req_id, safe='')}"
-        return _window(_fetched(f"{source.rstrip('/')}{path}?limit={_MOST}"), source)
+        return _window(_fetched(f"{source.rstrip('/')}{PATH}?limit={_MOST}"), source)
     try:
-        window = _window(json.loads(Path(source).read_text(encoding="utf-8")), source)
+        return _window(json.loads(Path(source).read_text(encoding="utf-8")), source)
     except OSError as error:
         raise ConfigError(
             f"'SOURCE' must be the URL of a server or a file ({source!r}: {error.strerror})."
@@ -61,7 +58,6 @@ def read(source: str, req_id: str | None = None) -> Window:
         raise ConfigError(
             f"{source!r} must be a file that --save has written ({error})."
         ) from error
-    return window if req_id is None else Window(find(window, req_id, source), window.engine)
 
 
 def find(window: Window, req_id: str, source: str) -> list[Mapping[str, Any]]:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sola_sched.reports.fates import WAITED, tpot_s, ttft_s
 
-#: Shares of a delay below which a part of it is not worth a sentence.
+#: Parts of a wait below this share are not worth a sentence, nor waits below this share of the
+#: time to the first token.
 _SMALL = 0.05
-_NOTHING_S = 1e-3
-_SHORT_OF = ("a slot", "KV memory", "time in a step")
-_OTHERWISE = "other reasons (a grammar, KV on its way, steps in vLLM's own order)"
-#: What would have had to be otherwise, by the shortage.
+#: What a request waits for, by the shortage.
+SHORT_OF = ("a free slot", "KV memory", "compute time")
+_OTHERWISE = "other reasons (compiling a grammar, loading KV, steps in vLLM's own order)"
+#: What would have helped, by the shortage.
 _REMEDIES = (
-    "a slot: more of them (`--max-num-seqs`), if memory and TPOT targets have room, or one more "
-    "engine",
-    "KV memory: more of it (`--gpu-memory-utilization`, `--kv-cache-dtype fp8`), swapping, or one "
-    "more engine",
-    "time in a step: fewer requests at once, one more engine, or looser TPOT targets of those that "
-    "ran",
+    "More slots (`--max-num-seqs`) would have helped if memory and TPOT targets allow more, or one "
+    "more engine.",
+    "More KV memory (`--gpu-memory-utilization`, `--kv-cache-dtype fp8`), swapping, or one more "
+    "engine would have helped.",
+    "Fewer requests at once, one more engine, or looser TPOT targets of the requests that were "
+    "running would have helped.",
 )
 
 Fate = Mapping[str, Any]
@@ -51,108 +53,194 @@ def verdict(fate: Fate) -> str:
     return f"{end}: {'; '.join(parts)}." if parts else f"{end}."
 
 
-def story(fate: Fate) -> list[str]:
-    """What happened to it, in order; a sentence each."""
-    lines = [
-        f"When it came, with a prompt of {_count(fate['num_prompt'], 'token')}, "
-        f"{_count(fate['num_running'], 'request')} ran and {fate['num_before']:,} waited."
+def preferred_to(fate: Fate, known: Sequence[Fate]) -> list[Fate]:
+    """Requests that arrived later than this one and got a slot before it did, by their starts.
+
+    Args:
+        known: Requests of the same engine.
+    """
+    until_s = fate["ended_s"] if fate["started_s"] is None else fate["started_s"]
+    found = [
+        each
+        for each in known
+        if each["started_s"] is not None
+        and each["arrival_s"] > fate["arrival_s"]
+        and each["started_s"] < until_s
     ]
-    waited = _waited(fate)
-    total_s = sum(waited)
-    if total_s > _NOTHING_S:
-        parts = [
-            f"{_time(seconds)} for {what}"
-            for seconds, what in zip(waited, (*_SHORT_OF, _OTHERWISE), strict=True)
-            if seconds > _SMALL * total_s
-        ]
-        lines.append(f"It waited {_time(total_s)}: {', '.join(parts)}.")
-    if fate["num_overtook"]:
-        lines.append(
-            f"{_count(fate['num_overtook'], 'request')} that came later started before it."
-        )
+    return sorted(found, key=lambda each: float(each["started_s"]))
+
+
+def story(fate: Fate, known: Sequence[Fate] = ()) -> list[str]:
+    """What happened to it, in order.
+
+    Args:
+        known: Requests of the same engine; with them it is said of which classes others were.
+    """
+    lines = [_arrival(fate, known), *_waits(fate, known)]
     if fate["lost_s"] is not None:
-        after_s = fate["lost_s"] - fate["arrival_s"]
-        line = f"It was given up {_time(after_s)} after its arrival"
-        if fate["need_s"] is not None and fate["ttft_s"] is not None:
-            left_s = fate["ttft_s"] - after_s
-            line += (
-                f": its first token needed at least {_time(fate['need_s'])}, and "
-                f"{_time(max(0.0, left_s))} were left"
-            )
-        lines.append(f"{line}. From then on it got what others left over.")
+        lines.append(_lost(fate))
     if fate["started_s"] is not None and fate["first_token_s"] is not None:
         took_s = fate["first_token_s"] - fate["started_s"]
         lines.append(
-            f"Its prompt took {_time(took_s)}, in {_count(fate['num_chunks'], 'step')}; by itself "
-            f"it takes {_time(fate['alone_s'])}."
+            f"Its prompt took {_time(took_s)}, in {_count(fate['num_chunks'], 'step')}. On an idle "
+            f"engine it would take {_time(fate['alone_s'])}."
         )
     token_s = tpot_s(fate)
     if token_s is not None:
         lines.append(
-            f"Its {_count(fate['num_output'], 'output token')} took {_time(token_s)} each; by "
-            f"itself a token takes {_time(fate['alone_step_s'])}."
+            f"Its {_count(fate['num_output'], 'output token')} took {_time(token_s)} each on "
+            f"average. On an idle engine a token takes {_time(fate['alone_step_s'])}."
         )
     if fate["num_held"]:
         lines.append(
-            f"It sat out {_count(fate['num_held'], 'step')} for others, "
-            f"{_time(fate['held_s'])} in all."
+            f"It was left out of {_count(fate['num_held'], 'step')} so that others could be in "
+            f"time. That cost it {_time(fate['held_s'])}."
         )
     if fate["num_preemptions"]:
-        lines.append(f"It lost its KV {_count(fate['num_preemptions'], 'time')}.")
+        lines.append(
+            f"It was preempted {_count(fate['num_preemptions'], 'time')}: its slot and its KV "
+            "memory went to others."
+        )
     if fate["predicted"] >= 0:
         lines.append(
-            f"Its output was predicted to have {_count(fate['predicted'], 'token')}; it had "
+            f"Its output was predicted to be {_count(fate['predicted'], 'token')} long. It was "
             f"{fate['num_output']:,}."
         )
     return lines
 
 
-def remedies(fate: Fate) -> list[str]:
-    """What would have had to be otherwise for the targets that it missed; a sentence each."""
+def _arrival(fate: Fate, known: Sequence[Fate]) -> str:
+    running = "no request" if not fate["num_running"] else _count(fate["num_running"], "request")
+    waiting = "none" if not fate["num_before"] else f"{fate['num_before']:,}"
+    return (
+        f"It arrived with a prompt of {_count(fate['num_prompt'], 'token')}, when "
+        f"{running} {_was(fate['num_running'])} running and {waiting} "
+        f"{_was(fate['num_before'])} waiting{_by_class(fate, _waiting_before(fate, known))}."
+    )
+
+
+def _waiting_before(fate: Fate, known: Sequence[Fate]) -> list[Fate]:
+    """Those that waited when it arrived."""
+    return [
+        each
+        for each in known
+        if each["arrival_s"] < fate["arrival_s"] < each["ended_s"]
+        and (each["started_s"] is None or each["started_s"] > fate["arrival_s"])
+    ]
+
+
+def _waits(fate: Fate, known: Sequence[Fate]) -> list[str]:
+    lines = []
+    waited, first_s = _waited(fate), ttft_s(fate)
+    total_s = sum(waited)
+    if total_s > _SMALL * (fate["ended_s"] - fate["arrival_s"] if first_s is None else first_s):
+        parts = [
+            (seconds, what)
+            for seconds, what in zip(waited, (*SHORT_OF, _OTHERWISE), strict=True)
+            if seconds > _SMALL * total_s
+        ]
+        if len(parts) == 1:
+            lines.append(f"It waited {_time(total_s)} for {parts[0][1]}.")
+        else:
+            each = ", ".join(f"{_time(seconds)} for {what}" for seconds, what in parts)
+            lines.append(f"It waited {_time(total_s)} in all: {each}.")
+    if fate["num_overtook"]:
+        verb = _was(fate["num_overtook"])
+        lines.append(
+            f"{_count(fate['num_overtook'], 'request')} that arrived later {verb} started before "
+            f"it{_by_class(fate, preferred_to(fate, known))}."
+        )
+    return lines
+
+
+def _by_class(fate: Fate, others: Sequence[Fate]) -> str:
+    """Of which classes others were, where not all are of its own."""
+    counts = Counter(each["slo_class"] for each in others)
+    if not set(counts) - {fate["slo_class"]}:
+        return ""
+    parts = [f"{count:,} of class {name}" for name, count in counts.most_common()]
+    return f" ({', '.join(parts)})"
+
+
+def _lost(fate: Fate) -> str:
+    """When the scheduler found that it would be late, and by what reckoning."""
+    after_s = fate["lost_s"] - fate["arrival_s"]
+    line = f"The scheduler gave it up {_time(after_s)} after its arrival"
+    if fate["need_s"] is not None and fate["ttft_s"] is not None:
+        left_s = max(0.0, fate["ttft_s"] - after_s)
+        line += (
+            f": its first token was due in {_time(left_s)} and still needed at least "
+            f"{_time(fate['need_s'])}"
+        )
+    return f"{line}. From then on it was served only with time that others did not need."
+
+
+def remedies(fate: Fate, known: Sequence[Fate] = ()) -> list[str]:
+    """What would have helped it to meet the targets that it missed; `known` as in `story`."""
     lines = []
     if "ttft" in fate["missed"]:
         if fate["alone_s"] > fate["ttft_s"]:
             lines.append(
-                f"Its TTFT target of {_time(fate['ttft_s'])} is too short for its prompt on this "
-                f"engine: by itself that takes {_time(fate['alone_s'])}."
+                f"Its prompt takes {_time(fate['alone_s'])} even on an idle engine, longer than "
+                f"its TTFT target of {_time(fate['ttft_s'])}: no order of requests can help. It "
+                "needs a longer target, perhaps by a class of its own, or a faster engine."
             )
         else:
-            lines += _for_first_token(fate)
+            lines += [*_for_first_token(fate), *_against_others(fate, known)]
     if "tpot" in fate["missed"]:
         if fate["alone_step_s"] > fate["tpot_s"]:
             lines.append(
-                f"Its TPOT target of {_time(fate['tpot_s'])} is shorter than a step of this "
-                f"engine, which takes {_time(fate['alone_step_s'])} with nobody else in it."
+                f"A token takes {_time(fate['alone_step_s'])} even on an idle engine, longer than "
+                f"its TPOT target of {_time(fate['tpot_s'])}: no order of requests can help."
             )
         elif fate["num_held"] or fate["num_preemptions"]:
             lines.append(
-                "It would have been faster had it not sat out steps or lost its KV: a class with "
-                "a higher priority or weight does so last."
+                "Its tokens would have come faster had it not been left out or preempted. That "
+                "happens last to classes with a higher priority or weight."
             )
         else:
             lines.append(
-                "Its steps were too long: fewer slots (`--max-num-seqs`), or one more engine."
+                "Its steps were too long because too many requests shared them. Fewer slots "
+                "(`--max-num-seqs`) or one more engine would have helped."
             )
     return lines
+
+
+def _against_others(fate: Fate, known: Sequence[Fate]) -> list[str]:
+    """That most of those it waited behind were of one other class."""
+    others = [*_waiting_before(fate, known), *preferred_to(fate, known)]
+    if not others:
+        return []
+    ((name, count),) = Counter(each["slo_class"] for each in others).most_common(1)
+    if name == fate["slo_class"] or 2 * count <= len(others):
+        return []
+    return [
+        f"Of {_count(len(others), 'request')} that waited before it or were preferred to it "
+        f"{count:,} {_was(count)} of class {name}. A higher weight or a `share` for class "
+        f"{fate['slo_class']} would have protected it."
+    ]
 
 
 def _for_first_token(fate: Fate) -> list[str]:
     first_s = ttft_s(fate)
     late_s = (_end_s(fate) - fate["arrival_s"] if first_s is None else first_s) - fate["ttft_s"]
     waited = _waited(fate)
-    place = max(range(len(_SHORT_OF)), key=waited.__getitem__)
+    place = max(range(len(SHORT_OF)), key=waited.__getitem__)
     if waited[place] >= late_s:
         return [
-            f"It was {_time(late_s)} late and waited {_time(waited[place])} for {_REMEDIES[place]}."
+            f"It was {_time(late_s)} late and had waited {_time(waited[place])} for "
+            f"{SHORT_OF[place]}. {_REMEDIES[place]}"
         ]
     if sum(waited) >= late_s:
         return [
-            f"It was {_time(late_s)} late and waited {_time(sum(waited))} in all: one more engine, "
-            "or fewer requests at once."
+            f"It was {_time(late_s)} late and had waited {_time(sum(waited))} in all. One more "
+            "engine or fewer requests at once would have helped."
         ]
     return [
-        f"It was {_time(late_s)} late and waited only {_time(sum(waited))}: most of the time went "
-        "into its prompt, beside the decodes of others, whose TPOT targets bound its chunks."
+        f"It was {_time(late_s)} late, of which waiting explains only {_time(sum(waited))}. Its "
+        "prompt was computed in small pieces: the steps had to stay short for the TPOT targets of "
+        "the requests that were running. Looser TPOT targets of these, or one more engine, would "
+        "have helped."
     ]
 
 
@@ -174,6 +262,10 @@ def _end_s(fate: Fate) -> float:
 
 def _time(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1.0 else f"{1e3 * seconds:.3g} ms"
+
+
+def _was(number: int) -> str:
+    return "was" if number < 2 else "were"
 
 
 def _count(number: int, what: str) -> str:

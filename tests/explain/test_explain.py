@@ -125,8 +125,8 @@ def test_all_and_one(window_file: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main([str(window_file), name]) == 0
     story = capsys.readouterr().out
     assert story.startswith(f"{name} (class default). It was late: ")
-    assert "When it came, with a prompt of " in story
-    assert "What would have had to be otherwise:" in story
+    assert "It arrived with a prompt of " in story
+    assert "What would have helped:" in story
 
 
 def test_nobody_was_late(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +182,7 @@ def test_a_server_is_asked_and_its_answer_kept(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["{url}", "nobody"], "'nobody' must be the id of a request that has ended"),
+        (["{url}", "nobody"], "'ID' must be that of a request in http"),
         (["{url}", "--replay"], "a replay needs the engine's settings and step times"),
         (["{url}/v2"], "the server must have a scheduler of ours and its statistics on"),
         (["http://127.0.0.1:9"], "must be a vLLM server with --scheduler-cls"),

@@ -14,9 +14,9 @@ from fates import a_fate
 from html_report import Report
 
 from sola_sched.explain.__main__ import main, of_all
-from sola_sched.explain.html import preferred_to, write
+from sola_sched.explain.html import write
 from sola_sched.explain.source import Window
-from sola_sched.reports.reasons import remedies, story, verdict
+from sola_sched.reports.reasons import preferred_to, remedies, story, verdict
 
 NONE = float("nan")
 _ENGINE: dict[str, Any] = {"engine_args": {"max_num_seqs": 8}, "options": {"ttft_s": 1.0}}
@@ -55,13 +55,14 @@ def test_the_report_of_one_says_what_is_printed_and_shows_where_its_time_went(
     found = Report(write(a_window(), [fate], "", None, tmp_path / "one.html"))
 
     assert found.problems == []
-    for sentence in (verdict(fate), *story(fate), *remedies(fate)):
+    known = a_window().requests
+    for sentence in (verdict(fate), *story(fate, known), *remedies(fate, known)):
         assert sentence in found.text
     figure = found.figures["figure-0"]
     spans = {trace["name"]: trace["x"][0] for trace in figure["data"]}
     assert spans == pytest.approx(
-        {"waited for a slot": 2.0, "waited for KV memory": 0.5, "waited for other reasons": 0.5,
-         "prompt": 0.5, "decodes": 1.5}
+        {"waited for a free slot": 2.0, "waited for KV memory": 0.5,
+         "waited for other reasons": 0.5, "prompt": 0.5, "decodes": 1.5}
     )  # fmt: skip
     marks = {note["text"]: note["x"] for note in figure["layout"]["annotations"]}
     assert marks == {"TTFT target": 1.0, "first token": 3.5, "given up": 0.75}
@@ -78,7 +79,7 @@ def test_waits_after_a_preemption_are_no_decodes(tmp_path: Path) -> None:
 
 def test_those_preferred_are_in_the_order_of_their_starts(tmp_path: Path) -> None:
     window, fate = a_window(), late_one()
-    assert [each["request_id"] for each in preferred_to(fate, window)] == ["a", "b"]
+    assert [each["request_id"] for each in preferred_to(fate, window.requests)] == ["a", "b"]
 
     found = Report(write(window, [fate], "", None, tmp_path / "one.html"))
     assert found.tables[0][1:] == [
@@ -97,7 +98,7 @@ def test_one_that_never_started_and_one_whom_nobody_overtook(tmp_path: Path) -> 
     found = Report(write(alone, [refused], "", None, tmp_path / "one.html"))
 
     assert found.problems == []
-    assert "None of the requests that are known came later" in found.text
+    assert "None of the requests that are known arrived later" in found.text
 
 
 def test_the_report_of_all_has_the_numbers_of_the_requests(tmp_path: Path) -> None:

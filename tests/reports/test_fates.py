@@ -104,38 +104,38 @@ _LATE = {"end": "missed", "first_token_s": 13.3, "last_token_s": 14.3, "ended_s"
     [
         (
             {"started_s": 13.0, "waited_s": (2.9, 0.0, 0.1), "num_before": 12, "num_running": 256},
-            "It waited 3.00 s: 2.90 s for a slot.",
-            "It was 2.30 s late and waited 2.90 s for a slot",
+            "It waited 3.00 s for a free slot.",
+            "It was 2.30 s late and had waited 2.90 s for a free slot. More slots",
         ),
         (
             {"started_s": 13.0, "waited_s": (0.0, 3.0, 0.0)},
-            "It waited 3.00 s: 3.00 s for KV memory.",
+            "It waited 3.00 s for KV memory.",
             "waited 3.00 s for KV memory",
         ),
         (
             {"started_s": 13.0, "waited_s": (0.5, 0.0, 2.5), "num_overtook": 4},
-            "4 requests that came later started before it.",
-            "waited 2.50 s for time in a step",
+            "4 requests that arrived later were started before it.",
+            "waited 2.50 s for compute time",
         ),
         (
             {"num_prompt": 90_000, "alone_s": 3.2, "num_chunks": 44},
-            "Its prompt took 3.30 s, in 44 steps; by itself it takes 3.20 s.",
-            "Its TTFT target of 1.00 s is too short for its prompt on this engine",
+            "Its prompt took 3.30 s, in 44 steps. On an idle engine it would take 3.20 s.",
+            "Its prompt takes 3.20 s even on an idle engine, longer than its TTFT target of 1.00 s",
         ),
         (
             {"num_chunks": 30, "alone_s": 0.2},
             "in 30 steps",
-            "most of the time went into its prompt",
+            "Its prompt was computed in small pieces",
         ),
         (
             {"lost_s": 10.62, "need_s": 0.45, "started_s": 13.0, "waited_s": (0.0, 0.0, 3.0)},
-            "It was given up 620 ms after its arrival: its first token needed at least 450 ms, and "
-            "380 ms were left.",
-            "time in a step",
+            "The scheduler gave it up 620 ms after its arrival: its first token was due in 380 ms "
+            "and still needed at least 450 ms.",
+            "compute time",
         ),
         (
             {"started_s": 13.0},
-            "It waited 3.00 s: 3.00 s for other reasons",
+            "It waited 3.00 s for other reasons",
             "waited 3.00 s",
         ),
     ],
@@ -151,11 +151,15 @@ def test_a_late_first_token_is_explained(fields: dict[str, Any], told: str, help
     [
         (
             {"num_held": 40, "held_s": 12.0},
-            "It sat out 40 steps for others, 12.00 s in all.",
-            "had it not sat out steps",
+            "It was left out of 40 steps so that others could be in time. That cost it 12.00 s.",
+            "had it not been left out or preempted",
         ),
-        ({"num_preemptions": 1}, "It lost its KV 1 time.", "lost its KV"),
-        ({"alone_step_s": 0.15}, "by itself a token takes 150 ms", "shorter than a step"),
+        ({"num_preemptions": 1}, "It was preempted 1 time: ", "left out or preempted"),
+        (
+            {"alone_step_s": 0.15},
+            "On an idle engine a token takes 150 ms.",
+            "even on an idle engine",
+        ),
         ({}, "Its 101 output tokens took 200 ms each", "Its steps were too long"),
     ],
 )
@@ -168,4 +172,32 @@ def test_slow_tokens_are_explained(fields: dict[str, Any], told: str, helps: str
 def test_one_that_met_its_targets_needs_nothing() -> None:
     fate = a_fate(predicted=80)
     assert remedies(fate) == []
-    assert story(fate)[-1] == ("Its output was predicted to have 80 tokens; it had 101.")
+    assert story(fate)[-1] == "Its output was predicted to be 80 tokens long. It was 101."
+
+
+def test_others_are_told_by_class_and_a_flood_of_another_one_is_called_so() -> None:
+    late = a_fate("late", "chat", **(_LATE | {"started_s": 13.0, "waited_s": (0.0, 0.0, 3.0),
+                                              "num_before": 3, "num_overtook": 2}))  # fmt: skip
+    flood = [
+        a_fate(f"job{i}", "job", arrival_s=9.0 + 0.4 * i, started_s=11.0 + 0.1 * i)
+        for i in range(5)
+    ]
+    own = a_fate("other", "chat", arrival_s=9.9, started_s=10.5)
+    gone = a_fate("gone", "job", arrival_s=5.0, started_s=5.5, last_token_s=6.0, ended_s=6.0)
+    known = [*flood, own, gone, late]
+
+    told = story(late, known)
+
+    assert "3 were waiting (3 of class job, 1 of class chat)." in told[0]
+    assert "2 requests that arrived later were started before it (2 of class job)." in told
+    assert remedies(late, known)[-1] == (
+        "Of 6 requests that waited before it or were preferred to it 5 were of class job. A higher "
+        "weight or a `share` for class chat would have protected it."
+    )
+    assert len(remedies(late, [own, late])) == len(remedies(late)) == 1
+    assert "of class" not in " ".join(story(late, [own, late]))
+
+
+def test_a_short_wait_and_none_are_not_worth_a_sentence() -> None:
+    assert not any("waited" in line for line in story(a_fate(started_s=10.01)))
+    assert "when no request was running and none was waiting." in story(a_fate())[0]
