@@ -14,7 +14,6 @@ from sola_sched.config.slo import CLASS_KEY
 from sola_sched.simulator.engine import VirtualEngine
 from sola_sched.simulator.request import VirtualRequest
 from sola_sched.simulator.steps.profile import load_step_profile
-from sola_sched.simulator.swap_link import LinkSpeed
 from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
 
 #: Steps of this model are the shortest that are realistic.
@@ -120,11 +119,7 @@ class ClosedLoop(VirtualEngine):
             scheduling_policy="priority" if load.situation == "priorities" else "fcfs",
             additional_config={"sola_sched": options},
             step_time=profile.step_time,
-            swap_link=(
-                LinkSpeed(_KV_BYTES_PER_TOKEN, _LINK_BYTES_PER_S)
-                if is_ours and load.situation == "swap"
-                else None
-            ),
+            swap_link=_link() if is_ours and load.situation == "swap" else None,
         )
         self.times_ns: list[tuple[int, int]] = []
         self.num_running: list[int] = []
@@ -184,6 +179,12 @@ def _classes(situation: str, targets: dict[str, float]) -> dict[str, Any]:
             for name, share in zip(_CLASSES, shares, strict=True)
         }
     }
+
+
+def _link() -> Any:
+    from sola_sched.simulator.swap_link import LinkSpeed  # not with every vLLM
+
+    return LinkSpeed(_KV_BYTES_PER_TOKEN, _LINK_BYTES_PER_S)
 
 
 def _num_blocks(load: Load, kind: Kind, block_size: int) -> int:

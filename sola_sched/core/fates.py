@@ -164,11 +164,12 @@ class Fates:
 
     def _end_wait(self, note: _Note) -> None:
         if note.began_s is not None:
-            note.waited_s = tuple(
-                waited_s + total_s - began_s
-                for waited_s, total_s, began_s in zip(
-                    note.waited_s, self._total_s, note.began_s, strict=True
-                )
+            (slots, memory, time), (slots0, memory0, time0) = self._total_s, note.began_s
+            before = note.waited_s
+            note.waited_s = (
+                before[SLOTS] + slots - slots0,
+                before[MEMORY] + memory - memory0,
+                before[TIME] + time - time0,
             )
             note.began_s = None
 

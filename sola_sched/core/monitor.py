@@ -105,16 +105,13 @@ class StateMonitor:
             req_id,
             arrival_s=arrival_s,
             ttft_s=slo.ttft_s,
-            due_s=arrival_s + slo.ttft_s,
             tpot_s=slo.tpot_s,
             e2e_s=slo.e2e_s,
-            e2e_due_s=arrival_s + slo.e2e_s,
+            max_wait_s=slo.max_wait_s,
             weight=slo.weight,
-            served_by_s=arrival_s + slo.max_wait_s,
             priority=max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY)),
             num_prompt=num_prompt_tokens,
-            prefill_target=num_prompt_tokens,
-            num_computed=num_cached_tokens,
+            num_cached=num_cached_tokens,
             max_tokens=max_tokens,
             service=service,
             length_class=self.lengths.class_of(num_prompt_tokens, max_tokens, service),
@@ -387,6 +384,10 @@ class StateMonitor:
             self._steps.set_last_update(self._steps.averages.last_update_s + seconds)
 
     # State ----------------------------------------------------------------------------------
+
+    def unplanned(self) -> None:
+        """A step is scheduled without a plan that takes its engine time into account."""
+        self._steps.pass_over()
 
     def chunks_in_flight(self) -> IntArray:
         """Prompt tokens of each row that steps in flight compute; the table counts them as done."""

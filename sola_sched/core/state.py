@@ -262,6 +262,8 @@ class StepPlan:
             estimated waits; None where the planner has no such order (see `ewt.queue_order`).
         promote_s: With `order`, seconds until aging lets each row be served next (ALISE Eq. 7).
         problem: Which problem was solved; for metrics and logs.
+        is_settled: Nothing can be decided until a request comes, ends or enters another phase:
+            nobody waits, and all who run decode well within their targets.
     """
 
     run: IntArray | None = None
@@ -273,3 +275,4 @@ class StepPlan:
     order: IntArray | None = None
     promote_s: FloatArray | None = None
     problem: str = "neutral"
+    is_settled: bool = False

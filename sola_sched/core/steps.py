@@ -64,6 +64,10 @@ class StepsInFlight:
         self._elapsed[0] = 0.0
         return averages
 
+    def pass_over(self) -> None:
+        """Engine time counts from 0 again."""
+        self._elapsed[0] = 0.0
+
     @property
     def num_expected(self) -> int:
         """As `StateMonitor.num_expected`."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sola_sched.compiled.functions import FloatArray, IntArray, Records, records_of
+from sola_sched.compiled.functions import FloatArray, IntArray, Records, for_types_of, records_of
 from sola_sched.core import loops
 from sola_sched.prediction.length import NUM_LEVELS, LengthPrediction
 
@@ -152,20 +152,41 @@ class RequestTable:
         self.req_id: list[str | None] = [None] * capacity
         self.num_predicted = self.num_added = self.epoch = 0
         self.num_in_phase: IntArray = np.zeros(_NUM_PHASES, dtype=np.int64)
+        self._counts = memoryview(self.num_in_phase)  # the same, quicker one by one
         self._free = list(range(capacity - 1, -1, -1))
         self._waiting = array("q")  # rows, ascending
         self._waiting_rows: IntArray | None = _NO_ROWS  # the same, unless None
         self._put(_new_records(capacity))
         loops.warm_up(self.records)
+        self._put_new = for_types_of(loops.put, self.records, *(0,) * 3, *(0.0,) * 6, *(0,) * 7)
 
     def __len__(self) -> int:
         return len(self.row_of)
 
-    def add(self, req_id: str, **values: Any) -> int:
+    def add(
+        self,
+        req_id: str,
+        *,
+        arrival_s: float = 0.0,
+        ttft_s: float = math.inf,
+        tpot_s: float = math.inf,
+        e2e_s: float = math.inf,
+        max_wait_s: float = math.inf,
+        weight: float = 1.0,
+        priority: int = 0,
+        service: int = 0,
+        length_class: int = 0,
+        queue_pos: int = 0,
+        num_prompt: int = 0,
+        num_cached: int = 0,
+        max_tokens: int = 0,
+    ) -> int:
         """Give `req_id` a row in WAITING, with every other column at its default.
 
         Args:
-            values: What is not: by the names of `RequestValues`.
+            max_wait_s: Longest wait of one that misses its targets anyway, seconds.
+            num_cached: Tokens of its prompt that need not be computed.
+            The rest: the columns of that name.
 
         Raises:
             ValueError: The request is in the table already.
@@ -177,9 +198,15 @@ class RequestTable:
         row = self._free.pop()
         self.row_of[req_id] = row
         self.req_id[row] = req_id
-        self.records[row] = RequestValues(serial=self.num_added, **values)
+        self._put_new(
+            self.records, row, WAITING, self.num_added, arrival_s, ttft_s, tpot_s, e2e_s,
+            max_wait_s, weight, priority, service, length_class, queue_pos, num_prompt,
+            num_cached, max_tokens,
+        )  # fmt: skip
         self.num_added += 1
-        self.move(row, WAITING)
+        self._counts[WAITING] += 1
+        self._wait(row)
+        self.epoch += 1
         return row
 
     def remove(self, req_id: str) -> None:
@@ -196,17 +223,20 @@ class RequestTable:
 
     def move(self, row: int, phase: int) -> None:
         """Put a row into another phase."""
-        was = self.phase[row]
+        was = int(self.phase[row])
         if was == WAITING:
             del self._waiting[bisect_left(self._waiting, row)]
             self._waiting_rows = None
         if phase == WAITING:
-            insort(self._waiting, row)
-            self._waiting_rows = None
-        self.num_in_phase[was] -= 1
-        self.num_in_phase[phase] += 1
+            self._wait(row)
+        self._counts[was] -= 1
+        self._counts[phase] += 1
         self.phase[row] = phase
         self.epoch += 1
+
+    def _wait(self, row: int) -> None:
+        insort(self._waiting, row)
+        self._waiting_rows = None
 
     @property
     def waiting(self) -> IntArray:

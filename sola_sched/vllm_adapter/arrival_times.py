@@ -85,7 +85,9 @@ class ArrivalTimes:
 def _waited_before_s(request: Request) -> float:
     """How long it has waited elsewhere, as a gateway says."""
     params = request.sampling_params
+    if params is None or not params.extra_args:
+        return 0.0
     try:
-        return history(params.extra_args if params is not None else None)[0]
+        return history(params.extra_args)[0]
     except SloError:  # the default targets are used then, with a line in the log
         return 0.0

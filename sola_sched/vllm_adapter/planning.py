@@ -17,13 +17,13 @@ from vllm.v1.request import Request
 
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.ewt import update_waits
-from sola_sched.core.state import EngineLimits, StepPlan
+from sola_sched.core.state import EngineLimits, StepPlan, StepState
 from sola_sched.cost.model import CostModel
 from sola_sched.planner import pass_through
 from sola_sched.reports.log import waits_for_slots_alone
 from sola_sched.vllm_adapter.adapter_slots import leave_out, with_late_rejected
 from sola_sched.vllm_adapter.engine_facts import differences, facts_of
-from sola_sched.vllm_adapter.steering import BETWEEN_PREFILLS, NEUTRAL
+from sola_sched.vllm_adapter.steering import BETWEEN_PREFILLS, NEUTRAL, SETTLED
 from sola_sched.vllm_adapter.versions import Seams
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ _id_of = operator.attrgetter("request_id")
 _LOOK_EVERY = 8
 #: Plans between two estimates of the waits: where swapping goes by them, and where nobody does.
 _REVIEW_PLANS, _REPORT_PLANS = 16, 128
+#: Of so many plans at least one is made anew, although nothing has happened: contexts grow. Others
+#: are not asked for while nothing can be decided. It divides the numbers above.
+_SETTLED_PLANS = 8
 #: Weight of one plan in so many in the running means.
 _REVIEW_WEIGHT = 1.0 / 32.0
 
@@ -101,6 +104,7 @@ class Planning:
     def change(self, config: SolaConfig) -> None:
         """These are the options from now on."""
         self._plan_limit_s, self._steers = config.plan_limit_s, config.steer
+        self._settled_at = -1  # epoch of the table when a plan left nothing to decide
 
     @property
     def num_blocks(self) -> int:
@@ -139,6 +143,8 @@ class Planning:
     def _plan(self, is_throttled: bool) -> StepPlan:
         scheduler, seams, monitor = self._scheduler, self._seams, self._monitor
         monitor.begin_step()
+        if self._settled_at == monitor.table.epoch and self.num_plans % _SETTLED_PLANS:
+            return self._settled()
         seams.merge_skipped()
         if scheduler.sola_predictions is not None:
             for req_id, prediction in scheduler.sola_predictions.poll():
@@ -188,7 +194,22 @@ class Planning:
             self._count_shadow(plan)
             plan = NEUTRAL
         monitor.fates.planned(state, plan, monitor.clock())
+        if plan.is_settled and not parked and self._has_plenty(state):
+            self._settled_at, plan = monitor.table.epoch, SETTLED
         return plan
+
+    def _has_plenty(self, state: StepState) -> bool:
+        """Whether the next steps change nothing for what else goes by plans: copies, a cadence."""
+        if self._steering.has_cadence:
+            return False
+        return self._swapping is None or self._swapping.has_plenty(state)
+
+    def _settled(self) -> StepPlan:
+        """The plan of a step for which nothing can be decided, as for the one before it."""
+        self.num_plans += 1
+        self.problems[SETTLED.problem] = self.problems.get(SETTLED.problem, 0) + 1
+        self._monitor.unplanned()
+        return SETTLED
 
     def _limits_now(self) -> EngineLimits:
         """The engine's limits: the same object as long as none has changed."""

@@ -37,11 +37,14 @@ class PrefixLookups:
         self._debt = 0  # blocks found lately beyond what steps allow
         self._next = 0
         self._unknown: dict[str, None] = {}  # requests without a look-up, the oldest first
+        # Of the last that came those that were looked up: until the next step nothing changes.
+        self._fresh: deque[str] = deque(maxlen=_LOOKUPS_PER_STEP)
         self._answers: deque[tuple[int, Any]] = deque(maxlen=_NUM_ANSWERS)
 
     def arrived(self, request: Any) -> int:
         """Tokens that a new request is expected to find."""
         if self._debt < BLOCKS_PER_STEP:
+            self._fresh.append(request.request_id)
             return self._look_up(request)
         self._unknown[request.request_id] = None
         prefix_of = self._seams.prefix_hash
@@ -51,6 +54,8 @@ class PrefixLookups:
     def step(self, waiting: IntArray, requests: Mapping[str, Any], monitor: StateMonitor) -> None:
         """Look up a few of those that wait: first those that have not been, then all in turn."""
         self._debt = max(0, self._debt - BLOCKS_PER_STEP)
+        fresh = {*self._fresh}
+        self._fresh.clear()
         for _ in range(min(len(waiting), _LOOKUPS_PER_STEP)):
             if self._debt >= BLOCKS_PER_STEP:
                 return
@@ -60,6 +65,8 @@ class PrefixLookups:
                 self._next += 1
             name = monitor.table.req_id[row]
             assert name is not None, f"row {row} waits and has no request"
+            if name in fresh:
+                continue
             monitor.expect_cached(row, self._look_up(requests[name]))
 
     def without_unknown(self, state: StepState, rows: IntArray) -> IntArray:

@@ -29,6 +29,8 @@ place_of = operator.attrgetter("priority", "arrival_time", "request_id")
 NEUTRAL = StepPlan()
 #: The same where vLLM itself puts all prefills off: all decodes take part.
 BETWEEN_PREFILLS = StepPlan(problem="cadence")
+#: The same where all decode and nobody waits, so that there is nothing to show.
+SETTLED = StepPlan(problem="decode")
 
 
 class Steering:
@@ -114,8 +116,9 @@ class Steering:
     def show(self, plan: StepPlan) -> None:
         """Let vLLM see what the plan says, until `put_back`; all as it is where that fails."""
         scheduler = self._scheduler
-        if plan is NEUTRAL and (
-            self._has_stepped_aside or not (scheduler.lora_config or self._has_seeds)
+        if plan is SETTLED or (
+            plan is NEUTRAL
+            and (self._has_stepped_aside or not (scheduler.lora_config or self._has_seeds))
         ):
             return
         running = scheduler.running

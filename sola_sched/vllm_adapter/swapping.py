@@ -310,6 +310,12 @@ class Swapping:
         """The plan with victims chosen in time; copies ahead are ordered. Call after planning."""
         return self._ahead.order(state, plan) if self.connector.options.ahead else plan
 
+    def has_plenty(self, state: StepState) -> bool:
+        """Whether memory will be enough for a while, and nobody waits for a copy."""
+        from sola_sched.kv_swap.policy import has_plenty
+
+        return has_plenty(state) and not self._ahead.residents
+
     # Figures --------------------------------------------------------------------------------
 
     def num_bytes(self) -> tuple[int, int]:

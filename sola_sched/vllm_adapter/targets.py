@@ -57,6 +57,8 @@ class Targets:
         params = request.sampling_params
         extra_args = params.extra_args if params is not None else None
         service, default = self._service_of(request)
+        if not extra_args:
+            return service, default
         try:
             target = request_target(extra_args, default, self._classes)
         except SloError as error:  # the front end refuses these unless the plug-in is off
@@ -64,7 +66,7 @@ class Targets:
             if self.num_invalid == 1:
                 logger.warning("%s: using the default SLO instead. %s", request.request_id, error)
             return service, default
-        return (extra_args or {}).get(CLASS_KEY) or service, target
+        return extra_args.get(CLASS_KEY) or service, target
 
     def _service_of(self, request: Request) -> tuple[str, SloTarget]:
         """The class of its adapter's or model's name, and its targets, whatever it says."""

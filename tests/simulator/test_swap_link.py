@@ -13,6 +13,7 @@ pytest.importorskip(
     exc_type=ImportError,
 )
 
+from needs import NEEDS_SWAPPING
 from virtual_model import TINY_MODEL
 from virtual_runs import make_small_engine, step_until
 
@@ -94,6 +95,7 @@ def serve(
     return engine
 
 
+@NEEDS_SWAPPING
 @pytest.mark.parametrize("is_async", [False, True])
 def test_swapping_saves_the_time_of_computing_again(is_async: bool) -> None:
     without, fast = serve(None, is_async=is_async), serve(FAST, is_async=is_async)
@@ -110,6 +112,7 @@ def test_swapping_saves_the_time_of_computing_again(is_async: bool) -> None:
         assert engine.num_free_blocks == 33
 
 
+@NEEDS_SWAPPING
 @pytest.mark.parametrize("is_async", [False, True])
 def test_whoever_waits_has_a_token_left_to_compute(
     is_async: bool, monkeypatch: pytest.MonkeyPatch
@@ -128,6 +131,7 @@ def test_whoever_waits_has_a_token_left_to_compute(
     assert min(least) == 1
 
 
+@NEEDS_SWAPPING
 def test_where_copies_take_longer_they_are_not_made() -> None:
     # Each copy lasts hundreds of steps here, so a few requests have to do.
     engine = serve(LinkSpeed(1000, 2e4), is_async=False, always=False, num_requests=12)

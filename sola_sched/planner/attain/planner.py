@@ -121,7 +121,8 @@ class AttainPlanner:
         if found < 0:
             wanted = -1 - found
             if wanted == course.SETTLED:
-                return StepPlan(admit=victims, problem="decode")
+                is_settled = not len(state.waiting)
+                return StepPlan(admit=victims, problem="decode", is_settled=is_settled)
             found = course.decide(*parts, *self._lengths(state, wanted), num_victims)
         return self._as_plan(course.PROBLEMS[found])
 
