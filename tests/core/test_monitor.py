@@ -18,6 +18,7 @@ from sola_sched.core.state import (
     RequestTable,
     StepState,
 )
+from sola_sched.core.table import RequestValues
 from sola_sched.cost.model import CostModel
 from sola_sched.prediction.length import LengthPrediction
 
@@ -241,6 +242,25 @@ def test_the_table_reuses_rows_and_grows() -> None:
     assert table.capacity == 16
     assert len({table.row_of[name] for name in names}) == 9
     table.check_integrity()
+
+
+def test_a_row_that_is_used_again_keeps_nothing() -> None:
+    table = RequestTable(capacity=1)
+    row = table.add("old")
+    for name in RequestValues._fields:
+        getattr(table, name)[row] = 7
+    table.phase[row] = WAITING
+    table.remove("old")
+
+    times = {"arrival_s": 2.0, "ttft_s": 0.5, "e2e_s": 9.0}
+    assert table.add("new", **times, max_wait_s=4.0, num_prompt=3) == row
+
+    expected = RequestValues(
+        **times, phase=WAITING, serial=1, due_s=2.5, e2e_due_s=11.0, served_by_s=6.0,
+        num_prompt=3, prefill_target=3, predicted=None,
+    )  # fmt: skip
+    assert repr(table.values(row)._replace(predicted=None)) == repr(expected)
+    assert np.isnan(table.predicted[row]).all()
 
 
 def test_a_prediction_counts_for_its_request_and_is_dropped_after_its_end() -> None:

@@ -127,3 +127,12 @@ def test_nobody_is_refused_before_the_look_up() -> None:
 
     assert watched.expected() == [20_000] * 4
     assert watched.engine.scheduler.sola_stats()["num_rejected"] == 0
+
+
+def test_one_that_has_just_come_is_not_looked_up_twice() -> None:
+    """Between its arrival and the next step nothing enters or leaves the cache."""
+    watched = Watched(160, num_waiting=1)
+    watched.engine.step()
+
+    assert len(watched.found_at_first) == 1
+    assert len(watched.found) == 1, "while it waits it is looked up at each step"
