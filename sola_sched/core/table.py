@@ -152,7 +152,7 @@ class RequestTable:
         self.req_id: list[str | None] = [None] * capacity
         self.num_predicted = self.num_added = self.epoch = 0
         self.num_in_phase: IntArray = np.zeros(_NUM_PHASES, dtype=np.int64)
-        self._counts = memoryview(self.num_in_phase)  # the same, quicker one by one
+        self._counts: memoryview = self.num_in_phase.data  # the same, quicker one by one
         self._free = list(range(capacity - 1, -1, -1))
         self._waiting = array("q")  # rows, ascending
         self._waiting_rows: IntArray | None = _NO_ROWS  # the same, unless None
