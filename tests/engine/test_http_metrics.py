@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from eventually import eventually
 from http_server import Answer, Server, serving
 
 from sola_sched.adaptive_placement import observe
@@ -70,9 +71,7 @@ def busy(server: Server) -> Iterator[None]:
     with ThreadPoolExecutor(2) as pool:
         workers = [pool.submit(work) for _ in range(2)]
         try:
-            limit = time.monotonic() + 60
-            while running() < 2 and time.monotonic() < limit:
-                time.sleep(0.05)
+            eventually(lambda: running() == 2)
             yield
         finally:
             stop.set()
@@ -232,10 +231,7 @@ def test_a_request_is_explained_by_the_id_that_its_client_sees(
         answer = ask(server, max_tokens=4, vllm_xargs={"ttft_slo_ms": 90000})
         assert answer.status == 200
     name = answer.json["id"]
-    limit = time.monotonic() + 30
-    while explain.main([server.url, name]):  # reports take a moment
-        assert time.monotonic() < limit
-        time.sleep(0.1)
+    assert eventually(lambda: explain.main([server.url, name]) == 0)  # reports take a moment
     text = capsys.readouterr().out
     assert text.startswith(name)
     assert "It met its targets." in text

@@ -7,7 +7,7 @@ import json
 import re
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from eventually import eventually
 from http_server import Server, serving
 
 from sola_sched.top.__main__ import main as top
@@ -57,18 +58,6 @@ def in_force(server: Server) -> dict[str, Any]:
 def last_fate(server: Server, answer: dict[str, Any]) -> dict[str, Any]:
     """What became of a request, once its report has come."""
     return eventually(lambda: server.ask(f"/sola/requests/{answer['id']}").json["requests"][0])
-
-
-def eventually(look: Callable[[], Any]) -> Any:
-    limit = time.monotonic() + 30
-    while True:
-        try:
-            found = look()
-        except KeyError:
-            found = None
-        if found or time.monotonic() > limit:
-            return found
-        time.sleep(0.1)
 
 
 def num_shadow(server: Server) -> float:

@@ -8,10 +8,9 @@ import re
 import shutil
 import subprocess
 import threading
-import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from eventually import eventually
 from http_server import Server, serving
 from local_ray import free_port
 
@@ -97,18 +97,6 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 def _ask(server: Server, stop: threading.Event, xargs: dict[str, Any] | None) -> None:
     while not stop.is_set():
         server.complete(xargs, max_tokens=20)
-
-
-def eventually(look: Callable[[], Any], limit_s: float = 120.0) -> Any:
-    limit = time.monotonic() + limit_s
-    while True:
-        try:
-            found = look()
-        except OSError:
-            found = None
-        if found or time.monotonic() > limit:
-            return found
-        time.sleep(0.5)
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
