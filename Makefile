@@ -15,7 +15,7 @@ export PYTHONSAFEPATH := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow test-timing test-gpu test-versions test-cluster check cluster site bench clean
+.PHONY: help install test test-slow test-timing test-gpu test-versions test-cluster check cluster site soak bench clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -51,6 +51,9 @@ cluster: install  ## Two CPU replicas of a tiny model on Ray Serve, requests, an
 
 site: install  ## Make the documentation into a site, build/site; links that lead nowhere end it
 	.ci/site
+
+soak: install  ## Half an hour of everything at once on the real engine: what grows, what is lost
+	$(VENV)/bin/python benchmarks/run.py soak $(ARGS)
 
 bench: install  ## Run the benchmark
 	$(VENV)/bin/python -m sola_sched.bench $(ARGS)

@@ -27,6 +27,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "seeds": {"type": natural_int, "nargs": "+", "help": "of requests and arrivals"},
     "workers": {"type": positive_int, "help": "runs beside each other"},
     "num_requests": {"type": positive_int, "help": "requests a run"},
+    "minutes": {"type": positive_float, "help": "how long it goes on"},
     "quick": {"action": "store_true", "help": "few, small runs: does it work?"},
     "stored": {"action": "store_true", "help": "the table of the rows there are; runs nothing"},
     "only": {"nargs": "+", "metavar": "PART", "help": "these parts of the experiment alone"},
