@@ -99,7 +99,6 @@ PARTS = {
     "catching up halfway": "WithoutCatchingUp",
     "too slow decodes are lost": "WithoutTooSlow",
     "others of the lost beside the oldest": "WithoutOthersLost",
-    "nobody starts while the oldest is blocked": "WithoutBlocking",
     "chunks in multiples": "WithoutTiles",
     "margins for errors of the model": "WithoutMargins",
 }

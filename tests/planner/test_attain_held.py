@@ -9,7 +9,6 @@ from states import DECODE_S, NOW, STEP_S, TOKEN_S, StateBuilder, make_attain
 from sola_sched.config.slo import SloTarget
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.state import StepPlan
-from sola_sched.core.traffic import RecentTraffic
 from sola_sched.planner import make_planner
 
 #: A step of 30 decodes and 100 tokens takes 50 ms, one of 100 tokens alone 20 ms.
@@ -153,16 +152,6 @@ def test_those_without_a_tpot_target_are_not_held_without_end() -> None:
 def test_nobody_is_held_while_others_would_wait_for_slots_or_memory(short) -> None:
     b = make_busy(**short)
     assert held_of(b, plan_of(b)) == set()
-
-
-@pytest.mark.parametrize(("rate_per_s", "is_held"), [(8.0, True), (16.0, False)])
-def test_nobody_is_held_where_more_would_come_than_there_are_slots(rate_per_s, is_held) -> None:
-    """At the pace of the target an output of 50 tokens takes 5 s: 40 or 80 of 64 slots."""
-    b, traffic = make_busy(), RecentTraffic()
-    for place in range(64):
-        traffic.came(NOW - (64 - place) / rate_per_s, 100)
-        traffic.ended(50)
-    assert bool(held_of(b, plan_of(b, traffic=traffic))) == is_held
 
 
 def test_nobody_is_held_where_bare_steps_take_most_of_tpot() -> None:

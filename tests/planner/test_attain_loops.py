@@ -30,7 +30,7 @@ def keep(
     jobs_of = prefills.view(np.recarray)
     step = Step(at, None, None, None, None, jobs_of, lists, none, none)
     kept = np.zeros(len(service), dtype=np.bool_)
-    count = pace._keep.py_func(step, 1.0, 0.0, True, kept)
+    count = pace._keep.py_func(step, 1.0, 0.0, kept)
     assert count == int(kept.sum())
     return [int(job) for job in jobs[kept]]
 

@@ -7,7 +7,8 @@ import numpy as np
 from sola_sched.compiled.functions import compiled
 from sola_sched.core import state
 from sola_sched.cost.times import chunk_s, decode_s
-from sola_sched.planner.attain.entry import tokens_in
+from sola_sched.planner.attain.entry import tokens_within
+from sola_sched.planner.attain.held import has_spare
 from sola_sched.planner.attain.lost import is_overdue, is_rejected
 from sola_sched.planner.attain.pace import free_slots, token_room
 from sola_sched.planner.attain.records import (
@@ -17,6 +18,7 @@ from sola_sched.planner.attain.records import (
     LOST,
     MAY,
     NEAR,
+    ORDER,
     PREEMPT,
     insert,
     is_in,
@@ -25,8 +27,6 @@ from sola_sched.planner.attain.records import (
 _blocks_of_step = compiled(state.blocks_of_step)
 #: Credit of this share of the most counts as full: it has been waiting to be spent.
 _FULL = 0.99
-#: Longer than any clock here has run, seconds.
-_LONG_AGO_S = 1e9
 
 
 @compiled
@@ -34,98 +34,69 @@ def serve_lost(step):
     """Serve the lost from what is left over, decodes before prompts, and the oldest on credit.
 
     Sets `lost_run`, how many of the lost decodes take part, of `LOST` from the first, and
-    `num_chosen` and `lost_tokens`, the prefills in `CHOSEN`; `is_alone` where nobody else computes
-    a prompt beside them. What they get is booked in the account.
+    `num_chosen` and `lost_tokens`, the prefills in `CHOSEN`; on credit nobody else computes a
+    prompt beside them. What they get is booked in the account.
     """
-    at, account = step.at, step.account
+    at, account, tuning = step.at, step.account, step.tuning
     was_blocked, account.is_blocked = account.is_blocked, False
     at.lost_run = at.num_chosen = at.lost_tokens = 0
     at.is_alone = at.is_blocked = False
-    num_held, num_places = _list_lost_decodes(step), _list_lost_prefills(step)
+    num_held, num_places = _list_lost(step)
     if not num_held and not num_places:
         # Credit is earned by those who wait for it, not kept for a burst.
         account.credit_s, account.unseen_s = min(account.credit_s, 0.0), 0.0
         return
-    _earn(step)
-    num_older = _num_older(step, num_held, num_places)
+    earned_s = tuning.share * (account.unseen_s + at.elapsed_s)
+    account.credit_s = min(tuning.most_credit_s, account.credit_s + earned_s)
+    account.unseen_s = 0.0
     _find_leftovers(step)
-    _add_decodes(step, num_held, num_older)
-    if num_places and at.lost_run >= num_older:
-        if at.has_spare:  # whoever comes meanwhile waits for the end of the step
-            longer_s = step.tuning.for_lost * (at.pace_s - at.decode_s)
+    if num_held:
+        _add_decodes(step, num_held, num_places > 0)
+    if num_places:
+        if has_spare(step):  # whoever comes meanwhile waits for the end of the step
+            longer_s = tuning.for_lost * (at.pace_s - at.decode_s)
             longer_s -= at.received_s + chunk_s(at, float(at.chunk), 0.0)
             at.spare_s = min(at.spare_s, longer_s)
         _add_prefills(step, num_places)
     if at.is_blocked:  # what others get from slack while the oldest finds no room is no debt
         account.is_blocked = was_blocked or _is_full(step) or is_overdue(step, step.lists[NEAR, 0])
     else:  # the share is a minimum, not an extra
-        account.credit_s = max(account.credit_s - at.received_s, -step.tuning.most_credit_s)
-
-
-@compiled
-def _earn(step):
-    """Book the share of the engine time that has passed while a lost request was there."""
-    account, tuning = step.account, step.tuning
-    earned_s = tuning.share * (account.unseen_s + step.at.elapsed_s)
-    account.credit_s = min(tuning.most_credit_s, account.credit_s + earned_s)
-    account.unseen_s = 0.0
+        account.credit_s = max(account.credit_s - at.received_s, -tuning.most_credit_s)
 
 
 @compiled
 def _is_full(step):
-    tuning = step.tuning
-    return tuning.blocks and step.account.credit_s >= _FULL * tuning.most_credit_s
+    return step.account.credit_s >= _FULL * step.tuning.most_credit_s
 
 
 @compiled
-def _list_lost_decodes(step):
-    """List them in `LOST`, those first whose longest wait has ended; how many.
+def _list_lost(step):
+    """List the lost decodes in `LOST` and the first of the lost prefills in `NEAR`; how many.
 
-    Those by the end of that wait, the others by arrival.
+    Those first whose longest wait is over, by its end; the others by arrival.
     """
-    at, line, count = step.at, step.lists[LOST], 0
-    keys = np.empty(at.num_decodes - at.num_alive)
+    at, num_held, num_places = step.at, 0, 0
+    keys = np.empty((at.num_decodes - at.num_alive, 2))
     for place in range(at.num_decodes):
         if step.decodes[place].is_lost:
-            key = _turn(step, step.decodes[place].row)
-            count = insert(line, count, len(keys), place, keys, key)
-    return count
-
-
-@compiled
-def _list_lost_prefills(step):
-    """List the first of them in `NEAR`, those that are overdue before others; how many.
-
-    Those by the end of their longest wait, the others by arrival.
-    """
-    at, line, count = step.at, step.lists[NEAR], 0
-    most = min(step.tuning.num_lost, len(line))
-    keys = np.empty(most)
+            rank, key = _turn(step, step.decodes[place].row)
+            num_held = insert(step.lists[LOST], keys, num_held, place, rank, key)
+    line = step.lists[NEAR]
+    keys = np.empty((min(step.tuning.num_lost, len(line)), 2))
     for place in range(at.num_prefills):
-        prefill = step.prefills[place]
-        if not prefill.is_feasible and not is_rejected(step, place):
-            count = insert(line, count, most, place, keys, _turn(step, prefill.row))
-    return count
+        if not step.prefills[place].is_feasible and not is_rejected(step, place):
+            rank, key = _turn(step, step.prefills[place].row)
+            num_places = insert(line, keys, num_places, place, rank, key)
+    return num_held, num_places
 
 
 @compiled
 def _turn(step, row):
-    """When it is whose turn: the end of the longest wait if that is over, else the arrival."""
+    """When it is whose turn, by two numbers."""
     request = step.requests[row]
     if request.served_by_s <= step.at.now_s:
-        return request.served_by_s - _LONG_AGO_S
-    return request.arrival_s
-
-
-@compiled
-def _num_older(step, num_held, num_places):
-    """How many of the lost decodes are to be served before any lost prefill."""
-    count, first_s = 0, np.inf
-    if num_places:
-        first_s = _turn(step, step.prefills[step.lists[NEAR, 0]].row)
-    for i in range(num_held):
-        count += _turn(step, step.decodes[step.lists[LOST, i]].row) <= first_s
-    return count
+        return 0, request.served_by_s
+    return 1, request.arrival_s
 
 
 @compiled
@@ -161,55 +132,38 @@ def _find_leftovers(step):
 
 
 @compiled
-def _add_decodes(step, num_held, num_older):
-    """Let the first of the lost decodes, by arrival, go on in what is left over.
+def _add_decodes(step, num_held, are_prefills):
+    """Let the first of the lost decodes go on in what is left over.
 
-    Of the `num_older` that go before any lost prefill also those that credit pays for, and those
-    whose longest wait is over. Of the
-    others none whose slot or KV those who start may need.
+    Those whose turn is before any lost prefill's also on credit, and without if their longest wait
+    is over: else they would give up slot and KV to the next one that has waited. Of the others none
+    whose slot or KV those who start may need.
     """
-    at, account = step.at, step.account
-    if not num_held:
-        return
+    at, account, num_older, count = step.at, step.account, num_held, 0
+    if are_prefills:
+        first, num_older = _turn(step, step.prefills[step.lists[NEAR, 0]].row), 0
+        for i in range(num_held):
+            num_older += _turn(step, step.decodes[step.lists[LOST, i]].row) <= first
     can = max(0, min(at.room // at.tokens_per_decode, num_held + min(0, at.slots)))
     if at.free < at.num_decodes:
         can = 0
-    most, ends_s, count = max(can, num_older), 0.0, 0
-    while count < num_held:
-        more_s = ends_s + _added_s(step, count)
-        if count == most or more_s > at.spare_s:
+    ctx = 0
+    while count < max(can, num_older):
+        decode = step.decodes[step.lists[LOST, count]]
+        cost_s = decode_s(at, 2.0, decode.ctx) - decode_s(at, 1.0, 0.0)
+        if cost_s <= at.spare_s:
+            at.spare_s -= cost_s
+            at.received_s += cost_s
+        elif count < num_older and (account.credit_s > 0.0 or not _turn(step, decode.row)[0]):
+            account.credit_s -= cost_s
+        else:
             break
-        ends_s = more_s
-        count += 1
-    at.received_s = ends_s
-    at.spare_s -= ends_s
-    while count < num_older and (account.credit_s > 0.0 or _has_waited(step, count)):
-        account.credit_s -= _added_s(step, count)
+        ctx += decode.ctx
         count += 1
     at.room -= count * at.tokens_per_decode
     at.held_slots -= count
-    ctx = 0
-    for i in range(count):
-        ctx += step.decodes[step.lists[LOST, i]].ctx
     at.held_blocks -= ctx / at.block_size
     at.lost_run = count
-
-
-@compiled
-def _has_waited(step, i):
-    """Whether the longest wait of one of the lost decodes is over: it is served to its end.
-
-    Else it would give up its slot to the next one that has waited, and its KV with it.
-    """
-    request = step.requests[step.decodes[step.lists[LOST, i]].row]
-    return request.served_by_s <= step.at.now_s
-
-
-@compiled
-def _added_s(step, i):
-    """What one of the lost decodes adds to a step, seconds."""
-    ctx = step.decodes[step.lists[LOST, i]].ctx
-    return decode_s(step.at, 2.0, ctx) - decode_s(step.at, 1.0, 0.0)
 
 
 @compiled
@@ -243,6 +197,8 @@ def _add_prefills(step, count):
         at.slots += at.num_starts
         at.free += at.starting
         at.room += at.chunk
+        at.num_served = at.num_offered = at.chunk = 0
+        at.is_holding = False
         # With the next ones, as far as such a step costs anyway.
         at.spare_s = min(at.limit_s, 2.0 * at.mixed_s) - at.mixed_s
     _take(step, first, tokens)
@@ -264,8 +220,9 @@ def _left_over(step, place):
     waiting ones, so that it would get their tokens too.
     """
     at = step.at
-    tokens = _tokens_in(step, place, at.decode_s + at.spare_s, at.room)
-    goes_on = place < at.num_started and tokens < step.prefills[place].new
+    prefill, limit_s = step.prefills[place], at.decode_s + at.spare_s
+    tokens = _tokens_in(step, prefill, limit_s, at.room)
+    goes_on = place < at.num_started and tokens < prefill.new
     return 0 if goes_on and at.num_starts else tokens
 
 
@@ -296,13 +253,10 @@ def _take(step, place, tokens):
 
 
 @compiled
-def _tokens_in(step, place, limit_s, room):
-    """Tokens of one that a step of `limit_s` has time for; all or none of a whole prompt."""
-    prefill, is_whole = step.prefills[place], not step.at.chunks_prefills
-    need = int(prefill.chunk)
-    ends = np.full(1 if is_whole else 0, float(need))
-    tokens = min(need, tokens_in(step, limit_s, room, prefill.has, ends))
-    return 0 if is_whole and tokens < need else tokens
+def _tokens_in(step, prefill, limit_s, room):
+    """Tokens of one that a step of `limit_s` has time for, a multiple also at its end."""
+    end = np.inf if step.at.chunks_prefills else prefill.chunk
+    return min(int(prefill.chunk), tokens_within(step, end, limit_s, room, prefill.has))
 
 
 @compiled
@@ -313,10 +267,12 @@ def _on_credit(step, place):
     """
     at, account, prefill = step.at, step.account, step.prefills[place]
     must = is_overdue(step, place)
-    if (account.credit_s <= 0.0 and not must) or _is_upper_there(step, place):
+    if account.credit_s <= 0.0 and not must:
         return 0
+    if at.num_order and step.prefills[step.lists[ORDER, 0]].rank < prefill.rank:
+        return 0  # an upper one would have to wait for it
     need, has = int(prefill.chunk), prefill.has
-    tokens = _tokens_in(step, place, at.limit_s, at.room + at.chunk)
+    tokens = _tokens_in(step, prefill, at.limit_s, at.room + at.chunk)
     if not tokens and (must or _is_full(step)):
         tokens = min(need, step.tuning.tile) if at.chunks_prefills else need
     price_s = chunk_s(at, float(tokens), has)
@@ -327,18 +283,6 @@ def _on_credit(step, place):
         return 0
     account.credit_s -= price_s
     return tokens
-
-
-@compiled
-def _is_upper_there(step, place):
-    """Whether a prefill of a higher class would have to wait for this one."""
-    if not step.at.has_ranks:
-        return False
-    rank = step.prefills[place].rank
-    for other in range(step.at.num_prefills):
-        if step.prefills[other].is_feasible and step.prefills[other].rank < rank:
-            return True
-    return False
 
 
 # Who leaves -------------------------------------------------------------------------------------
@@ -352,11 +296,6 @@ def find_victims(step):
     left over; no more than are needed.
     """
     at, num_before = step.at, step.at.num_preempt
-    if at.num_kept == at.num_started and at.num_alive == at.num_decodes:
-        return
-    most = 1 + at.tokens_per_decode // at.block_size  # blocks of a decode
-    if not at.num_admit and at.num_free_blocks > most * at.num_decodes:
-        return
     num_held = _list_giving(step)
     if not num_held:
         return
@@ -391,22 +330,21 @@ def _kv_tokens(step, row):
 def _list_giving(step):
     """List in `GIVING` the rows of those that may leave, the last to arrive first; how many."""
     at, line, count = step.at, step.lists[GIVING], 0
-    most = at.num_decodes + at.num_started
-    keys = np.empty(most)
+    keys = np.empty((at.num_decodes + at.num_started, 2))
     _mark_safe(step)
     for place in range(at.num_decodes):
         decode = step.decodes[place]
         if decode.is_lost and not decode.is_safe:
             key = -step.requests[decode.row].arrival_s
-            count = insert(line, count, most, decode.row, keys, key)
+            count = insert(line, keys, count, decode.row, 0, key)
     may = step.lists[MAY]
     for place in range(at.num_started):
         prefill = step.prefills[place]
         is_served = is_in(step.lists[CHOSEN], at.num_chosen, place)
-        is_served = is_served or (not at.is_alone and is_in(may, at.num_served, place))
+        is_served = is_served or is_in(may, at.num_served, place)
         if not prefill.is_feasible and not is_served and not is_overdue(step, place):
             key = -step.requests[prefill.row].arrival_s
-            count = insert(line, count, most, prefill.row, keys, key)
+            count = insert(line, keys, count, prefill.row, 0, key)
     return count
 
 

@@ -12,7 +12,7 @@ from sola_sched.core.state import PREFILL
 from sola_sched.cost.times import copy_times, decode_s
 from sola_sched.planner.attain.best_effort import find_victims, serve_lost
 from sola_sched.planner.attain.entry import let_in
-from sola_sched.planner.attain.held import find_room, hold_decodes, take_all
+from sola_sched.planner.attain.held import find_room, hold_decodes
 from sola_sched.planner.attain.lost import (
     gather,
     is_rejected,
@@ -30,11 +30,12 @@ from sola_sched.planner.attain.records import (
     REJECT,
     RUN,
     Step,
+    is_in,
 )
 
-#: What `look` finds: nothing to decide; or a pipeline to run, for which output lengths of
-#: prefills, and equally likely ones of all, are wanted as well.
-SETTLED, OPEN, WANTS_PREFILLS, WANTS_LIKELY = 0, 1, 2, 4
+#: What `look` finds: nothing to decide; a pipeline to run; one for which equally likely output
+#: lengths of all are wanted as well.
+SETTLED, OPEN, WANTS_LIKELY = range(3)
 #: What a plan is about, as in `StepPlan.problem`.
 PROBLEMS = ("attain", "overload", "stalled", "prompts")
 _ATTAIN, _OVERLOAD, _STALLED, _PROMPTS = range(len(PROBLEMS))
@@ -60,18 +61,12 @@ def look(
             step.account.unseen_s += step.at.elapsed_s
         return SETTLED
     gather(step, running, ahead, waiting, num_victims)
-    wanted, need = OPEN, 0
-    for place in range(step.at.num_prefills):
-        request = requests[step.prefills[place].row]
-        if request.num_output or request.e2e_due_s < np.inf:
-            wanted |= WANTS_PREFILLS
-        if place >= step.at.num_started:
-            need += max(request.prefill_target, request.num_computed + 1)
+    need = 0
+    for row in waiting:
+        need += max(requests[row].prefill_target, requests[row].num_computed + 1)
     used = 1.0 - (step.at.num_free_blocks - need / step.at.block_size) / max(1, step.at.num_blocks)
     find_room(step, need)
-    if step.at.num_waiting and used > step.tuning.memory_threshold:
-        wanted |= WANTS_LIKELY
-    return wanted
+    return WANTS_LIKELY if len(waiting) and used > step.tuning.memory_threshold else OPEN
 
 
 @compiled
@@ -115,8 +110,8 @@ def decide(
 
     Args:
         at ... likely: As in `Step`.
-        left: Output tokens that are expected of the decodes after those in flight, >= 1.
-        left_prefills: The same of the prefills, if they are wanted.
+        left, left_prefills: Output tokens that are expected of decodes, after those in flight, and
+            of prefills, >= 1.
         num_victims: As in `look`.
     """
     step = Step(at[0], tuning[0], account[0], requests, decodes, prefills, lists, lifts, likely)
@@ -131,90 +126,69 @@ def decide(
     if step.tuning.rejects:
         spare_one(step)
     find_pace(step)
-    take_all(step.at)
-    for is_second in range(2):  # one place of call: all of it is inlined
-        if is_second and not hold_decodes(step):
-            break
-        let_in(step)
+    hold_decodes(step)
+    let_in(step)
     serve_lost(step)
     return _put_together(step)
 
 
 @compiled
-def _add(step, place):
-    """Put a prefill into the plan: it runs, or is admitted."""
-    at, row = step.at, step.prefills[place].row
-    if place < at.num_started:
-        step.lists[RUN, at.num_run] = row
-        at.num_run += 1
-    else:
-        step.lists[ADMIT, at.num_admit] = row
-        at.num_admit += 1
-
-
-@compiled
 def _put_together(step):
     """The plan of a step with decodes."""
-    at, lists = step.at, step.lists
-    _add_alive(step)
-    num_alive = at.num_run
-    for i in range(at.lost_run):
-        lists[RUN, at.num_run] = step.decodes[lists[LOST, i]].row
-        at.num_run += 1
-    num_decodes, tokens = at.num_run, at.lost_tokens
-    if not at.is_alone:
-        tokens += at.chunk
-        for i in range(at.num_served):
-            _add(step, lists[MAY, i])
-    for i in range(at.num_chosen):
-        _add(step, lists[CHOSEN, i])
-    num_before = at.num_preempt
+    at, lists, decodes = step.at, step.lists, step.decodes
+    _add_prefills(step, False)
     find_victims(step)
-    if at.num_preempt > num_before:
-        _take_out(step, num_alive, num_before)
+    for place in range(at.num_decodes):
+        if not decodes[place].is_lost and not (at.is_holding and decodes[place].is_held):
+            _run(step, decodes[place].row)
+    for i in range(at.lost_run):
+        row = decodes[lists[LOST, i]].row
+        if not is_in(lists[PREEMPT], at.num_preempt, row):
+            _run(step, row)
+    num_decodes = at.num_run
+    _add_prefills(step, True)
     if step.tuning.rejects:
         for place in range(at.num_started, at.num_prefills):
             if is_rejected(step, place):
                 lists[REJECT, at.num_reject] = step.prefills[place].row
                 at.num_reject += 1
-    num_offered = 0 if at.is_alone else at.num_offered
-    if not at.num_run and not at.num_admit and not num_offered:
+    for i in range(at.num_served, at.num_served + at.num_offered):
+        _add(step, lists[MAY, i], False)
+    if not at.num_run and not at.num_admit:
         at.num_preempt = 0
         return _STALLED
-    for i in range(at.num_served, at.num_served + num_offered):
-        _add(step, lists[MAY, i])
-    budget = min(num_decodes * at.tokens_per_decode + tokens, at.max_num_tokens)
-    at.budget = max(1, int(budget))
+    tokens = num_decodes * at.tokens_per_decode + at.chunk + at.lost_tokens
+    at.budget = max(1, min(tokens, at.max_num_tokens))
     if at.num_run == at.num_running == num_decodes and not at.num_preempt:
         at.num_run = -1  # all of them, as they stand
-    if at.is_holding and not at.is_alone:
+    if at.is_holding:
         return _PROMPTS
     return _OVERLOAD if at.num_on_time < at.num_jobs else _ATTAIN
 
 
 @compiled
-def _add_alive(step):
-    at, decodes, run = step.at, step.decodes, step.lists[RUN]
-    is_holding = at.is_holding and not at.is_alone
-    for place in range(at.num_decodes):
-        if not decodes[place].is_lost and not (is_holding and decodes[place].is_held):
-            run[at.num_run] = decodes[place].row
-            at.num_run += 1
+def _run(step, row):
+    step.lists[RUN, step.at.num_run] = row
+    step.at.num_run += 1
 
 
 @compiled
-def _take_out(step, first, num_before):
-    """Those who leave run no more, from a place of `RUN` on."""
-    at, run = step.at, step.lists[RUN]
-    count = first
-    for i in range(first, at.num_run):
-        is_victim = False
-        for j in range(num_before, at.num_preempt):
-            is_victim = is_victim or step.lists[PREEMPT, j] == run[i]
-        if not is_victim:
-            run[count] = run[i]
-            count += 1
-    at.num_run = count
+def _add_prefills(step, have_begun):
+    """Put those prefills of the step into the plan that have, or have not, begun."""
+    for i in range(step.at.num_served):
+        _add(step, step.lists[MAY, i], have_begun)
+    for i in range(step.at.num_chosen):
+        _add(step, step.lists[CHOSEN, i], have_begun)
+
+
+@compiled
+def _add(step, place, have_begun):
+    at, row = step.at, step.prefills[place].row
+    if place < at.num_started and have_begun:
+        _run(step, row)
+    elif place >= at.num_started and not have_begun:
+        step.lists[ADMIT, at.num_admit] = row
+        at.num_admit += 1
 
 
 @entry
@@ -250,17 +224,17 @@ def plan(
         at, tuning, account, requests, decodes, prefills, lists, lifts, running, ahead, waiting,
         num_victims,
     )  # fmt: skip
-    if wanted == SETTLED or wanted & WANTS_LIKELY or not line.shape[1]:
+    if wanted != OPEN or not line.shape[1]:
         return -1 - wanted
     for place in range(step.num_decodes):
         decode = decodes[place]
         decode.left = expected_left(
             bin_of, line, trusts_predictions, requests[decode.row], decode.ahead
         )
-    if wanted & WANTS_PREFILLS:
-        for place in range(step.num_prefills):
-            prefill = prefills[place]
-            prefill.left = expected_left(bin_of, line, trusts_predictions, requests[prefill.row], 0)
+    for place in range(step.num_prefills):
+        request = requests[prefills[place].row]
+        if request.num_output or request.e2e_due_s < np.inf:  # those that `lost` asks for
+            prefills[place].left = expected_left(bin_of, line, trusts_predictions, request, 0)
     none = np.empty(0)
     return decide(
         at, tuning, account, requests, decodes, prefills, lists, lifts, np.empty((0, 5)), none,

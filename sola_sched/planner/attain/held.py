@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from sola_sched.compiled.functions import compiled
-from sola_sched.core.traffic import NUM_ENOUGH
 from sola_sched.cost.times import chunk_overhead_s, chunk_s, decode_s, prompts_constant_s
-from sola_sched.planner.attain.records import MAY, NEAR, ORDER
-
-
-@compiled
-def take_all(at):
-    """All decodes that are alive take part."""
-    at.is_holding = False
-    at.num_taking, at.ctx_taking, at.taking_s = at.num_alive, at.ctx_alive, at.decode_s
-    at.least_s = at.mixed_s
+from sola_sched.planner.attain.records import NEAR, ORDER
 
 
 @compiled
@@ -33,41 +22,20 @@ def find_room(step, need):
 
 
 @compiled
-def load_of_traffic(at):
-    """What all that comes takes at the pace of the tightest target, as of a fluid; NaN if unknown.
+def has_spare(step):
+    """Whether there is room, and bare steps leave a large share of TPOT.
 
-    The compiled form of `RecentTraffic.load`: the decodes that run then, by Little's law, the KV
-    tokens that they hold, and the shares of the time that they and that all work takes.
-    """
-    if at.num_came < NUM_ENOUGH or math.isnan(at.mean_output) or not 0.0 < at.pace_s < np.inf:
-        return np.nan, np.nan, np.nan, np.nan
-    rate_per_s = at.num_came / max(at.now_s - at.first_came_s, 1e-9)
-    count = rate_per_s * at.mean_output / at.per_step * at.pace_s
-    ctx = count * (at.mean_prompt + 0.5 * at.mean_output)
-    decodes = decode_s(at, count, ctx) / at.pace_s
-    return count, ctx, decodes, decodes + rate_per_s * chunk_s(at, at.mean_prompt, 0.0)
-
-
-@compiled
-def find_spare(step):
-    """Whether decodes may take all the time that TPOT leaves them: nothing gets short that way.
-
-    Time, slots and memory are enough for all that comes, and bare steps leave a large share of
-    TPOT: what a decode gives up it has to gain again.
+    What a decode gives up it has to gain again.
     """
     at = step.at
-    count, ctx, _, total = load_of_traffic(at)
-    is_short = total > 1.0 or count > at.max_num_running or ctx > at.num_blocks * at.block_size
-    is_loose = at.decode_s <= step.tuning.near * at.pace_s
-    at.has_spare = at.has_room and is_loose and not is_short
+    return at.has_room and at.decode_s <= step.tuning.near * at.pace_s
 
 
 @compiled
 def wait_for_first(step):
     """Count no decodes before the prompt that is due first if it could be on time without them."""
     at, alone_s, first_s = step.at, np.inf, np.inf
-    take_all(at)
-    find_spare(step)
+    _take_all(at)
     if not at.has_room or not step.tuning.holds:
         return
     for place in range(at.num_prefills):
@@ -84,24 +52,33 @@ def wait_for_first(step):
 
 
 @compiled
-def hold_decodes(step):
-    """Hold decodes for the prompts of the step; whether any are held.
+def _take_all(at):
+    """All decodes that are alive take part."""
+    at.is_holding = False
+    at.num_taking, at.ctx_taking, at.taking_s = at.num_alive, at.ctx_alive, at.decode_s
+    at.least_s = at.mixed_s
 
-    All, where one would be late with them or a step with them takes a large share of its TTFT
-    target, if then nobody's token is late. Otherwise those that are due two steps later, where not
-    all prompts that can be on time are in the step and there is time to spare.
+
+@compiled
+def hold_decodes(step):
+    """Mark the decodes that sit the step out.
+
+    All, where one of its prompts would be late with them or a step with them takes a large share
+    of its TTFT target, if then nobody's token is late. Otherwise those that are due two steps
+    later, where the step has no time for all prompts that can be on time.
     """
-    at = step.at
+    at, total_s = step.at, 0.0
+    _take_all(at)
     if not step.tuning.holds or not at.num_jobs or not at.num_alive or not at.has_room:
-        return False
-    total_s = prompts_constant_s(at)
+        return
     for i in range(at.num_near):
         total_s += step.prefills[step.lists[NEAR, i]].service_s
-    step_s = min(at.limit_s, total_s)
+    has_backlog = at.mixed_s + total_s > at.limit_s or at.num_near < at.num_jobs
+    step_s = min(at.limit_s, prompts_constant_s(at) + total_s)
     # Where none has a TPOT target nothing else would bring them back.
     are_all = step_s + at.decode_s <= at.slack_s < np.inf and _is_urgent(step)
-    if not are_all and not (at.has_backlog and at.has_spare):
-        return False
+    if not are_all and not (has_backlog and has_spare(step)):
+        return
     num_taking, ctx = 0, 0.0
     for place in range(at.num_decodes):
         decode = step.decodes[place]
@@ -113,20 +90,19 @@ def hold_decodes(step):
     at.is_holding, at.num_taking, at.ctx_taking = num_taking < at.num_alive, num_taking, ctx
     at.taking_s = decode_s(at, num_taking, ctx) if num_taking else 0.0
     at.least_s = at.taking_s + chunk_overhead_s(at) if num_taking else prompts_constant_s(at)
-    return at.is_holding
 
 
 @compiled
 def _is_urgent(step):
     """Whether one of the step would be late with all decodes, or nearly."""
-    at = step.at
-    line, count = step.lists[MAY], at.num_served
-    if not count:
-        line, count = step.lists[ORDER], min(1, at.num_order)
-    ends_s, first_s = at.mixed_s, np.inf
-    for i in range(count):
-        prefill = step.prefills[line[i]]
+    at, ends_s, first_s = step.at, step.at.mixed_s, np.inf
+    for i in range(at.num_order):
+        prefill = step.prefills[step.lists[ORDER, i]]
         ends_s += prefill.service_s
         ttft_s = step.requests[prefill.row].ttft_s
         first_s = min(first_s, min(prefill.due_s, step.tuning.tight * ttft_s))
-    return ends_s > first_s
+        if ends_s > first_s:
+            return True
+        if ends_s > at.limit_s:  # those that follow are in a later step
+            return False
+    return False

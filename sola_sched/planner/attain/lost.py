@@ -10,7 +10,7 @@ from sola_sched.compiled.functions import compiled
 from sola_sched.core.state import DECODE
 from sola_sched.cost.times import chunk_overhead_s, chunk_s, decode_s
 from sola_sched.planner.attain.held import wait_for_first
-from sola_sched.planner.attain.records import GIVING, PREEMPT, insert, is_in, rank_of
+from sola_sched.planner.attain.records import PREEMPT, is_in, rank_of
 
 
 @compiled
@@ -34,15 +34,12 @@ def gather(step, running, ahead, waiting, num_victims):
         prefills[at.num_prefills].row = row
         at.num_prefills += 1
     at.num_running, at.num_waiting = len(running), len(waiting)
-    at.lowest = 0
-    if at.has_ranks and at.num_decodes + at.num_prefills:
-        at.lowest = np.iinfo(np.int64).min
+    at.lowest = np.iinfo(np.int64).min
+    if at.has_ranks:
         for place in range(at.num_decodes):
-            rank = rank_of(step.lifts, step.requests[decodes[place].row])
-            at.lowest = max(at.lowest, rank)
+            at.lowest = max(at.lowest, rank_of(step.lifts, requests[decodes[place].row]))
         for place in range(at.num_prefills):
-            rank = rank_of(step.lifts, step.requests[prefills[place].row])
-            at.lowest = max(at.lowest, rank)
+            at.lowest = max(at.lowest, rank_of(step.lifts, requests[prefills[place].row]))
 
 
 # Decodes ------------------------------------------------------------------------------------
@@ -64,20 +61,18 @@ def judge_decodes(step):
         _lose_hurried(step)
     if at.decode_s * tuning.decode_margin > at.bear_s:
         _lose_too_slow(step)
-    if at.has_ranks and at.num_alive < at.num_decodes:
-        for place in range(at.num_decodes):
-            decode = step.decodes[place]
-            rank = rank_of(step.lifts, step.requests[decode.row])
-            if decode.is_lost and rank < at.lowest:
-                decode.bank_s = decode.sustain_s = np.inf
-                decode.is_lost = False
+    if at.num_alive == at.num_decodes:
+        return
+    for place in range(at.num_decodes):
+        decode = decodes[place]
+        request = requests[decode.row]
+        if decode.is_lost and at.has_ranks and rank_of(step.lifts, request) < at.lowest:
+            decode.bank_s = decode.sustain_s = np.inf
+            decode.is_lost = False
+        if decode.is_lost and min(request.due_s, request.tpot_s, request.e2e_due_s) < np.inf:
+            _note_lost(at, request, np.nan)
+    if at.has_ranks:
         weigh(step)
-    if at.num_alive < at.num_decodes:
-        for place in range(at.num_decodes):
-            request = requests[decodes[place].row]
-            has_target = min(request.due_s, request.tpot_s, request.e2e_due_s) < np.inf
-            if decodes[place].is_lost and has_target:
-                _note_lost(at, request, np.nan)
 
 
 @compiled
@@ -183,23 +178,13 @@ def _lose_too_slow(step):
         if decodes[place].sustain_s > tuning.can_wait * at.decode_s:
             decodes[place].is_lost = True
     weigh(step)
-    if at.decode_s * tuning.decode_margin <= at.bear_s:
-        return
-    order, keys = step.lists[GIVING], np.empty(at.num_alive)
-    count = 0
-    for place in range(at.num_decodes):
-        if not decodes[place].is_lost:
-            key = -decodes[place].sustain_s
-            count = insert(order, count, at.num_alive, place, keys, key)
-    ctx, num_kept = 0, 0
-    for place in range(count):
-        decode = decodes[order[place]]
-        ctx += decode.ctx
-        if decode_s(at, place + 1.0, ctx) * tuning.decode_margin <= decode.sustain_s:
-            num_kept = place + 1
-    for place in range(num_kept, count):
-        decodes[order[place]].is_lost = True
-    weigh(step)
+    while at.decode_s * tuning.decode_margin > at.bear_s:
+        worst = 0
+        for place in range(at.num_decodes):
+            if not decodes[place].is_lost and decodes[place].sustain_s <= at.bear_s:
+                worst = place
+        decodes[worst].is_lost = True
+        weigh(step)
 
 
 @compiled
@@ -232,14 +217,11 @@ def judge_prefills(step):
     for place in range(at.num_prefills):
         prefill = prefills[place]
         request = requests[prefill.row]
+        prefill.rank = rank_of(step.lifts, request) if at.has_ranks else 0
         _judge_prefill(at, tuning, prefill, request)
-        if at.has_ranks:  # what an upper one has lost still goes before a lower one
-            prefill.rank = rank_of(step.lifts, request)
-            if not prefill.is_feasible and prefill.rank < at.lowest:
-                prefill.due_s = np.inf
-                prefill.is_feasible = True
-        else:
-            prefill.rank = 0
+        if not prefill.is_feasible and prefill.rank < at.lowest:
+            # What an upper one has lost still goes before a lower one.
+            prefill.due_s, prefill.is_feasible = np.inf, True
         if not prefill.is_feasible and prefill.due_s < np.inf:
             _note_lost(at, request, at.decode_s + prefill.service_s)
         at.num_feasible += prefill.is_feasible
@@ -255,26 +237,20 @@ def _judge_prefill(at, tuning, prefill, request):
         left_s = min(left_s, request.due_s - at.now_s)
     done = float(request.num_computed)
     todo = max(float(request.prefill_target) - done, 1.0)
-    time_s = chunk_s(at, todo, done)
-    prefill.new, prefill.has, prefill.service_s = todo, done, time_s
-    prefill.weight_s = time_s / request.weight
-    need_s = at.taking_s + time_s
-    prefill.is_feasible = left_s < np.inf and tuning.prefill_margin * need_s <= left_s
-    prefill.is_hopeless = is_first and left_s < np.inf and not prefill.is_feasible
-    if prefill.is_feasible and is_first:
-        early_s = left_s - (1.0 - tuning.keep) * request.ttft_s
-        if need_s <= early_s:
-            left_s = early_s
-    prefill.chunk = todo
+    prefill.new, prefill.has, prefill.chunk = todo, done, todo
+    prefill.service_s = chunk_s(at, todo, done)
+    prefill.weight_s = prefill.service_s / request.weight
     if at.max_chunk:  # the steps that a long prompt takes before its last one count
         prefill.chunk = min(todo, float(at.max_chunk))
-        more_s = (math.ceil(todo / prefill.chunk) - 1.0) * at.mixed_s
-        is_late = more_s > 0.0 and tuning.prefill_margin * (need_s + more_s) > left_s
-        if prefill.is_feasible and is_late:
-            prefill.is_feasible = False
-            prefill.is_hopeless = is_first
-        left_s -= more_s
+        left_s -= (math.ceil(todo / prefill.chunk) - 1.0) * at.mixed_s
+    need_s = at.taking_s + prefill.service_s
+    prefill.is_feasible = left_s < np.inf and tuning.prefill_margin * need_s <= left_s
+    prefill.is_hopeless = is_first and left_s < np.inf and not prefill.is_feasible
     prefill.due_s = left_s
+    if is_first and request.ttft_s < np.inf:
+        early_s = left_s - (1.0 - tuning.keep) * request.ttft_s
+        if need_s <= early_s:
+            prefill.due_s = early_s
 
 
 @compiled
@@ -323,17 +299,16 @@ def spare_one(step):
 
     Whoever is refused computes nothing, so if all are, step times that are wrong stay wrong.
     """
-    at, account = step.at, step.account
-    count, first, is_waiting = 0, -1, False
+    at, account, requests = step.at, step.account, step.requests
+    count, first, oldest, is_waiting = 0, np.inf, 0, False
     for place in range(at.num_prefills):
         prefill = step.prefills[place]
         if prefill.is_hopeless and prefill.due_s > 0.0:
-            request = step.requests[prefill.row]
+            request = requests[prefill.row]
             count += 1
             is_waiting = is_waiting or request.serial == account.spared
-            oldest_s = step.requests[step.prefills[first].row].arrival_s if first >= 0 else np.inf
-            if request.arrival_s < oldest_s:
-                first = place
+            if request.arrival_s < first:
+                first, oldest = request.arrival_s, place
     is_computing = at.num_feasible > 0 or at.num_started > 0
     if is_computing or (account.spared >= 0 and not is_waiting):
         account.num_refused, account.spared = 0, -1
@@ -342,9 +317,9 @@ def spare_one(step):
     if account.num_refused < step.tuning.refused_in_a_row:
         account.num_refused += count
         return
-    step.prefills[first].is_hopeless = False
+    step.prefills[oldest].is_hopeless = False
     at.num_hopeless -= 1
-    account.spared = step.requests[step.prefills[first].row].serial
+    account.spared = requests[step.prefills[oldest].row].serial
 
 
 @compiled

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from sola_sched.compiled.functions import compiled
-from sola_sched.cost.times import chunk_s
-from sola_sched.planner.attain.held import load_of_traffic
+from sola_sched.core.traffic import NUM_ENOUGH
+from sola_sched.cost.times import chunk_s, decode_s
 from sola_sched.planner.attain.lost import is_rejected, most_lent_s
-from sola_sched.planner.attain.records import NEAR, ORDER
+from sola_sched.planner.attain.records import NEAR, ORDER, insert
 
 
 @compiled
@@ -23,37 +25,42 @@ def find_pace(step):
     Sets `limit_s`, and lists in `ORDER` the first prefills that can be on time, in the order of
     service: `num_on_time` of them are so together.
     """
-    at, tuning, prefills = step.at, step.tuning, step.prefills
+    at, tuning = step.at, step.tuning
     at.limit_s = at.slack_s
-    for place in range(at.num_prefills):
-        prefill = prefills[place]
-        prefill.is_job = prefill.is_feasible and not is_rejected(step, place)
     _find_jobs(step)
     at.num_on_time = at.num_order = 0
     if not at.num_jobs:
         return
     kept = np.zeros(at.num_near, np.bool_)
-    at.num_on_time = _keep_on_time(step, at.limit_s, kept)
+    at.num_on_time = _keep_on_time(step, kept)
     if at.num_on_time < at.num_jobs and tuning.lends:
         is_anybody_lost = at.num_alive < at.num_decodes or at.num_hopeless > 0
         if not is_anybody_lost or (tuning.lends_past_lost and _is_sustained(step)):
             need_s = _all_on_time_s(step)
             if need_s < most_lent_s(step):
                 at.num_on_time, at.limit_s = at.num_jobs, need_s
+                kept[:] = True
     _put_in_order(step, kept)
     if at.num_on_time and tuning.ends_with_first:
         first = step.prefills[step.lists[ORDER, 0]]
-        need_s = at.least_s + first.service_s
-        at.limit_s = min(at.limit_s, max(first.due_s, need_s))
+        at.limit_s = min(at.limit_s, max(first.due_s, at.least_s + first.service_s))
 
 
 @compiled
 def _is_sustained(step):
     """Whether what comes can be served at the pace of the tightest target, and TPOT is tight.
 
-    Where it is not, steps within the schedules have room for any prompt that is worth it.
+    As a fluid: by Little's law so many decodes run then, which take their share of the time, and
+    the prompts theirs. Where TPOT is not tight, steps within the schedules have room for any
+    prompt that is worth it.
     """
-    _, _, decodes, total = load_of_traffic(step.at)
+    at = step.at
+    if at.num_came < NUM_ENOUGH or math.isnan(at.mean_output) or not 0.0 < at.pace_s < np.inf:
+        return False
+    rate_per_s = at.num_came / max(at.now_s - at.first_came_s, 1e-9)
+    count = rate_per_s * at.mean_output / at.per_step * at.pace_s
+    decodes = decode_s(at, count, count * (at.mean_prompt + 0.5 * at.mean_output)) / at.pace_s
+    total = decodes + rate_per_s * chunk_s(at, at.mean_prompt, 0.0)
     return total <= 1.0 and decodes >= step.tuning.near
 
 
@@ -62,72 +69,46 @@ def _is_sustained(step):
 
 @compiled
 def _find_jobs(step):
-    """List in `NEAR` the first of those marked `is_job`, by class and deadline; count them all."""
-    at, prefills, line = step.at, step.prefills, step.lists[NEAR]
-    most = min(step.tuning.num_examined, len(line))
-    keys, ranks = np.empty(most), np.empty(most)
+    """List in `NEAR` the first prefills that can be on time, by class and deadline; count all."""
+    at, line = step.at, step.lists[NEAR]
+    keys = np.empty((min(step.tuning.num_examined, len(line)), 2))
     at.num_jobs = at.num_near = 0
     for place in range(at.num_prefills):
-        prefill = prefills[place]
-        if prefill.is_job:
+        prefill = step.prefills[place]
+        if prefill.is_feasible and not is_rejected(step, place):
             at.num_jobs += 1
-            at.num_near = _insert_by_rank(
-                line, at.num_near, most, place, ranks, float(prefill.rank), keys, prefill.due_s
-            )
-    total_s = 0.0
-    for i in range(at.num_near):
-        total_s += step.prefills[line[i]].service_s
-    at.delay_s = at.taking_s
-    # The step ends with the deadline of its first prefill. Where one could hold many, those who
-    # are to be on time are so a step early, or steps would end with one each.
-    is_short = total_s / max(1, at.num_near) < at.mixed_s
-    at.lead_s = at.mixed_s if is_short and step.tuning.leads else 0.0
+            at.num_near = insert(line, keys, at.num_near, place, prefill.rank, prefill.due_s)
 
 
 @compiled
-def _insert_by_rank(line, count, most, place, ranks, rank, keys, key):
-    """As `records.insert`, by rank and then by key."""
-    if count == most:
-        last = count - 1
-        if rank > ranks[last] or (rank == ranks[last] and not key < keys[last]):
-            return count
-        count -= 1
-    at = count
-    while at > 0 and (rank < ranks[at - 1] or (rank == ranks[at - 1] and key < keys[at - 1])):
-        line[at], ranks[at], keys[at] = line[at - 1], ranks[at - 1], keys[at - 1]
-        at -= 1
-    line[at], ranks[at], keys[at] = place, rank, key
-    return count + 1
-
-
-@compiled
-def _keep_on_time(step, limit_s, kept):
+def _keep_on_time(step, kept):
     """Mark the most of `NEAR` that are on time together in steps of `limit_s`; how many.
 
-    All a step early, if that is possible; else as many as are on time at all.
+    All of them, if that is possible. Else, where a step could hold many, those that are so a step
+    early: it ends with the deadline of its first prefill, so that others would end with one each.
     """
-    at = step.at
-    share = max(step.tuning.least_share, 1.0 - at.mixed_s / max(limit_s, 1e-9))
-    count = _keep(step, share, 0.0, False, kept)
-    if count < at.num_near:
-        count = _keep(step, share, at.lead_s, True, kept)
-        if not count and at.lead_s:
-            count = _keep(step, share, 0.0, True, kept)
+    at, total_s = step.at, 0.0
+    share = max(1e-9, 1.0 - at.mixed_s / max(at.limit_s, 1e-9))
+    count = _keep(step, share, 0.0, kept)
+    for i in range(at.num_near):
+        total_s += step.prefills[step.lists[NEAR, i]].service_s
+    are_many = total_s < at.mixed_s * at.num_near
+    if count < at.num_near and are_many and step.tuning.leads:
+        count = _keep(step, share, at.mixed_s, kept) or _keep(step, share, 0.0, kept)
     return count
 
 
 @compiled
-def _keep(step, share, lead_s, is_weighed, kept):
+def _keep(step, share, lead_s, kept):
     """Mark the most jobs that can be on time; how many.
 
     Source: Moore and Hodgson (1968), for the fewest late jobs on one machine: take the jobs by
-    deadline and, whenever the last one taken would be late, give up the one that costs most: time,
-    or time for what it is worth. Nobody is given up for one of a lower class.
+    deadline and, whenever the last one taken would be late, give up the one that costs most time
+    for what it is worth. Nobody is given up for one of a lower class.
 
     Args:
         share: Share of its time that the machine has for them.
         lead_s: They are to end so much before their deadlines, seconds.
-        is_weighed: Whether costs are weighed.
     """
     at, jobs, prefills = step.at, step.lists[NEAR], step.prefills
     busy_s, num_kept = 0.0, 0
@@ -136,13 +117,13 @@ def _keep(step, share, lead_s, is_weighed, kept):
         kept[last] = True
         num_kept += 1
         busy_s += job.service_s
-        while busy_s > share * (job.due_s - (at.delay_s + lead_s)):
-            worst, most_s = -1, 0.0
+        while busy_s > share * (job.due_s - (at.taking_s + lead_s)):
+            worst = -1
             for i in range(last + 1):
                 other = prefills[jobs[i]]
-                cost_s = other.weight_s if is_weighed else other.service_s
-                if kept[i] and other.rank == job.rank and (worst < 0 or cost_s > most_s):
-                    worst, most_s = i, cost_s
+                costs_most = worst < 0 or other.weight_s > prefills[jobs[worst]].weight_s
+                if kept[i] and other.rank == job.rank and costs_most:
+                    worst = i
             if worst < 0:  # what a higher class has kept is too much by itself
                 break
             kept[worst] = False
@@ -160,7 +141,7 @@ def _all_on_time_s(step):
         prefill = step.prefills[near[i]]
         num_starts += near[i] >= at.num_started
         busy_s += prefill.service_s
-        share = max(share, busy_s / max(prefill.due_s - at.delay_s, 1e-9))
+        share = max(share, busy_s / max(prefill.due_s - at.taking_s, 1e-9))
     if at.num_near < at.num_jobs or num_starts > open_slots(at):
         return np.inf
     longest_s = at.mixed_s + chunk_s(at, float(token_room(at)), 0.0)
@@ -169,44 +150,13 @@ def _all_on_time_s(step):
 
 @compiled
 def _put_in_order(step, kept):
-    """List in `ORDER`, by class, those on time, by deadline, then the others.
-
-    Those by what they cost, if the step gets to them.
-    """
-    at, near, order = step.at, step.lists[NEAR], step.lists[ORDER]
-    if at.num_on_time == at.num_jobs:
-        at.num_order = at.num_near
-        for i in range(at.num_near):
-            order[i] = near[i]
-        return
-    most = min(step.tuning.num_examined, len(order))
-    keys, ranks = np.empty(most), np.empty(most)
-    count, tokens = 0, 0.0
+    """List `NEAR` in `ORDER`: by class, those on time by deadline, then the others by cost."""
+    at, near = step.at, step.lists[NEAR]
+    keys = np.empty((at.num_near, 2))
     for i in range(at.num_near):
-        if kept[i]:
-            prefill = step.prefills[near[i]]
-            tokens += prefill.new
-            count = _insert_by_rank(
-                order, count, most, near[i], ranks, float(prefill.rank), keys, -np.inf
-            )
-            prefill.is_job = False
-    gets_there = tokens < token_room(at)
-    for i in range(at.num_near):
-        if not kept[i]:
-            count = _add_late(step, near[i], gets_there, count, most, ranks, keys)
-    for place in range(at.num_prefills):
-        if step.prefills[place].is_job:
-            count = _add_late(step, place, gets_there, count, most, ranks, keys)
-    at.num_order = count
-
-
-@compiled
-def _add_late(step, place, gets_there, count, most, ranks, keys):
-    prefill = step.prefills[place]
-    prefill.is_job = False
-    key = prefill.weight_s if gets_there else 0.0
-    rank = float(prefill.rank)
-    return _insert_by_rank(step.lists[ORDER], count, most, place, ranks, rank, keys, key)
+        prefill = step.prefills[near[i]]
+        key = float(i - at.num_near) if kept[i] else prefill.weight_s
+        at.num_order = insert(step.lists[ORDER], keys, at.num_order, near[i], prefill.rank, key)
 
 
 # Room -------------------------------------------------------------------------------------------

@@ -141,10 +141,8 @@ class AttainPlanner:
         at = self._at[0]
         decodes, prefills = self._decodes[: at["num_decodes"]], self._prefills[: at["num_prefills"]]
         left = state.remaining(decodes["row"], decodes["ahead"])
-        left_prefills, likely = _NO_LEFT, _NO_LIKELY
-        if wanted & course.WANTS_PREFILLS:
-            left_prefills = state.remaining(prefills["row"])
-        if wanted & course.WANTS_LIKELY:
+        left_prefills, likely = state.remaining(prefills["row"]), _NO_LIKELY
+        if wanted == course.WANTS_LIKELY:
             rows = np.concatenate([decodes["row"], prefills["row"]])
             ahead = np.zeros(len(rows), dtype=np.int64)
             ahead[: len(decodes)] = decodes["ahead"]

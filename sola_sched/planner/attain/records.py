@@ -25,17 +25,17 @@ from sola_sched.planner.attain.tuning import AttainTuning
 #: - slack_s, bear_s, pace_s: the longest next step that keeps, or brings, all of them on course;
 #:   the longest bare step that all of them sustain; the least of their `token_s`. inf without any.
 #: - mixed_s: time of a step of them and a chunk, but for the chunk.
-#: - has_room, has_spare: as `held` finds them. is_holding: decodes marked so sit out.
+#: - has_room: as `held` finds it. is_holding: decodes marked so sit out.
 #: - num_taking, ctx_taking, taking_s, least_s: as num_alive, ctx_alive, decode_s and mixed_s, of
 #:   the decodes that take part.
 #: - num_feasible, num_hopeless, num_kept: prefills that are so; those with a slot that are
 #:   feasible.
 #: - num_jobs: prefills that can be on time. limit_s, num_on_time: of `pace`.
 #: - num_served, num_offered, chunk, has_backlog: of `entry`.
-#: - lost_run, num_chosen, lost_tokens, is_alone, is_blocked: of `best_effort`.
+#: - lost_run ... starting: of `best_effort`.
 #: - num_run, num_admit, num_preempt, num_reject, budget: of the plan; num_run is -1 for all as
 #:   they stand.
-_STEP: list[Any] = [
+STEP = np.dtype([
     ("now_s", "f8"), ("elapsed_s", "f8"), ("per_step", "f8"), ("prefill_share", "f8"),
     ("max_num_tokens", "i8"), ("max_num_running", "i8"), ("num_free_blocks", "i8"),
     ("num_blocks", "i8"), ("block_size", "i8"), ("tokens_per_decode", "i8"), ("max_chunk", "i8"),
@@ -46,11 +46,10 @@ _STEP: list[Any] = [
     ("num_running", "i8"), ("num_waiting", "i8"),
     ("num_decodes", "i8"), ("num_prefills", "i8"), ("num_started", "i8"), ("lowest", "i8"),
     ("num_alive", "i8"), ("ctx_alive", "f8"), ("decode_s", "f8"), ("slack_s", "f8"),
-    ("bear_s", "f8"), ("pace_s", "f8"), ("mixed_s", "f8"), ("has_room", "?"), ("has_spare", "?"),
-    ("is_holding", "?"),
+    ("bear_s", "f8"), ("pace_s", "f8"), ("mixed_s", "f8"), ("has_room", "?"), ("is_holding", "?"),
     ("num_taking", "i8"), ("ctx_taking", "f8"), ("taking_s", "f8"), ("least_s", "f8"),
     ("num_feasible", "i8"), ("num_hopeless", "i8"), ("num_kept", "i8"),
-    ("num_jobs", "i8"), ("num_near", "i8"), ("lead_s", "f8"), ("delay_s", "f8"),
+    ("num_jobs", "i8"), ("num_near", "i8"),
     ("num_order", "i8"), ("limit_s", "f8"), ("num_on_time", "i8"),
     ("num_served", "i8"), ("num_offered", "i8"), ("chunk", "i8"), ("has_backlog", "?"),
     ("lost_run", "i8"), ("num_chosen", "i8"), ("lost_tokens", "i8"), ("is_alone", "?"),
@@ -59,12 +58,9 @@ _STEP: list[Any] = [
     ("starting", "f8"),
     ("num_run", "i8"), ("num_admit", "i8"), ("num_preempt", "i8"), ("num_reject", "i8"),
     ("budget", "i8"),
-]  # fmt: skip
-STEP = np.dtype(_STEP, align=True)
-#: The fields that are given; the others are found.
-GIVEN = [name for name, *_ in _STEP[: _STEP.index(("num_running", "i8"))]]
-#: Of them recent traffic, and what seldom changes.
-TRAFFIC = GIVEN[GIVEN.index("num_came") :]
+], align=True)  # fmt: skip
+#: Recent traffic, and what seldom changes.
+TRAFFIC = ["num_came", "first_came_s", "mean_prompt", "mean_output"]
 LIMITS = [
     "max_num_tokens", "max_num_running", "num_blocks", "block_size", "tokens_per_decode",
     "max_chunk", "chunks_prefills",
@@ -95,11 +91,10 @@ DECODE = np.dtype([
 #:   request is worth.
 #: - is_feasible: it can still end in time; false without a target.
 #: - is_hopeless: it waits for its first token and cannot get it in time any more.
-#: - is_job: it is one of those among which `pace` chooses.
 PREFILL = np.dtype([
     ("row", "i8"), ("rank", "i8"), ("left", "f8"), ("due_s", "f8"), ("new", "f8"), ("has", "f8"),
     ("chunk", "f8"), ("service_s", "f8"), ("weight_s", "f8"), ("is_feasible", "?"),
-    ("is_hopeless", "?"), ("is_job", "?"),
+    ("is_hopeless", "?"),
 ], align=True)  # fmt: skip
 
 #: What spans steps.
@@ -189,18 +184,26 @@ def rank_of(lifts, request):
 
 
 @compiled
-def insert(line, count, most, place, keys, key):
-    """Put a place into a line of the `most` least keys, behind equal ones; the new count."""
-    if count == most:
-        if not key < keys[count - 1]:
+def insert(line, keys, count, place, rank, key):
+    """Put a place into a line by rank and then by key, behind equal ones; the new count.
+
+    `keys` [most, 2] are those of the line, which holds no more than the first `most`.
+    """
+    if count == len(keys):
+        if not _is_before(rank, key, keys[count - 1]):
             return count
         count -= 1
     at = count
-    while at > 0 and key < keys[at - 1]:
-        line[at], keys[at] = line[at - 1], keys[at - 1]
+    while at > 0 and _is_before(rank, key, keys[at - 1]):
+        line[at], keys[at, 0], keys[at, 1] = line[at - 1], keys[at - 1, 0], keys[at - 1, 1]
         at -= 1
-    line[at], keys[at] = place, key
+    line[at], keys[at, 0], keys[at, 1] = place, rank, key
     return count + 1
+
+
+@compiled
+def _is_before(rank, key, other):
+    return rank < other[0] or (rank == other[0] and key < other[1])
 
 
 @compiled

@@ -24,12 +24,11 @@ class AttainTuning:
             a plan. Those that come later cannot be on time while so many are in front of them.
         catching_up: A decode behind its schedule catches up by steps that are so far from bare
             ones to what it sustains.
-        leads, holds, lends, lends_past_lost, ends_with_first, blocks, serves_lost_together:
-            Mechanisms that `python benchmarks/run.py mechanisms` leaves out, one at a time: those
-            on time are so a step early; decodes sit out for prompts; decodes lend of their later
-            time, and do so where somebody is lost already; a step ends before the deadline of its
-            first prefill; nobody starts while the oldest lost request finds no room; short prompts
-            of the lost share a step.
+        leads, holds, lends, lends_past_lost, ends_with_first, serves_lost_together: Mechanisms
+            that `python benchmarks/run.py mechanisms` leaves out, one at a time: those on time are
+            so a step early; decodes sit out for prompts; decodes lend of their later time, and do
+            so where somebody is lost already; a step ends before the deadline of its first prefill;
+            short prompts of the lost share a step.
         num_spare_offers: Waiting requests offered beyond the chunk, for prefix-cache hits.
         memory_threshold: Use of KV memory above which the peak is predicted (SOLA 6.4).
         planned_memory: Share of the KV memory that the peak of the expected need may take. Above 1:
@@ -39,8 +38,6 @@ class AttainTuning:
         for_lost: Prompts of the lost lengthen steps by this share of what TPOT leaves, while there
             is time to spare; insensitive (0.15, 0.5).
         most_credit_s: Bound of the account of the lost, seconds: the longest burst of them.
-        least_share: Share of the time that prefills have in a step at least, as far as anybody
-            counts on it.
         many_tiles, sub_tile: Chunks of fewer tiles come in these smaller multiples, tokens: what
             rounding down to a tile leaves out would be a large share of them.
         refused_in_a_row: Requests that `overload: reject` refuses by predicted step times, while no
@@ -59,7 +56,6 @@ class AttainTuning:
     lends: bool = True
     lends_past_lost: bool = True
     ends_with_first: bool = True
-    blocks: bool = True
     serves_lost_together: bool = True
     num_spare_offers: int = 16
     memory_threshold: float = 0.5
@@ -67,7 +63,6 @@ class AttainTuning:
     tight: float = 0.35
     for_lost: float = 0.25
     most_credit_s: float = 0.5
-    least_share: float = 0.02
     many_tiles: int = 8
     sub_tile: int = 16
     refused_in_a_row: int = 8

@@ -119,11 +119,11 @@ def _lengths(e, wanted):
     left = np.empty(plan.num_decodes)
     for place in range(len(left)):
         left[place] = expected_left(requests[decodes[place].row])
-    left_prefills = np.empty(plan.num_prefills if wanted & course.WANTS_PREFILLS else 0)
+    left_prefills = np.empty(plan.num_prefills)
     for place in range(len(left_prefills)):
         left_prefills[place] = expected_left(requests[prefills[place].row])
     num_all = plan.num_decodes + plan.num_prefills
-    likely = np.empty((num_all if wanted & course.WANTS_LIKELY else 0, NUM_LIKELY))
+    likely = np.empty((num_all if wanted == course.WANTS_LIKELY else 0, NUM_LIKELY))
     for place in range(len(likely)):
         if place < plan.num_decodes:
             row = decodes[place].row
