@@ -98,7 +98,8 @@ def _one(fate: Mapping[str, Any], window: Window) -> list[Section]:
 def _spans(fate: Mapping[str, Any]) -> list[float]:
     """Seconds of each of `_PARTS`.
 
-    Waits after a preemption are taken off the decodes, as far as these are long enough.
+    Waits after its start, which a preemption brings, are taken off the prompt as far as that took
+    longer than on an idle engine, and the rest off the decodes.
     """
     waits = [*(fate[name] for name in WAITED), waited_otherwise_s(fate)]
     end_s = fate["ended_s"] if fate["last_token_s"] is None else fate["last_token_s"]
@@ -106,8 +107,10 @@ def _spans(fate: Mapping[str, Any]) -> list[float]:
         return [*waits, 0.0, 0.0]
     first_s = end_s if fate["first_token_s"] is None else fate["first_token_s"]
     prompt_s = first_s - fate["started_s"]
-    decodes_s = end_s - fate["arrival_s"] - sum(waits) - prompt_s
-    return [*waits, max(0.0, prompt_s + min(0.0, decodes_s)), max(0.0, decodes_s)]
+    later_s = max(0.0, fate["arrival_s"] + sum(waits) - fate["started_s"])
+    in_prompt_s = min(later_s, max(0.0, prompt_s - fate["alone_s"]))
+    decodes_s = end_s - first_s - (later_s - in_prompt_s)
+    return [*waits, prompt_s - in_prompt_s, max(0.0, decodes_s)]
 
 
 def _own_time(fate: Mapping[str, Any]) -> Figure:

@@ -236,11 +236,17 @@ def _for_first_token(fate: Fate) -> list[str]:
             f"It was {_time(late_s)} late and had waited {_time(sum(waited))} in all. One more "
             "engine or fewer requests at once would have helped."
         ]
+    late = f"It was {_time(late_s)} late, of which waiting explains only {_time(sum(waited))}."
+    if fate["lost_s"] is not None or fate["num_preemptions"]:
+        return [
+            f"{late} For most of the rest its prompt had been started, and others were computed "
+            "that could still be in time. One more engine or fewer requests at once would have "
+            "helped."
+        ]
     return [
-        f"It was {_time(late_s)} late, of which waiting explains only {_time(sum(waited))}. Its "
-        "prompt was computed in small pieces: the steps had to stay short for the TPOT targets of "
-        "the requests that were running. Looser TPOT targets of these, or one more engine, would "
-        "have helped."
+        f"{late} Its prompt was computed in small pieces: the steps had to stay short for the TPOT "
+        "targets of the requests that were running. Looser TPOT targets of these, or one more "
+        "engine, would have helped."
     ]
 
 

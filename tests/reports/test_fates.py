@@ -134,6 +134,11 @@ _LATE = {"end": "missed", "first_token_s": 13.3, "last_token_s": 14.3, "ended_s"
             "compute time",
         ),
         (
+            {"num_chunks": 3, "alone_s": 0.2, "lost_s": 10.9},
+            "in 3 steps",
+            "For most of the rest its prompt had been started, and others were computed",
+        ),
+        (
             {"started_s": 13.0},
             "It waited 3.00 s for other reasons",
             "waited 3.00 s",
