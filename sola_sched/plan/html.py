@@ -52,6 +52,66 @@ def write(
     return page.write(path, f"What to rent for {document['model']}", parts)
 
 
+def write_services(document: Mapping[str, Any], goal: float, path: Path) -> Path:
+    """Write the report of a plan for several services: the groups, and what was tried."""
+    groups = [
+        [str(number), str(group["degree"]), ", ".join(group["services"])]
+        for number, group in enumerate(document["groups"])
+    ]
+    attained = [[name, f"{share:.1%}"] for name, share in document["attained"].items()]
+    tried = document["tried"]
+    rows = [
+        [f"{one['cost']:.2f}", f"{one['num_gpus']} {one['gpu']}", f"{one['attainment']:.1%}",
+         f"{one['real_attainment']:.1%}" if "real_attainment" in one else "",
+         f"{one['worst_service']} {one['worst_attained']:.1%}"]
+        for one in tried
+    ]  # fmt: skip
+    head = ("cost/h", "GPUs", "attained", "real schedulers", "worst service")
+    best = f"{document['num_gpus']} {document['gpu']}, {document['cost_per_hour']:.2f} per hour"
+    parts = [
+        Section(
+            "Answer",
+            [
+                f"{best}, by the {document['schedulers']} "
+                f"{'schedulers' if document['schedulers'] == 'real' else 'model'}.",
+                Table(("group", "GPUs", "services"), groups, ("services",)),
+                Table(("service", "within its targets"), attained, ("service",)),
+            ],
+        ),
+        Section(
+            "What was tried", [_of_services(tried, goal), Table(head, rows, (head[1], head[4]))]
+        ),
+        Section("Settings and versions", [_settings({"attainment_goal": goal})]),
+    ]
+    return page.write(path, f"GPUs for {len(attained)} services", parts)
+
+
+def _of_services(tried: Sequence[Mapping[str, Any]], goal: float) -> Figure:
+    data = []
+    kinds = list(dict.fromkeys(one["gpu"] for one in tried))
+    for colour, gpu in zip(_COLOURS * len(kinds), kinds, strict=False):
+        own = [one for one in tried if one["gpu"] == gpu]
+        data.append(
+            {
+                "name": gpu,
+                "x": [one["cost"] for one in own],
+                "y": [100 * one.get("real_attainment", one["attainment"]) for one in own],
+                "text": [f"{one['num_gpus']} {gpu}" for one in own],
+                "mode": "lines+markers",
+                "line": {"color": colour},
+                "hovertemplate": "%{text}<br>%{y:.1f} % for %{x:.2f} an hour",
+            }
+        )
+    layout = {
+        "xaxis": axis("cost per hour", rangemode="tozero"),
+        "yaxis": axis("requests within all targets, %", range=[0, 102]),
+        "shapes": [_goal(goal)],
+    }
+    return Figure(
+        "A dot is a number of GPUs, with the best placement that was found.", data, layout
+    )
+
+
 def _over_cost(outcomes: Sequence[Outcome], goal: float, best: Outcome | None) -> Figure:
     gpus = sorted({o.configuration.gpu for o in outcomes})
     data: list[dict[str, Any]] = []

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sola_sched.bench.args import Parser
+from sola_sched.bench.report.page import require_report
 from sola_sched.cluster.sharing.placement import Cluster, Placement
 from sola_sched.cluster.sharing.search import Problem, search
 from sola_sched.cluster.sharing.services import Service, by_name
@@ -29,6 +30,7 @@ from sola_sched.cluster.sharing.unserved import ServiceOutcome, score
 from sola_sched.config.flags import natural_int, positive_int
 from sola_sched.config.output_file import require_writable
 from sola_sched.errors import ConfigError, InfeasibleError
+from sola_sched.plan import html
 from sola_sched.plan.args import add_gpus, parse_prices
 from sola_sched.plan.deploy import serve_config_of
 from sola_sched.plan.descriptions import KEYS, make_arrivals, make_service, parse_service
@@ -56,6 +58,7 @@ def plan_services(argv: Sequence[str]) -> int:
     for path, flag in ((args.output, "--output"), (args.serve_config, "--serve-config")):
         if path is not None:
             require_writable(path, flag)
+    require_report(args.html)
     services = _services(args)
     prices = parse_prices(args.gpu, GPUS)
     node = min(args.gpus_per_node, args.max_gpus)
@@ -162,6 +165,8 @@ def _report(args: argparse.Namespace, best: _Plan, tried: Sequence[dict[str, Any
     }
     args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(f"Wrote {args.output}.")
+    if args.html is not None:
+        print(f"Report {html.write_services(document, args.attainment, args.html)}.")
     if args.serve_config is not None:
         config = serve_config_of(placement, best.setting)
         args.serve_config.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
@@ -222,6 +227,8 @@ def _parser() -> Parser:
     add("--attainment", type=float, default=0.95, help="share within all targets (default: 0.95)")
     add("--no-check", dest="check", action="store_false",
         help="answer by the fast model, without vLLM's schedulers")  # fmt: skip
+    add("--html", type=Path, metavar="FILE",
+        help="also write a report that opens in a browser (needs the extra 'html')")  # fmt: skip
     add("--seed", type=natural_int, default=0)
     add("--output", type=Path, default=Path("plan.json"), help="JSON (default: plan.json)")
     add("--serve-config", type=Path, metavar="FILE", help="also a configuration for Ray Serve")

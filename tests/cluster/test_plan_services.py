@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from html_report import Report
 
 from sola_sched.errors import ConfigError
 from sola_sched.plan.cli import main
@@ -39,11 +40,20 @@ def engines_of(config: dict[str, Any]) -> list[dict[str, Any]]:
 def test_two_light_services_share_one_gpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("plotly")
+    report = tmp_path / "plan.html"
     code, found, config = plan(
         tmp_path, "--gpu", "a100=1.5", "h100=3", "--service", CHAT, "--service", CODE,
-        is_checked=True,
+        "--html", str(report), is_checked=True,
     )  # fmt: skip
 
+    shown = Report(report)
+    assert shown.problems == []
+    assert shown.tables[0][1:] == [["0", "1", "chat, code"]]
+    assert shown.tables[1][1:] == [[name, f"{x:.1%}"] for name, x in found["attained"].items()]
+    assert shown.tables[2][1][:2] == ["1.50", "1 a100"]
+    dots = shown.figures["figure-0"]["data"][0]
+    assert dots["y"] == pytest.approx([100 * one["real_attainment"] for one in found["tried"]])
     assert found["schedulers"] == "real"
     assert "Not checked" not in capsys.readouterr().out
     assert found["tried"][0]["real_attainment"] >= 0.95
