@@ -12,8 +12,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "memory_kib": (0.02, 4096.0), "threads": (0.0, 0.0), "files": (0.0, 2.0), "tasks": (0.0, 0.0),
     "objects": (0.02, 2000.0), "tables": (0.02, 128.0),
 }  # fmt: skip
-#: Memory of shorter soaks is not judged: allocators take theirs in the first minutes.
-LEAST_MINUTES = 5.0
+#: Of shorter soaks these alone are judged: memory and tables are filled in the first minutes.
+LEAST_MINUTES, AT_ONCE = 5.0, ("threads", "files", "tasks")
 #: Outcomes that a request may have.
 PROPER = ("answered", "refused", "left")
 
@@ -70,7 +70,7 @@ def problems(outcome: Mapping[str, Any], idle: Sequence[Mapping[str, Any]]) -> l
     if num_ended != outcome["num_sent"]:
         found.append(f"{outcome['num_sent'] - num_ended} of {outcome['num_sent']} have no outcome")
     for process, name, first, last, grown in growths(idle):
-        if name == "memory_kib" and outcome["minutes"] < LEAST_MINUTES:
+        if outcome["minutes"] < LEAST_MINUTES and name not in AT_ONCE:
             continue
         share, least = BOUNDS[name.partition("/")[0]]
         if grown > share * first + least:

@@ -58,8 +58,12 @@ def test_one_look_that_is_larger_says_nothing() -> None:
     assert verdict.problems(OUTCOME, looks) == []
 
 
-def test_memory_of_a_short_soak_is_not_judged() -> None:
-    assert verdict.problems(OUTCOME | {"minutes": 1.0}, growing("memory_kib", 10_000)) == []
+def test_of_a_short_soak_what_fills_slowly_is_not_judged() -> None:
+    short = OUTCOME | {"minutes": 1.0}
+
+    assert verdict.problems(short, growing("memory_kib", 10_000)) == []
+    assert verdict.problems(short, growing("tables", 100, "Table.rows")) == []
+    assert len(verdict.problems(short, growing("threads", 1))) == 1
 
 
 @pytest.mark.parametrize(
