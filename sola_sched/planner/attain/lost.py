@@ -10,7 +10,7 @@ from sola_sched.compiled.functions import compiled
 from sola_sched.core.state import DECODE
 from sola_sched.cost.times import chunk_overhead_s, chunk_s, decode_s
 from sola_sched.planner.attain.held import wait_for_first
-from sola_sched.planner.attain.records import PREEMPT, is_in, rank_of
+from sola_sched.planner.attain.records import GIVING, PREEMPT, insert, is_in, rank_of
 
 
 @compiled
@@ -178,13 +178,21 @@ def _lose_too_slow(step):
         if decodes[place].sustain_s > tuning.can_wait * at.decode_s:
             decodes[place].is_lost = True
     weigh(step)
-    while at.decode_s * tuning.decode_margin > at.bear_s:
-        worst = 0
-        for place in range(at.num_decodes):
-            if not decodes[place].is_lost and decodes[place].sustain_s <= at.bear_s:
-                worst = place
-        decodes[worst].is_lost = True
-        weigh(step)
+    if at.decode_s * tuning.decode_margin <= at.bear_s:
+        return
+    order, keys = step.lists[GIVING], np.empty((at.num_alive, 2))
+    count, num_kept, ctx = 0, 0, 0
+    for place in range(at.num_decodes):
+        if not decodes[place].is_lost:
+            count = insert(order, keys, count, place, 0.0, -decodes[place].sustain_s)
+    for i in range(count):
+        ctx += decodes[order[i]].ctx
+        bare_s = decode_s(at, i + 1.0, ctx)
+        if bare_s * tuning.decode_margin <= decodes[order[i]].sustain_s:
+            num_kept = i + 1
+    for i in range(num_kept, count):
+        decodes[order[i]].is_lost = True
+    weigh(step)
 
 
 @compiled

@@ -190,11 +190,11 @@ def insert(line, keys, count, place, rank, key):
     `keys` [most, 2] are those of the line, which holds no more than the first `most`.
     """
     if count == len(keys):
-        if not _is_before(rank, key, keys[count - 1]):
+        if not _is_before(rank, key, keys, count - 1):
             return count
         count -= 1
     at = count
-    while at > 0 and _is_before(rank, key, keys[at - 1]):
+    while at > 0 and _is_before(rank, key, keys, at - 1):
         line[at], keys[at, 0], keys[at, 1] = line[at - 1], keys[at - 1, 0], keys[at - 1, 1]
         at -= 1
     line[at], keys[at, 0], keys[at, 1] = place, rank, key
@@ -202,8 +202,8 @@ def insert(line, keys, count, place, rank, key):
 
 
 @compiled
-def _is_before(rank, key, other):
-    return rank < other[0] or (rank == other[0] and key < other[1])
+def _is_before(rank, key, keys, at):
+    return rank < keys[at, 0] or (rank == keys[at, 0] and key < keys[at, 1])
 
 
 @compiled
