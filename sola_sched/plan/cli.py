@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from tqdm import tqdm
 from sola_sched.bench.backends import environment
 from sola_sched.bench.report.page import require_report
 from sola_sched.bench.report.plots import NoPlotError
+from sola_sched.bench.report.results import to_json
 from sola_sched.config.output_file import require_writable
 from sola_sched.errors import (
     ConfigError,
@@ -243,7 +243,7 @@ def _write(
         document |= around
         said += sentences
     print("\n".join(said))
-    args.output.write_text(json.dumps(_plain(document), indent=1) + "\n", encoding="utf-8")
+    args.output.write_text(to_json(document, indent=1) + "\n", encoding="utf-8")
     try:
         path = plot(ordered, goal, best, args.output.with_suffix(".png"))
     except NoPlotError as error:
@@ -302,12 +302,3 @@ def _around(
         )
         result["next_cheaper"] = following.to_json(goal) | {"points_lost": lost}
     return result, said
-
-
-def _plain(value: Any) -> Any:
-    """Numbers that JSON has no word for become null."""
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,42 +4,20 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
-from states import FixedLengths, make_cost
+from still_engine import StillEngine
 
 from sola_sched.config.slo import SloTarget
-from sola_sched.core.monitor import StateMonitor
 from sola_sched.reports.slack import KINDS, counts_by_slack, slack_s
 from sola_sched.reports.telemetry import Telemetry, TelemetryReport
 
-NONE = np.empty(0, dtype=np.int64)
-
-
-class Engine:
-    """A monitor with a clock that stands still unless told."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.monitor = StateMonitor(make_cost(), FixedLengths(), lambda: self.now)
-
-    def add(self, name: str, slo: SloTarget) -> int:
-        return self.monitor.add(
-            name, num_prompt_tokens=10, max_tokens=99, slo=slo, arrival_s=self.now
-        )
-
-    def first_token(self, row: int) -> None:
-        self.monitor.admitted(row, num_computed=0, prefill_target=10)
-        self.monitor.scheduled(NONE, np.array([row]), np.array([10]))
-        self.monitor.completed()
-
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine()
+def engine() -> StillEngine:
+    return StillEngine()
 
 
-def test_it_is_the_first_token_then_the_next_and_the_last_one_besides(engine: Engine) -> None:
+def test_it_is_the_first_token_then_the_next_and_the_last_one_besides(engine: StillEngine) -> None:
     table = engine.monitor.table
     row = engine.add("a", SloTarget(1.0, 0.1))
 
@@ -57,7 +35,7 @@ def test_it_is_the_first_token_then_the_next_and_the_last_one_besides(engine: En
     assert slack_s(table, 0.75).tolist() == []
 
 
-def test_requests_are_counted_by_it(engine: Engine) -> None:
+def test_requests_are_counted_by_it(engine: StillEngine) -> None:
     table = engine.monitor.table
     assert counts_by_slack(table, 0.0) == [0] * len(KINDS)
     for name, ttft_s in enumerate((0.4, 0.55, 0.7, 1.4, 1.6, 9.0, 60.0, math.inf)):
@@ -68,7 +46,7 @@ def test_requests_are_counted_by_it(engine: Engine) -> None:
     assert counts_by_slack(table, 0.5) == [1, 1, 2, 2, 1, 2]
 
 
-def test_reports_carry_it(engine: Engine) -> None:
+def test_reports_carry_it(engine: StillEngine) -> None:
     engine.add("a", SloTarget(1.0, 0.1))
 
     report = Telemetry().report(engine.monitor, 0.5)

@@ -5,47 +5,19 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from states import FixedLengths, make_cost
+from still_engine import StillEngine
 
-from sola_sched.config.slo import SloTarget
-from sola_sched.core.monitor import StateMonitor
 from sola_sched.reports import carrier as telemetry_carrier
 from sola_sched.reports.telemetry import REPORT_INTERVAL_S, Telemetry, TelemetryReport, num_lost
 
-NONE = np.empty(0, dtype=np.int64)
-
-
-class Engine:
-    """A monitor with a clock that stands still unless told."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.monitor = StateMonitor(make_cost(), FixedLengths(), lambda: self.now)
-
-    def add(self, name: str, *, max_tokens: int = 9, **options: str) -> int:
-        return self.monitor.add(
-            name,
-            num_prompt_tokens=10,
-            max_tokens=max_tokens,
-            slo=SloTarget(1.0, 0.1),
-            arrival_s=self.now,
-            **options,  # type: ignore[arg-type]
-        )
-
-    def first_token(self, row: int) -> None:
-        self.monitor.admitted(row, num_computed=0, prefill_target=10)
-        self.monitor.scheduled(NONE, np.array([row]), np.array([10]))
-        self.monitor.completed()
-
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine()
+def engine() -> StillEngine:
+    return StillEngine()
 
 
-def test_reports_hold_what_is_new_since_the_last_one(engine: Engine) -> None:
+def test_reports_hold_what_is_new_since_the_last_one(engine: StillEngine) -> None:
     telemetry = Telemetry()
     for name, slo_class in (("a", "chat"), ("b", "chat"), ("c", "default")):
         engine.first_token(engine.add(name, slo_class=slo_class))
@@ -70,7 +42,7 @@ def test_reports_hold_what_is_new_since_the_last_one(engine: Engine) -> None:
     assert [r.swapped_bytes for r in (first, second, third)] == [[100, 10], [0, 20], [0, 0]]
 
 
-def test_a_report_is_due_at_intervals_and_before_the_engine_goes_idle(engine: Engine) -> None:
+def test_a_report_is_due_at_intervals_and_before_the_engine_goes_idle(engine: StillEngine) -> None:
     telemetry = Telemetry()
     assert telemetry.is_due(5.0, is_idle=False)
     telemetry.report(engine.monitor, 5.0)
@@ -79,7 +51,7 @@ def test_a_report_is_due_at_intervals_and_before_the_engine_goes_idle(engine: En
     assert telemetry.is_due(5.0 + REPORT_INTERVAL_S, is_idle=False)
 
 
-def test_nothing_piles_up_where_nobody_reads_reports(engine: Engine) -> None:
+def test_nothing_piles_up_where_nobody_reads_reports(engine: StillEngine) -> None:
     telemetry = Telemetry(is_heard=False)
     for _ in range(100):
         telemetry.planned(1e-3)
@@ -87,7 +59,7 @@ def test_nothing_piles_up_where_nobody_reads_reports(engine: Engine) -> None:
     assert telemetry.report(engine.monitor, 0.0).plan_us == []
 
 
-def test_the_times_of_a_long_interval_are_bounded(engine: Engine) -> None:
+def test_the_times_of_a_long_interval_are_bounded(engine: StillEngine) -> None:
     telemetry = Telemetry()
     for _ in range(10_000):
         telemetry.planned(1e-3)
@@ -96,7 +68,7 @@ def test_the_times_of_a_long_interval_are_bounded(engine: Engine) -> None:
     assert len(report.plan_us) == 4096
 
 
-def test_requests_are_lost_once_no_outcome_meets_their_targets(engine: Engine) -> None:
+def test_requests_are_lost_once_no_outcome_meets_their_targets(engine: StillEngine) -> None:
     waits, late, slow, fast = (engine.add(name) for name in ("waits", "late", "slow", "fast"))
     engine.add("patient")
     engine.monitor.table.due_s[waits + 4] = math.inf
@@ -117,7 +89,7 @@ def test_requests_are_lost_once_no_outcome_meets_their_targets(engine: Engine) -
     assert num_lost(engine.monitor.table, 1.4) == 3  # the last token of fast too
 
 
-def test_a_report_arrives_as_it_was_sent_and_leaves_nothing_behind(engine: Engine) -> None:
+def test_a_report_arrives_as_it_was_sent_and_leaves_nothing_behind(engine: StillEngine) -> None:
     telemetry = Telemetry()
     engine.first_token(engine.add("a", slo_class='odd "name", with: signs'))
     engine.monitor.finished("a")

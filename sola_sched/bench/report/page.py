@@ -7,7 +7,6 @@ the browser to load anything else. Colours follow the reader's light or dark set
 from __future__ import annotations
 
 import html
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from sola_sched.bench.report.results import to_json
 from sola_sched.config.output_file import require_writable
 from sola_sched.errors import ConfigError
 
@@ -137,7 +137,7 @@ def page(title: str, sections: Sequence[Section]) -> str:
             else:
                 body.append(_part(part))
         body.append("</section>")
-    data = json.dumps(_plain(figures), allow_nan=False).replace("<", "\\u003c")
+    data = to_json(figures).replace("<", "\\u003c")
     return "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
@@ -243,12 +243,3 @@ def _plotly_script() -> str:
 
 def _text(text: str) -> str:
     return html.escape(text)
-
-
-def _plain(value: Any) -> Any:
-    """Numbers that JSON has no word for become null."""
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

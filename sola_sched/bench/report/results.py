@@ -214,9 +214,9 @@ def result_filename(result: Result) -> str:
     return "".join(c if c.isalnum() or c in "-._" else "_" for c in name)
 
 
-def to_json(value: Any) -> str:
+def to_json(value: Any, *, indent: int | None = None) -> str:
     """JSON text in which values that are not finite are null."""
-    return json.dumps(_plain(value), allow_nan=False)
+    return json.dumps(_plain(value), allow_nan=False, indent=indent)
 
 
 def save(path: Path, results: Sequence[Result], *, append: bool = False) -> Path:
