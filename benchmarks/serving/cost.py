@@ -137,6 +137,7 @@ def _rounds(
                 "clients": num_clients,
                 "variant": name,
                 "ms": [round(1e3 * answers.token_s, 4) for answers in answers_of],
+                "median_ms": [round(1e3 * answers.median_s, 4) for answers in answers_of],
                 "cpu_ms": [round(1e3 * answers.cpu_s, 4) for answers in answers_of],
                 "load": round(statistics.mean(loads), 1),
             }
@@ -150,10 +151,15 @@ class Beside:
         ms, cpu_ms: A token's time, and the processor time that it took.
         added_ms, added_cpu_ms: What was added in the same round.
         added, low, high: What was added to the time, as a share.
+        quiet_ms, quiet_added_ms: The median time between two tokens in the round where it was
+            least, and how much more than stock vLLM's. Other work on the machine lengthens some
+            steps of nearly every round, and the mean with them.
     """
 
     ms: float
     cpu_ms: float
+    quiet_ms: float
+    quiet_added_ms: float
     added_ms: float
     added_cpu_ms: float
     added: float
@@ -163,7 +169,8 @@ class Beside:
 
 def compared(own: Iterable[Row], stock: Iterable[Row]) -> Beside:
     """Rows of a variant and of its stock vLLM, those of one start beside each other."""
-    by_start = {(row["run"], row["seed"]): row for row in stock}
+    own, by_start = list(own), {(row["run"], row["seed"]): row for row in stock}
+    quiet_ms = _least(own)
     pairs = []
     for row in own:
         beside = by_start[row["run"], row["seed"]]
@@ -177,6 +184,8 @@ def compared(own: Iterable[Row], stock: Iterable[Row]) -> Beside:
     return Beside(
         ms=statistics.median(pair[0] for pair in pairs),
         cpu_ms=statistics.median(pair[2] for pair in pairs),
+        quiet_ms=quiet_ms,
+        quiet_added_ms=quiet_ms - _least(by_start.values()),
         added_ms=statistics.median(pair[0] - pair[1] for pair in pairs),
         added_cpu_ms=statistics.median(pair[2] - pair[3] for pair in pairs),
         added=statistics.median(shares),
@@ -185,11 +194,15 @@ def compared(own: Iterable[Row], stock: Iterable[Row]) -> Beside:
     )
 
 
+def _least(rows: Iterable[Row]) -> float:
+    return min(ms for row in rows for ms in row["median_ms"])
+
+
 def table(rows: Sequence[Row]) -> str:
     """A line for each way, number of clients and variant."""
     head = (
-        "measured in", "clients", "variant", "rounds", "ms a token", "spread", "fastest",
-        "added, ms", "added (95 %)", "CPU, ms a token", "added, ms",
+        "measured in", "clients", "variant", "rounds", "ms a token", "spread", "added, ms",
+        "added (95 %)", "quiet, ms", "added, ms", "CPU, ms a token", "added, ms",
     )  # fmt: skip
     lines = []
     for way, text in WAYS.items():
@@ -206,8 +219,9 @@ def table(rows: Sequence[Row]) -> str:
     return (
         f"vLLM {first['vllm']}, {first['cpu']}, {first['num_cores']} cores, load average "
         f"{min(loads):.1f} to {max(loads):.1f} with these processes; requests of {lengths} tokens. "
-        "Medians over rounds; spread: quartiles. Added: to its stock vLLM in the same round. CPU: "
-        "of the HTTP server's process, of the whole engine where it is one process.\n\n"
+        "Medians over rounds; spread: quartiles. Added: to its stock vLLM in the same round. "
+        "Quiet: median time between two tokens in the round where it is least, beside stock's. "
+        "CPU: of the HTTP server's process, of the whole engine where it is one process.\n\n"
         + markdown(head, lines, num_left=3)
     )
 
@@ -216,12 +230,12 @@ def _cells(own: Sequence[Row], stock: Sequence[Row]) -> list[str]:
     beside = compared(own, stock)
     times = [ms for row in own for ms in row["ms"]]
     low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
-    spread = f"{low:.3f} to {high:.3f}"
-    cells = [str(len(times)), f"{beside.ms:.3f}", spread, f"{min(times):.3f}"]
+    cells = [str(len(times)), f"{beside.ms:.3f}", f"{low:.3f} to {high:.3f}"]
+    quiet, cpu = f"{beside.quiet_ms:.3f}", f"{beside.cpu_ms:.3f}"
     if own[0]["variant"] == stock[0]["variant"]:
-        return [*cells, "", "", f"{beside.cpu_ms:.3f}", ""]
+        return [*cells, "", "", quiet, "", cpu, ""]
     share = f"{beside.added:+.1%} ({beside.low:+.1%} to {beside.high:+.1%})"
     return [
-        *cells, f"{beside.added_ms:+.3f}", share, f"{beside.cpu_ms:.3f}",
-        f"{beside.added_cpu_ms:+.3f}",
+        *cells, f"{beside.added_ms:+.3f}", share, quiet, f"{beside.quiet_added_ms:+.3f}",
+        cpu, f"{beside.added_cpu_ms:+.3f}",
     ]  # fmt: skip

@@ -9,6 +9,7 @@ import json
 import random
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,27 +19,24 @@ MARK = "answer: "
 
 
 def _answer(engine: Any, num_clients: int, num_tokens: int, seed: int) -> list[float]:
-    """Seconds between two tokens, and processor time for each of all tokens."""
+    """The values of `serving.process.Answers`."""
     from vllm import SamplingParams
 
-    from serving.process import prompt_of
+    from serving.process import mean_and_median, prompt_of
 
     rng = random.Random(seed)
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
     start_cpu_s = time.process_time()
     for number in range(num_clients):
         engine.add_request(f"{seed}-{number}", {"prompt_token_ids": prompt_of(rng)}, params)
-    first_s: dict[str, float] = {}
-    last_s: dict[str, float] = {}
+    came_s: defaultdict[str, list[float]] = defaultdict(list)
     while engine.has_unfinished_requests():
         outputs = engine.step()
         now_s = time.perf_counter()
         for output in outputs:
-            first_s.setdefault(output.request_id, now_s)
-            last_s[output.request_id] = now_s
+            came_s[output.request_id].append(now_s)
     cpu_s = time.process_time() - start_cpu_s
-    gaps_s = [(last_s[name] - first_s[name]) / (num_tokens - 1) for name in first_s]
-    return [sum(gaps_s) / len(gaps_s), cpu_s / (num_clients * num_tokens)]
+    return [*mean_and_median(came_s.values()), cpu_s / (num_clients * num_tokens)]
 
 
 def _main(arguments: Mapping[str, Any]) -> None:

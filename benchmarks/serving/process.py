@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
+import statistics
 import subprocess
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -33,11 +35,23 @@ class Answers:
 
     Attributes:
         token_s: Mean time between two tokens of a request.
+        median_s: Median of these times, over all requests.
         cpu_s: Processor time for each token of all requests.
     """
 
     token_s: float
+    median_s: float
     cpu_s: float
+
+
+def mean_and_median(streams: Iterable[Sequence[float]]) -> tuple[float, float]:
+    """Of the times between tokens of a request, in seconds.
+
+    Args:
+        streams: When the tokens of each request came.
+    """
+    gaps_s = [end - start for came_s in streams for start, end in itertools.pairwise(came_s)]
+    return statistics.mean(gaps_s), statistics.median(gaps_s)
 
 
 class EngineProcess(ABC):

@@ -14,7 +14,7 @@ from typing import Any
 
 from cluster.clients import cpu_s, wait_for
 from cluster.servers import free_port
-from serving.process import Answers, EngineProcess, prompt_of
+from serving.process import Answers, EngineProcess, mean_and_median, prompt_of
 
 
 class Served(EngineProcess):
@@ -39,18 +39,18 @@ class Served(EngineProcess):
     def answer(self, num_clients: int, num_tokens: int, seed: int) -> Answers:
         """Requests of so many clients at once, each of so many tokens."""
         before_s = cpu_s([self.process.pid])
-        times_s = asyncio.run(self._ask(num_clients, num_tokens, seed))
+        streams = asyncio.run(self._ask(num_clients, num_tokens, seed))
         spent_s = cpu_s([self.process.pid]) - before_s
-        return Answers(sum(times_s) / len(times_s), spent_s / (num_clients * num_tokens))
+        return Answers(*mean_and_median(streams), spent_s / (num_clients * num_tokens))
 
-    async def _ask(self, num_clients: int, num_tokens: int, seed: int) -> list[float]:
+    async def _ask(self, num_clients: int, num_tokens: int, seed: int) -> list[list[float]]:
         rng = random.Random(seed)
         return await asyncio.gather(
             *(self._stream(num_tokens, prompt_of(rng)) for _ in range(num_clients))
         )
 
-    async def _stream(self, num_tokens: int, prompt: list[int]) -> float:
-        """One streamed answer; mean seconds between its tokens."""
+    async def _stream(self, num_tokens: int, prompt: list[int]) -> list[float]:
+        """One streamed answer; when its tokens came, in seconds."""
         body = json.dumps({
             "model": "tiny", "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True,
             "temperature": 0, "stream": True,
@@ -61,17 +61,16 @@ class Served(EngineProcess):
         )
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         writer.write(head.encode() + body)
-        first_s = last_s = 0.0
+        came_s = []
         is_whole = False
         async for line in reader:
             if line.startswith(b"data: {"):
-                last_s = time.perf_counter()
-                first_s = first_s or last_s
+                came_s.append(time.perf_counter())
             is_whole = is_whole or line.startswith(b"data: [DONE]")
         writer.close()
         if not is_whole:
             raise RuntimeError(f"a stream must end with [DONE]; the server's log:\n{self.log()}")
-        return (last_s - first_s) / (num_tokens - 1)
+        return came_s
 
     def _is_up(self) -> bool:
         if self.process.poll() is not None:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.vllm
 def row(variant: str, ms: list[float], seed: int = 0, **columns: Any) -> dict[str, Any]:
     made = {
         "variant": variant, "seed": seed, "ms": ms, "cpu_ms": [each / 10 for each in ms],
+        "median_ms": [each - 0.5 for each in ms],
         "way": "served", "clients": 1, "tokens": 400, "load": 0.5, "vllm": "0.32.0", "cpu": "C",
         "num_cores": 2,
         "run": 1,
@@ -38,6 +39,8 @@ def test_a_variant_is_compared_with_stock_in_the_same_round_of_the_same_start() 
     assert beside.added_ms == pytest.approx(0.15)  # of 0.05, 0.1, 0.2 and 0.4
     assert beside.added_cpu_ms == pytest.approx(0.015)
     assert beside.ms == pytest.approx(3.15)
+    assert beside.quiet_ms == pytest.approx(0.55)  # of all rounds, not of the same
+    assert beside.quiet_added_ms == pytest.approx(0.05)
 
 
 def test_the_interval_is_wide_where_rounds_disagree() -> None:
@@ -73,8 +76,8 @@ def test_a_variant_that_was_measured_later_is_compared_with_stock_of_its_own_run
 
     assert [row["ms"][0] for row in latest] == [2.0, 2.2, 4.0, 4.1]
     lines = [line for line in table(latest).splitlines() if line.startswith("| `vllm serve`")]
-    assert "| sola_sched | 2 | 2.200 | 2.200 to 2.200 | 2.200 | +0.200 |" in lines[1]
-    assert "| no swapping | 2 | 4.100 | 4.100 to 4.100 | 4.100 | +0.100 |" in lines[2]
+    assert "| sola_sched | 2 | 2.200 | 2.200 to 2.200 | +0.200 |" in lines[1]
+    assert "| no swapping | 2 | 4.100 | 4.100 to 4.100 | +0.100 |" in lines[2]
 
 
 def test_every_variant_has_a_stock_vllm_to_be_compared_with() -> None:
