@@ -94,6 +94,7 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
         self.has_ended = False
         self._starts_anew = False  # as soon as the workers have ended what is under way
         self._num_slots: int | None = None
+        self._jobs: list[Job] = []  # of a worker's step
         self._planned: dict[str, int] = {}  # tokens already on the accelerator, by request
         self._seen: Report | None = None
         self._block_pool: Any = None
@@ -366,6 +367,15 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
         device = next(iter(kv_caches.values())).device
         return SwapWorker(self.geometry, packers, device, int(self.options.host_gib * _GIB))
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take this step's jobs. Not kept as metadata, for which vLLM would ask at each layer."""
+        assert isinstance(connector_metadata, SwapMetadata)
+        self._jobs = connector_metadata.jobs
+
+    def clear_connector_metadata(self) -> None:
+        """The step is over."""
+        self._jobs = []
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's copies to the accelerator, behind the step itself."""
         self._submit(is_load=True)
@@ -400,11 +410,8 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.close()
 
     def _submit(self, is_load: bool) -> None:
-        if self.worker is None or not self.has_connector_metadata():
-            return
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, SwapMetadata)
-        self.worker.submit(job for job in metadata.jobs if job.is_load == is_load)
+        if self.worker is not None and self._jobs:
+            self.worker.submit(job for job in self._jobs if job.is_load == is_load)
 
 
 def swap_options(vllm_config: Any) -> SwapConfig:

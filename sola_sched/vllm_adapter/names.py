@@ -65,9 +65,9 @@ CONNECTOR_BASE = Part(
     "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1",
     swapping=_names(
         """
-        _get_connector_metadata _kv_cache_config _kv_cache_manager bind_gpu_block_pool
-        build_connector_meta build_connector_worker_meta get_loaded_kv_cache_group_ids
-        get_num_new_matched_tokens get_transfer_results has_connector_metadata
+        _kv_cache_config _kv_cache_manager bind_connector_metadata bind_gpu_block_pool
+        build_connector_meta build_connector_worker_meta clear_connector_metadata
+        get_loaded_kv_cache_group_ids get_num_new_matched_tokens get_transfer_results
         has_pending_block_frees has_pending_push_work register_kv_caches requires_kv_delivery
         reset_cache save_kv_layer shutdown start_load_kv update_connector_output
         update_state_after_alloc wait_for_layer_load wait_for_save
