@@ -37,44 +37,72 @@ class Engine:
         return self.monitor.stats.num_attained / self.monitor.stats.num_finished
 
     def step(self) -> None:
+        self.take_arrivals()
+        run, admit, budget = self.planned()
+        table, num_free = self.monitor.table, BLOCKS - self.num_used()
+        decodes, prefills, chunks = [], [], []
+        for row in run + admit:
+            is_new = row in self.waiting
+            if budget <= 0 or (is_new and len(self.running) == SLOTS):
+                continue
+            computed = 0 if is_new else int(table.num_computed[row])
+            left = int(table.prefill_target[row]) - computed
+            chunk = min(left, budget) if left > 0 else 1
+            num_blocks = blocks_of(computed + chunk) - blocks_of(computed)
+            if num_blocks > num_free:
+                continue
+            budget, num_free = budget - chunk, num_free - num_blocks
+            if is_new:
+                self.waiting.remove(row)
+                self.running.append(row)
+                target = int(table.prefill_target[row])  # after a preemption its output as well
+                self.monitor.admitted(row, num_computed=0, prefill_target=target)
+            if left > 0:
+                prefills.append(row)
+                chunks.append(chunk)
+            else:
+                decodes.append(row)
+        if not decodes and not prefills:  # all wait for memory that the others have
+            self.preempt(self.running[-1])
+        self.compute(decodes, prefills, chunks)
+        self.monitor.set_busy(bool(self.waiting or self.running))
+
+    def take_arrivals(self) -> None:
         if not self.waiting and not self.running:
             self.now = max(self.now, self.requests[self.arriving[0]][0])
         while self.arriving and self.requests[self.arriving[0]][0] <= self.now:
             name = self.arriving.pop(0)
             arrival, prompt, _ = self.requests[name]
-            self.waiting.append(
-                self.monitor.add(
-                    name, num_prompt_tokens=prompt, max_tokens=1000, slo=SLO, arrival_s=arrival
-                )
+            row = self.monitor.add(
+                name, num_prompt_tokens=prompt, max_tokens=1000, slo=SLO, arrival_s=arrival
             )
+            self.waiting.append(row)
+
+    def num_used(self) -> int:
         table = self.monitor.table
-        used = sum(-(-int(table.num_computed[row]) // BLOCK_SIZE) for row in self.running)
-        run, admit, budget = list(self.running), list(self.waiting), MAX_TOKENS
-        if self.planner is not None:
-            plan = self.planner.plan(self.monitor.state(self.running, LIMITS, BLOCKS - used))
-            for row in plan.preempt.tolist():
-                self.running.remove(row)
-                self.waiting.insert(0, row)
-                tokens = int(table.num_prompt[row] + table.num_output[row])
-                self.monitor.requeued(row, num_tokens=tokens, at_front=True)
-            run = list(self.running) if plan.run is None else plan.run.tolist()
-            admit = list(self.waiting) if plan.admit is None else plan.admit.tolist()
-            budget = plan.token_budget or MAX_TOKENS
-        for row in admit[: SLOTS - len(self.running)]:
-            self.waiting.remove(row)
-            self.running.append(row)
-            self.monitor.admitted(row, num_computed=0, prefill_target=int(table.num_prompt[row]))
-            run.append(row)
-        decodes, prefills, chunks = [], [], []
-        for row in run:
-            left = int(table.prefill_target[row] - table.num_computed[row])
-            if left <= 0 and budget > 0:
-                decodes.append(row)
-                budget -= 1
-            elif left > 0 and budget > 0:
-                prefills.append(row)
-                chunks.append(min(left, budget))
-                budget -= chunks[-1]
+        return sum(blocks_of(int(table.num_computed[row])) for row in self.running)
+
+    def planned(self) -> tuple[list[int], list[int], int]:
+        """Who of the running takes part, who of the waiting may start, and the token budget."""
+        if self.planner is None:
+            return list(self.running), list(self.waiting), MAX_TOKENS
+        free = BLOCKS - self.num_used()
+        plan = self.planner.plan(self.monitor.state(self.running, LIMITS, free))
+        for row in plan.preempt.tolist():
+            self.preempt(row)
+        run = self.running if plan.run is None else plan.run.tolist()
+        admit = self.waiting if plan.admit is None else plan.admit.tolist()
+        return list(run), list(admit), plan.token_budget or MAX_TOKENS
+
+    def preempt(self, row: int) -> None:
+        table = self.monitor.table
+        self.running.remove(row)
+        self.waiting.insert(0, row)
+        tokens = int(table.num_prompt[row] + table.num_output[row])
+        self.monitor.requeued(row, num_tokens=tokens, at_front=True)
+
+    def compute(self, decodes: list[int], prefills: list[int], chunks: list[int]) -> None:
+        table = self.monitor.table
         sampled = decodes + [
             row
             for row, chunk in zip(prefills, chunks, strict=True)
@@ -90,7 +118,10 @@ class Engine:
             if name is not None and table.num_output[row] >= self.requests[name][2]:
                 self.running.remove(row)
                 self.monitor.finished(name)
-        self.monitor.set_busy(bool(self.waiting or self.running))
+
+
+def blocks_of(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK_SIZE)
 
 
 def main() -> dict[str, float]:
