@@ -29,6 +29,18 @@ PAGES = sorted(
 )
 #: What the page of results may hold, so that it stays one page.
 MAX_RESULT_LINES = 150
+#: Pages that operators read, and the most words in a cell of their tables.
+OPERATORS_PAGES = (
+    "README.md",
+    *(
+        f"docs/{name}.md"
+        for name in (
+            "start", "operate", "symptoms", "explain", "options", "plan", "reports", "metrics",
+            "policies",
+        )
+    ),
+)  # fmt: skip
+MAX_CELL_WORDS = 25
 
 
 def prose(path: Path) -> str:
@@ -131,3 +143,11 @@ def test_the_results_stay_one_page() -> None:
     lines = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
 
     assert len(lines) <= MAX_RESULT_LINES
+
+
+@pytest.mark.parametrize("name", OPERATORS_PAGES)
+def test_cells_of_tables_are_short(name: str) -> None:
+    lines = [line for line in prose(ROOT / name).splitlines() if line.startswith("|")]
+    cells = [cell.strip() for line in lines for cell in re.split(r"(?<!\\)\|", line)]
+
+    assert [cell for cell in cells if len(cell.split()) > MAX_CELL_WORDS] == []
