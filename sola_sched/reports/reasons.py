@@ -11,6 +11,10 @@ from sola_sched.reports.fates import WAITED, tpot_s, ttft_s
 #: Parts of a wait below this share are not worth a sentence, nor waits below this share of the
 #: time to the first token.
 _SMALL = 0.05
+#: From this share of their TPOT target on, requests are taken to have kept steps short.
+_NEAR_TPOT = 0.5
+#: A prompt that takes this many times what it would alone is slow.
+_SLOW = 2.0
 #: What a request waits for, by the shortage.
 SHORT_OF = ("a free slot", "KV memory", "compute time")
 _OTHERWISE = "other reasons (compiling a grammar, loading KV, steps in vLLM's own order)"
@@ -20,8 +24,11 @@ _REMEDIES = (
     "more engine.",
     "More KV memory (`--gpu-memory-utilization`, `--kv-cache-dtype fp8`), swapping, or one more "
     "engine would have helped.",
+    "Fewer requests at once or one more engine would have helped.",
+)
+_LOOSER_TPOT = (
     "Fewer requests at once, one more engine, or looser TPOT targets of the requests that were "
-    "running would have helped.",
+    "running would have helped."
 )
 
 Fate = Mapping[str, Any]
@@ -85,6 +92,11 @@ def story(fate: Fate, known: Sequence[Fate] = ()) -> list[str]:
             f"Its prompt took {_time(took_s)}, in {_count(fate['num_chunks'], 'step')}. On an idle "
             f"engine it would take {_time(fate['alone_s'])}."
         )
+        if _was_slow_alone(fate, known):
+            lines.append(
+                "No other request is known to have been computed meanwhile: the steps themselves "
+                "took longer than predicted."
+            )
     token_s = tpot_s(fate)
     if token_s is not None:
         lines.append(
@@ -115,7 +127,8 @@ def _arrival(fate: Fate, known: Sequence[Fate]) -> str:
     return (
         f"It arrived with a prompt of {_count(fate['num_prompt'], 'token')}, when "
         f"{running} {_was(fate['num_running'])} running and {waiting} "
-        f"{_was(fate['num_before'])} waiting{_by_class(fate, _waiting_before(fate, known))}."
+        f"{_was(fate['num_before'])} waiting"
+        f"{_by_class(fate, _waiting_before(fate, known), fate['num_before'])}."
     )
 
 
@@ -140,7 +153,7 @@ def _waits(fate: Fate, known: Sequence[Fate]) -> list[str]:
             if seconds > _SMALL * total_s
         ]
         if len(parts) == 1:
-            lines.append(f"It waited {_time(total_s)} for {parts[0][1]}.")
+            lines.append(f"It waited {_time(parts[0][0])} for {parts[0][1]}.")
         else:
             each = ", ".join(f"{_time(seconds)} for {what}" for seconds, what in parts)
             lines.append(f"It waited {_time(total_s)} in all: {each}.")
@@ -148,18 +161,45 @@ def _waits(fate: Fate, known: Sequence[Fate]) -> list[str]:
         verb = _was(fate["num_overtook"])
         lines.append(
             f"{_count(fate['num_overtook'], 'request')} that arrived later {verb} started before "
-            f"it{_by_class(fate, preferred_to(fate, known))}."
+            f"it{_by_class(fate, preferred_to(fate, known), fate['num_overtook'])}."
         )
     return lines
 
 
-def _by_class(fate: Fate, others: Sequence[Fate]) -> str:
-    """Of which classes others were, where not all are of its own."""
+def _by_class(fate: Fate, others: Sequence[Fate], number: int) -> str:
+    """Of which classes others were, where not all are of its own.
+
+    Args:
+        others: Those that are known, perhaps more or fewer than there were.
+        number: So many there were.
+    """
     counts = Counter(each["slo_class"] for each in others)
-    if not set(counts) - {fate["slo_class"]}:
+    if not number or not set(counts) - {fate["slo_class"]}:
         return ""
-    parts = [f"{count:,} of class {name}" for name, count in counts.most_common()]
+    if len(counts) == 1:
+        return f" ({'all ' if number > 1 else ''}of class {next(iter(counts))})"
+    known = len(others)
+    parts = [
+        f"{f'{count:,}' if known == number else f'{100 * count / known:.0f} %'} of class {name}"
+        for name, count in counts.most_common()
+    ]
     return f" ({', '.join(parts)})"
+
+
+def _was_slow_alone(fate: Fate, known: Sequence[Fate]) -> bool:
+    """Whether its prompt took long, and no other request is known that the engine had meanwhile."""
+    begin_s, end_s = fate["started_s"], fate["first_token_s"]
+    if not known or begin_s is None or end_s is None or fate["num_running"]:
+        return False
+    if end_s - begin_s < _SLOW * fate["alone_s"]:
+        return False
+    return not any(
+        each["request_id"] != fate["request_id"]
+        and each["started_s"] is not None
+        and each["started_s"] < end_s
+        and each["ended_s"] > begin_s
+        for each in known
+    )
 
 
 def _lost(fate: Fate) -> str:
@@ -167,10 +207,11 @@ def _lost(fate: Fate) -> str:
     after_s = fate["lost_s"] - fate["arrival_s"]
     line = f"The scheduler gave it up {_time(after_s)} after its arrival"
     if fate["need_s"] is not None and fate["ttft_s"] is not None:
-        left_s = max(0.0, fate["ttft_s"] - after_s)
+        left_s = fate["ttft_s"] - after_s
+        due = f"due in {_time(left_s)}" if left_s > 0.0 else "overdue"
         line += (
-            f": its first token was due in {_time(left_s)} and still needed at least "
-            f"{_time(fate['need_s'])}"
+            f": its first token was {due} and, by the step times predicted then, still needed at "
+            f"least {_time(fate['need_s'])}"
         )
     return f"{line}. From then on it was served only with time that others did not need."
 
@@ -186,7 +227,7 @@ def remedies(fate: Fate, known: Sequence[Fate] = ()) -> list[str]:
                 "needs a longer target, perhaps by a class of its own, or a faster engine."
             )
         else:
-            lines += [*_for_first_token(fate), *_against_others(fate, known)]
+            lines += [*_for_first_token(fate, known), *_against_others(fate, known)]
     if "tpot" in fate["missed"]:
         if fate["alone_step_s"] > fate["tpot_s"]:
             lines.append(
@@ -221,22 +262,30 @@ def _against_others(fate: Fate, known: Sequence[Fate]) -> list[str]:
     ]
 
 
-def _for_first_token(fate: Fate) -> list[str]:
+def _for_first_token(fate: Fate, known: Sequence[Fate]) -> list[str]:
     first_s = ttft_s(fate)
     late_s = (_end_s(fate) - fate["arrival_s"] if first_s is None else first_s) - fate["ttft_s"]
     waited = _waited(fate)
     place = max(range(len(SHORT_OF)), key=waited.__getitem__)
+    remedy = _REMEDIES[place]
+    if SHORT_OF[place] == "compute time" and _kept_steps_short(fate, known):
+        remedy = _LOOSER_TPOT
     if waited[place] >= late_s:
         return [
             f"It was {_time(late_s)} late and had waited {_time(waited[place])} for "
-            f"{SHORT_OF[place]}. {_REMEDIES[place]}"
+            f"{SHORT_OF[place]}. {remedy}"
         ]
     if sum(waited) >= late_s:
-        return [
-            f"It was {_time(late_s)} late and had waited {_time(sum(waited))} in all. One more "
-            "engine or fewer requests at once would have helped."
-        ]
+        said = f"It was {_time(late_s)} late and had waited {_time(sum(waited))}"
+        if 2.0 * waited[place] > sum(waited):
+            return [f"{said}, most of it for {SHORT_OF[place]}. {remedy}"]
+        return [f"{said} in all. One more engine or fewer requests at once would have helped."]
     late = f"It was {_time(late_s)} late, of which waiting explains only {_time(sum(waited))}."
+    if _was_slow_alone(fate, known):
+        return [
+            f"{late} It was alone, so the engine itself was slow: another program may have used "
+            "the same processor, or the model had just been started."
+        ]
     if fate["lost_s"] is not None or fate["num_preemptions"]:
         return [
             f"{late} For most of the rest its prompt had been started, and others were computed "
@@ -248,6 +297,19 @@ def _for_first_token(fate: Fate) -> list[str]:
         "targets of the requests that were running. Looser TPOT targets of these, or one more "
         "engine, would have helped."
     ]
+
+
+def _kept_steps_short(fate: Fate, known: Sequence[Fate]) -> bool:
+    """Whether requests that were computed before it started came near their TPOT targets."""
+    until_s = fate["ended_s"] if fate["started_s"] is None else fate["started_s"]
+    return any(
+        each["tpot_s"] is not None
+        and each["started_s"] is not None
+        and each["started_s"] < until_s
+        and each["ended_s"] > fate["arrival_s"]
+        and (tpot_s(each) or 0.0) > _NEAR_TPOT * each["tpot_s"]
+        for each in known
+    )
 
 
 def waited_otherwise_s(fate: Fate) -> float:

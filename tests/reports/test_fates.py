@@ -104,7 +104,7 @@ _LATE = {"end": "missed", "first_token_s": 13.3, "last_token_s": 14.3, "ended_s"
     [
         (
             {"started_s": 13.0, "waited_s": (2.9, 0.0, 0.1), "num_before": 12, "num_running": 256},
-            "It waited 3.00 s for a free slot.",
+            "It waited 2.90 s for a free slot.",
             "It was 2.30 s late and had waited 2.90 s for a free slot. More slots",
         ),
         (
@@ -130,7 +130,7 @@ _LATE = {"end": "missed", "first_token_s": 13.3, "last_token_s": 14.3, "ended_s"
         (
             {"lost_s": 10.62, "need_s": 0.45, "started_s": 13.0, "waited_s": (0.0, 0.0, 3.0)},
             "The scheduler gave it up 620 ms after its arrival: its first token was due in 380 ms "
-            "and still needed at least 450 ms.",
+            "and, by the step times predicted then, still needed at least 450 ms.",
             "compute time",
         ),
         (
@@ -193,14 +193,58 @@ def test_others_are_told_by_class_and_a_flood_of_another_one_is_called_so() -> N
 
     told = story(late, known)
 
-    assert "3 were waiting (3 of class job, 1 of class chat)." in told[0]
-    assert "2 requests that arrived later were started before it (2 of class job)." in told
+    assert "3 were waiting (75 % of class job, 25 % of class chat)." in told[0]  # of 4 known
+    assert "2 requests that arrived later were started before it (all of class job)." in told
     assert remedies(late, known)[-1] == (
         "Of 6 requests that waited before it or were preferred to it 5 were of class job. A higher "
         "weight or a `share` for class chat would have protected it."
     )
     assert len(remedies(late, [own, late])) == len(remedies(late)) == 1
     assert "of class" not in " ".join(story(late, [own, late]))
+
+
+def test_classes_are_counted_where_all_others_are_known() -> None:
+    late = a_fate("late", "chat", **(_LATE | {"started_s": 13.0, "num_before": 2}))
+    before = [a_fate(name, name, arrival_s=9.0, started_s=11.0) for name in ("job", "chat")]
+    assert "2 were waiting (1 of class job, 1 of class chat)." in story(late, [*before, late])[0]
+
+
+def test_what_most_of_a_wait_was_for_is_named_though_it_is_not_all_of_it() -> None:
+    late = a_fate(**(_LATE | {"started_s": 13.2, "waited_s": (0.0, 2.2, 0.1)}))
+    assert remedies(late) == [
+        "It was 2.30 s late and had waited 3.20 s, most of it for KV memory. More KV memory "
+        "(`--gpu-memory-utilization`, `--kv-cache-dtype fp8`), swapping, or one more engine would "
+        "have helped."
+    ]
+    nearly_all = a_fate(**(_LATE | {"started_s": 13.0, "waited_s": (0.0, 2.9, 0.1)}))
+    assert "It waited 2.90 s for KV memory." in story(nearly_all)
+
+
+def test_looser_tpot_targets_are_advised_only_where_these_bound_the_steps() -> None:
+    late = a_fate("late", **(_LATE | {"started_s": 13.0, "waited_s": (0.0, 0.0, 3.0)}))
+    near = a_fate("near", arrival_s=9.0, started_s=9.0, first_token_s=9.5, last_token_s=18.0)
+    far = a_fate("far", arrival_s=9.0, started_s=9.0, first_token_s=9.5, last_token_s=11.5)
+    assert "or looser TPOT targets" in remedies(late, [near, late])[0]
+    assert "TPOT" not in remedies(late, [far, late])[0]
+
+
+def test_a_prompt_that_was_slow_although_alone_is_said_to_have_been_alone() -> None:
+    slow = a_fate("slow", **(_LATE | {"started_s": 10.0, "alone_s": 0.1}))
+    beside = a_fate("beside", arrival_s=11.0, started_s=11.0, first_token_s=11.5)
+    said = "No other request is known to have been computed meanwhile"
+    assert any(said in line for line in story(slow, [slow]))
+    assert not any(said in line for line in story(slow, [slow, beside]))
+    assert not any(said in line for line in story(slow))
+    assert any("another program" in line for line in remedies(slow, [slow]))
+
+
+def test_a_first_token_that_is_overdue_is_called_so() -> None:
+    fate = a_fate(**(_LATE | {"lost_s": 11.2, "need_s": 0.2, "started_s": 13.0}))
+    assert any(
+        "gave it up 1.20 s after its arrival: its first token was overdue and, by the step times "
+        "predicted then, still needed at least 200 ms." in line
+        for line in story(fate)
+    )
 
 
 def test_a_short_wait_and_none_are_not_worth_a_sentence() -> None:
