@@ -35,8 +35,9 @@ _QUICK_PHASES = 4
 _NUM_SAMPLES = 120
 _NUM_CLIENTS = 48
 _QUICK_MINUTES = 1.0
-#: Without requests: reports come, and connections that are kept are closed.
-_QUIET_S = 16.0
+#: Without requests: reports come, and connections that are kept are closed. aiohttp looks for them
+#: every 15 s and closes those that have been idle for as long.
+_QUIET_S = 31.0
 _MIB = 1024
 
 
@@ -189,7 +190,7 @@ def _metrics(url: str) -> dict[str, float]:
 
 
 def table(outcome: Mapping[str, Any], idle: Sequence[Row]) -> str:
-    """What became of the requests, and of each process at the middle and at the end."""
+    """What became of the requests, and what each process held in the pauses without requests."""
     counts = outcome["outcomes"]
     others = sum(n for name, n in counts.items() if name not in verdict.PROPER)
     failures, disturbed = sum(outcome["failures"].values()), sum(outcome["disturbed"].values())
@@ -203,18 +204,24 @@ def table(outcome: Mapping[str, Any], idle: Sequence[Row]) -> str:
         f"{sum(outcome['preemptions'].values()):,.0f}; streams that went on at the other engine: "
         f"{outcome['gateway']['continued']:,.0f}."
     )
-    first, middle, last = idle[0], idle[len(idle) // 2], idle[-1]
+    looks = [idle[round(part * (len(idle) - 1))] for part in (0, 0.25, 0.5, 0.75, 1)]
     lines = []
-    for process, held in last["processes"].items():
-        three = [sample["processes"][process] for sample in (first, middle, last)]
+    for process in idle[-1]["processes"]:
+        five = [look["processes"][process] for look in looks]
+        every = [look["processes"][process] for look in idle]
         lines.append([
             process,
-            *(f"{each['memory_kib'] / _MIB:,.1f}" for each in three),
-            *(f"{held[name]}" for name in ("threads", "files", "tasks")),
-            " / ".join(f"{sum(each['tables'].values()):,}" for each in three),
+            *(f"{each['memory_kib'] / _MIB:,.1f}" for each in five),
+            *(_range([each[name] for each in every]) for name in ("threads", "files", "tasks")),
+            " / ".join(f"{sum(each['tables'].values()):,}" for each in five[::2]),
         ])  # fmt: skip
     head = (
-        "process", "MiB, first pause", "middle", "end", "threads", "files", "tasks",
-        "entries of our tables, first / middle / end",
+        "process", *(f"MiB after {look['at_s'] / 60:.1f} min" for look in looks),
+        "threads", "files", "tasks", "entries of our tables: first, middle, last pause",
     )  # fmt: skip
     return f"{about}\n\n{markdown(head, lines)}"
+
+
+def _range(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return str(low) if low == high else f"{low} to {high}"

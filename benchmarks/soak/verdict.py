@@ -31,8 +31,11 @@ def slope(values: Sequence[float]) -> float:
 def growths(idle: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, float, float, float]]:
     """What has grown in the second half of the samples that were taken without requests.
 
+    What is kept for ever is never given back, so that the least of it rises as well: a value that
+    goes up and down, as that of a pool does, has grown by no more than its least has.
+
     Returns:
-        Process, what of it, its first and last value, and how much it grew by the slope.
+        Process, what of it, its first and last value, and how much it grew.
     """
     half = list(idle)[len(idle) // 2 :] if len(idle) > 3 else list(idle)[1:]
     found = []
@@ -40,8 +43,16 @@ def growths(idle: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, float, fl
         for name in _names(half, process):
             values = [_value(sample, process, name) for sample in half]
             grown = slope(values) * (len(values) - 1)
+            if len(values) > 3:
+                grown = min(grown, _rise_of_least(values))
             found.append((process, name, values[0], values[-1], grown))
     return found
+
+
+def _rise_of_least(values: Sequence[float]) -> float:
+    """From the least of the first half to that of the second, as if over all of them."""
+    half = len(values) // 2
+    return 2.0 * (min(values[-half:]) - min(values[:half]))
 
 
 def _names(half: Sequence[Mapping[str, Any]], process: str) -> list[str]:

@@ -58,6 +58,24 @@ def test_one_look_that_is_larger_says_nothing() -> None:
     assert verdict.problems(OUTCOME, looks) == []
 
 
+@pytest.mark.parametrize(
+    ("files", "is_found"),
+    [
+        ((17, 23, 33, 11, 16, 26), False),  # a pool of connections, as a soak had it
+        ((17, 23, 33, 21, 26, 36), True),
+        ((17, 18, 19, 20, 21, 22), True),
+    ],
+)
+def test_what_comes_and_goes_has_grown_if_its_least_has(
+    files: tuple[int, ...], is_found: bool
+) -> None:
+    looks = copy.deepcopy(FLAT[:6]) + [copy.deepcopy(FLAT[0]) for _ in files]
+    for look, number in zip(looks[6:], files, strict=True):
+        look["processes"]["engine"]["files"] = number
+
+    assert bool(verdict.problems(OUTCOME, looks)) is is_found
+
+
 def test_of_a_short_soak_what_fills_slowly_is_not_judged() -> None:
     short = OUTCOME | {"minutes": 1.0}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import aiohttp
 from aiohttp import web
@@ -41,7 +41,8 @@ async def cutting(server_url: str) -> AsyncIterator[str]:
                     )  # fmt: skip
                 response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
                 await response.prepare(request)
-                await _pass_on(request, response, reply)
+                with suppress(ConnectionResetError):  # the client has left
+                    await _pass_on(request, response, reply)
                 return response
 
         async def no_feed(_: web.Request) -> web.Response:
