@@ -11,6 +11,7 @@ requests. `--save FILE` keeps what it says, and FILE may stand where the URL doe
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ _MOST_SHOWN = 10
 def main(argv: Sequence[str] | None = None) -> int:
     """Explain from the command line; return the exit code, 2 where nothing could be explained."""
     args = _parser().parse_args(argv)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # else a replay is lost in the log
     try:
         require_report(args.html)
         window = read(args.source)

@@ -17,11 +17,12 @@ class MissedLog:
     """Makes the lines.
 
     Args:
-        most: A minute; those beyond are counted, and the next line says how many.
+        most: A minute; those beyond are counted, and the next line says how many. With 0 there are
+            no lines. It may be changed.
     """
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self.most = most
         self._num_seen = self._num_said = self._num_silent = 0
         self._began_s = -math.inf
 
@@ -34,6 +35,9 @@ class MissedLog:
         """
         if fates.num_ended == self._num_seen:
             return []
+        if not self.most:
+            self._num_seen, self._num_silent = fates.num_ended, 0
+            return []
         if now_s - self._began_s >= _MINUTE_S:
             self._began_s, self._num_said = now_s, 0
         ended = fates.since(self._num_seen, cost)
@@ -45,7 +49,7 @@ class MissedLog:
             fate = fate_of(name, slo_class, record)
             if fate["end"] not in _LATE:
                 continue
-            if self._num_said >= self._most:
+            if self._num_said >= self.most:
                 self._num_silent += 1
                 continue
             self._num_said += 1

@@ -55,8 +55,7 @@ class Reporting:
         self._planning, self._steering, self._swapping = planning, steering, swapping
         config = scheduler.sola_config
         self._has_log = bool(config.log_interval_s)
-        self._missed_log: MissedLog | None = None
-        self.change(config)
+        self._missed_log = MissedLog(config.log_missed)
         self._swapped_bytes = _no_bytes if swapping is None else swapping.num_bytes
         self.telemetry = TelemetrySender(
             log_stats=bool(getattr(scheduler, "log_stats", False)),
@@ -65,7 +64,7 @@ class Reporting:
 
     def change(self, config: SolaConfig) -> None:
         """These are the options from now on."""
-        self._missed_log = MissedLog(config.log_missed) if config.log_missed else None
+        self._missed_log.most = config.log_missed
 
     def updated(self, outputs: Any) -> None:
         """A step has ended, and its outcome is booked; metrics go along with its outputs."""
@@ -75,11 +74,10 @@ class Reporting:
                 self._log()
             except Exception as error:
                 scheduler.sola_guard.failed_beside("logging", error)
-        if self._missed_log is not None:
-            try:
-                self._log_missed(self._missed_log)
-            except Exception as error:
-                scheduler.sola_guard.failed_beside("logging late requests", error)
+        try:
+            self._log_missed()
+        except Exception as error:
+            scheduler.sola_guard.failed_beside("logging late requests", error)
         self.telemetry.send(
             outputs,
             scheduler.sola_monitor,
@@ -121,9 +119,9 @@ class Reporting:
                 tokens = 1 + int(scheduler.num_spec_tokens)
                 self._targets.note_step(scheduler.sola_monitor.cost.decode_s(1, 1) / tokens)
 
-    def _log_missed(self, missed_log: MissedLog) -> None:
+    def _log_missed(self) -> None:
         monitor = self._scheduler.sola_monitor
-        for line in missed_log.lines(monitor.fates, monitor.cost, monitor.clock()):
+        for line in self._missed_log.lines(monitor.fates, monitor.cost, monitor.clock()):
             logger.info("sola_sched: %s", line)
 
     def _load(self) -> str:

@@ -134,6 +134,21 @@ def test_late_requests_are_told_in_the_log_so_many_a_minute(
     assert all(line.startswith("sola_sched: r") and "It arrived with" in line for line in lines)
 
 
+def test_late_requests_are_told_once_though_options_change(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = make_small_engine(sola_sched.Scheduler, {**OPTIONS, "log_missed": 3})
+    for request in make_workload(200, 16.0):
+        engine.add(request)
+    with caplog.at_level(logging.INFO, logger="vllm.sola_sched"):
+        engine.run()
+        engine.scheduler._reporting.change(replace(engine.scheduler.sola_config, ttft_s=1.0))
+        engine.add(VirtualRequest("last", arrival_s=30.0, prompt_len=20, output_len=4))
+        engine.run()
+    lines = [r.getMessage() for r in caplog.records if ": It was late: " in r.getMessage()]
+    assert len(lines) == 3  # all of it is within a minute
+
+
 def test_engine_facts_are_enough_to_serve_the_same_again() -> None:
     engine, _ = served(*later(make_workload(100, 16.0), 5.0))
     book = FateBook()
