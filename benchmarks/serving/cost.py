@@ -195,7 +195,7 @@ def compared(own: Iterable[Row], stock: Iterable[Row]) -> Beside:
 
 
 def _least(rows: Iterable[Row]) -> float:
-    return min(ms for row in rows for ms in row["median_ms"])
+    return min(float(ms) for row in rows for ms in row["median_ms"])
 
 
 def table(rows: Sequence[Row]) -> str:
