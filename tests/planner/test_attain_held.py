@@ -199,3 +199,17 @@ def test_work_of_the_lost_lengthens_a_step_by_a_quarter_of_what_tpot_leaves() ->
 
 def test_where_slots_are_short_the_lost_get_all_that_is_left_over() -> None:
     assert chunk_of_lost(max_num_running=11) > 2000 - 128
+
+
+def test_a_tight_prompt_is_on_time_where_decodes_with_loose_targets_can_sit_out() -> None:
+    """Steps of 100 ms: all 30 decodes take 40 of them; where 20 run in one of ten, they take 22."""
+    b = StateBuilder(left=1.0)  # nothing later to lend of
+    for place in range(10):
+        b.decode(f"d{place}", first_ago_s=1.9, out=20, slo=SloTarget(10.0, 0.1))
+    for place in range(20):
+        b.decode(f"slow{place}", first_ago_s=15.0, out=20, slo=SloTarget(10.0, 1.0))
+    b.waiting("loose", waited_s=0.0, prompt=1000, slo=SloTarget(20.0, 1.0))
+    b.waiting("tight", waited_s=0.0, prompt=6500, slo=USUAL)
+    plan = plan_of(b)
+    assert b.names(plan.admit)[0] == "tight"
+    assert held_of(b, plan) == {f"slow{place}" for place in range(20)}

@@ -23,12 +23,30 @@ def find_room(step, need):
 
 @compiled
 def has_spare(step):
-    """Whether there is room, and bare steps leave a large share of TPOT.
+    """Whether there is room, and decodes leave a large share of steps as long as TPOT allows.
 
     What a decode gives up it has to gain again.
     """
     at = step.at
-    return at.has_room and at.decode_s <= step.tuning.near * at.pace_s
+    return at.has_room and usual_s(step, at.pace_s) <= step.tuning.near * at.pace_s
+
+
+@compiled
+def usual_s(step, step_s):
+    """Time of the decodes in one of many steps of this length, where those far ahead sit out.
+
+    Each takes part once in its `token_s`.
+    """
+    at, num, ctx = step.at, 0.0, 0.0
+    for place in range(at.num_decodes):
+        decode = step.decodes[place]
+        if not decode.is_lost:
+            share = 1.0
+            if step_s < decode.token_s < np.inf:
+                share = step_s / decode.token_s
+            num += share
+            ctx += share * decode.ctx
+    return decode_s(at, num, ctx) if num else 0.0
 
 
 @compiled

@@ -9,6 +9,7 @@ import numpy as np
 from sola_sched.compiled.functions import compiled
 from sola_sched.core.traffic import NUM_ENOUGH
 from sola_sched.cost.times import chunk_s, decode_s
+from sola_sched.planner.attain.held import has_spare, usual_s
 from sola_sched.planner.attain.lost import is_rejected, most_lent_s
 from sola_sched.planner.attain.records import NEAR, ORDER, insert
 
@@ -87,8 +88,10 @@ def _keep_on_time(step, kept):
     All of them, if that is possible. Else, where a step could hold many, those that are so a step
     early: it ends with the deadline of its first prefill, so that others would end with one each.
     """
-    at, total_s = step.at, 0.0
-    share = max(1e-9, 1.0 - at.mixed_s / max(at.limit_s, 1e-9))
+    at, total_s, decodes_s = step.at, 0.0, step.at.mixed_s
+    if step.tuning.holds and has_spare(step):
+        decodes_s += usual_s(step, at.limit_s) - at.decode_s
+    share = max(1e-9, 1.0 - decodes_s / max(at.limit_s, 1e-9))
     count = _keep(step, share, 0.0, kept)
     for i in range(at.num_near):
         total_s += step.prefills[step.lists[NEAR, i]].service_s
