@@ -16,7 +16,7 @@ from http_server import Answer, Server, serving
 
 from sola_sched.explain import __main__ as explain
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 OPTIONS = {
     "ttft_s": 100.0,
