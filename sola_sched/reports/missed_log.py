@@ -17,14 +17,23 @@ class MissedLog:
     """Makes the lines.
 
     Args:
-        most: A minute; those beyond are counted, and the next line says how many. With 0 there are
-            no lines. It may be changed.
+        most: A minute; those beyond are counted, and the next line says how many.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._num_seen = self._num_said = self._num_silent = 0
         self._began_s = -math.inf
+
+    def change(self, most: int, fates: Fates) -> None:
+        """So many a minute from now on. After 0, when nobody asks, those that have ended are past.
+
+        Args:
+            fates: Of the engine.
+        """
+        if not self.most:
+            self._num_seen, self._num_silent = fates.num_ended, 0
+        self.most = most
 
     def lines(self, fates: Fates, cost: CostModel, now_s: float) -> list[str]:
         """Of the requests that have ended since the last call.
@@ -34,9 +43,6 @@ class MissedLog:
             now_s: On any one clock.
         """
         if fates.num_ended == self._num_seen:
-            return []
-        if not self.most:
-            self._num_seen, self._num_silent = fates.num_ended, 0
             return []
         if now_s - self._began_s >= _MINUTE_S:
             self._began_s, self._num_said = now_s, 0

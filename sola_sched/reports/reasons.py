@@ -194,12 +194,15 @@ def _was_slow_alone(fate: Fate, known: Sequence[Fate]) -> bool:
     if end_s - begin_s < _SLOW * fate["alone_s"]:
         return False
     return not any(
-        each["request_id"] != fate["request_id"]
-        and each["started_s"] is not None
-        and each["started_s"] < end_s
-        and each["ended_s"] > begin_s
+        each["request_id"] != fate["request_id"] and _was_there(each, begin_s, end_s)
         for each in known
     )
+
+
+def _was_there(fate: Fate, begin_s: float, end_s: float) -> bool:
+    """Whether it had started, and not ended, at some time between."""
+    started_s = fate["started_s"]
+    return started_s is not None and started_s < end_s and fate["ended_s"] > begin_s
 
 
 def _lost(fate: Fate) -> str:
@@ -304,9 +307,7 @@ def _kept_steps_short(fate: Fate, known: Sequence[Fate]) -> bool:
     until_s = fate["ended_s"] if fate["started_s"] is None else fate["started_s"]
     return any(
         each["tpot_s"] is not None
-        and each["started_s"] is not None
-        and each["started_s"] < until_s
-        and each["ended_s"] > fate["arrival_s"]
+        and _was_there(each, fate["arrival_s"], until_s)
         and (tpot_s(each) or 0.0) > _NEAR_TPOT * each["tpot_s"]
         for each in known
     )

@@ -64,7 +64,7 @@ class Reporting:
 
     def change(self, config: SolaConfig) -> None:
         """These are the options from now on."""
-        self._missed_log.most = config.log_missed
+        self._missed_log.change(config.log_missed, self._scheduler.sola_monitor.fates)
 
     def updated(self, outputs: Any) -> None:
         """A step has ended, and its outcome is booked; metrics go along with its outputs."""
@@ -74,10 +74,11 @@ class Reporting:
                 self._log()
             except Exception as error:
                 scheduler.sola_guard.failed_beside("logging", error)
-        try:
-            self._log_missed()
-        except Exception as error:
-            scheduler.sola_guard.failed_beside("logging late requests", error)
+        if self._missed_log.most:
+            try:
+                self._log_missed()
+            except Exception as error:
+                scheduler.sola_guard.failed_beside("logging late requests", error)
         self.telemetry.send(
             outputs,
             scheduler.sola_monitor,

@@ -121,15 +121,25 @@ def test_a_lost_request_says_when_and_by_what_reckoning() -> None:
         assert fate["need_s"] > 0.9 * left_s  # else it could have been on time
 
 
+def make_late(num_told: int) -> VirtualEngine:
+    """An engine with more requests than it can serve in time, that tells of so many a minute."""
+    engine = make_small_engine(sola_sched.Scheduler, {**OPTIONS, "log_missed": num_told})
+    for request in make_workload(200, 16.0):
+        engine.add(request)
+    return engine
+
+
+def told_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if ": It was late: " in r.getMessage()]
+
+
 def test_late_requests_are_told_in_the_log_so_many_a_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    engine = make_small_engine(sola_sched.Scheduler, {**OPTIONS, "log_missed": 3})
-    for request in make_workload(200, 16.0):
-        engine.add(request)
+    engine = make_late(3)
     with caplog.at_level(logging.INFO, logger="vllm.sola_sched"):
         engine.run()
-    lines = [r.getMessage() for r in caplog.records if ": It was late: " in r.getMessage()]
+    lines = told_in(caplog)
     assert len(lines) == 3  # the whole run is shorter than a minute
     assert all(line.startswith("sola_sched: r") and "It arrived with" in line for line in lines)
 
@@ -137,16 +147,25 @@ def test_late_requests_are_told_in_the_log_so_many_a_minute(
 def test_late_requests_are_told_once_though_options_change(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    engine = make_small_engine(sola_sched.Scheduler, {**OPTIONS, "log_missed": 3})
-    for request in make_workload(200, 16.0):
-        engine.add(request)
+    engine = make_late(3)
     with caplog.at_level(logging.INFO, logger="vllm.sola_sched"):
         engine.run()
         engine.scheduler._reporting.change(replace(engine.scheduler.sola_config, ttft_s=1.0))
         engine.add(VirtualRequest("last", arrival_s=30.0, prompt_len=20, output_len=4))
         engine.run()
-    lines = [r.getMessage() for r in caplog.records if ": It was late: " in r.getMessage()]
-    assert len(lines) == 3  # all of it is within a minute
+    assert len(told_in(caplog)) == 3  # all of it is within a minute
+
+
+def test_those_that_were_late_while_none_were_told_are_not_told_afterwards(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = make_late(0)
+    with caplog.at_level(logging.INFO, logger="vllm.sola_sched"):
+        engine.run()
+        engine.scheduler._reporting.change(replace(engine.scheduler.sola_config, log_missed=3))
+        engine.add(VirtualRequest("last", arrival_s=30.0, prompt_len=20, output_len=4))
+        engine.run()
+    assert told_in(caplog) == []
 
 
 def test_engine_facts_are_enough_to_serve_the_same_again() -> None:
