@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,21 +10,16 @@ from pathlib import Path
 import pytest
 from html_report import Report
 
-from sola_sched.config.slo import SloTarget
 from sola_sched.errors import DatasetError
 from sola_sched.plan import cli, html
 from sola_sched.plan.args import build_parser
 from sola_sched.plan.cli import main
-from sola_sched.plan.configurations import Configuration, configurations
-from sola_sched.plan.evaluate import Outcome, excess, run_fast
+from sola_sched.plan.configurations import Configuration
+from sola_sched.plan.evaluate import Outcome
 from sola_sched.plan.fast_error import OF_ONE_MODEL, OF_SERVICES, unchecked
-from sola_sched.plan.impossible import ImpossibleError, require_possible
-from sola_sched.plan.load import Load, make_load
+from sola_sched.plan.load import make_load
 from sola_sched.plan.report import table
-from sola_sched.plan.search import search
 from sola_sched.simulator.cluster.cluster import VirtualCluster
-from sola_sched.simulator.steps.time import DecodeOnly, StepCounts
-from sola_sched.workloads.workload import RequestSpec, Workload
 
 BASE = ["--model", "llama-3-8b", "--disable-tqdm", "--num-prompts", "150"]
 FAST = [
@@ -330,92 +324,6 @@ def test_a_public_data_set_that_is_not_there_is_replaced_and_said(
     assert "instead of azure" in capsys.readouterr().out
 
 
-class Made:
-    """An evaluation by formula: what a place is worth, and what was asked."""
-
-    def __init__(self, needed: float, **speeds: float) -> None:
-        self.needed, self.speeds = needed, speeds
-        self.num_runs = 0
-
-    def __call__(self, c: Configuration) -> Outcome:
-        self.num_runs += 1
-        speed = {"a100": 1.0, "h100": 2.0}[c.gpu]
-        for name in (
-            c.spec.kind,
-            c.router,
-            f"chunk{c.max_num_batched_tokens}",
-            f"seqs{c.max_num_seqs}",
-        ):
-            speed *= self.speeds.get(name, 1.0)
-        share = min(1.0, c.num_instances * speed / self.needed)
-        if c.num_prefill:
-            share = self.prefill_share(c) * min(
-                1.0, c.num_instances * speed * self.speeds.get("decode", 0.0) / self.needed
-            )
-        met = {"ttft": share, "tpot": share}
-        return Outcome(c, share, met, (1.0, 1.0), (1.0, 1.0), {"ttft": 1.0, "tpot": 1.0})
-
-    def prefill_share(self, c: Configuration) -> float:
-        self.num_runs += 1
-        return min(1.0, c.num_prefill / 2)
-
-
-def best_of(evaluate: Made, **changes: list) -> Configuration:
-    options = {
-        "model": "llama-3-8b", "prices": {"a100": 1.0, "h100": 1.5}, "degrees": [1],
-        "schedulers": ["sola", "stock"], "max_num_seqs": [256], "routers": ["least-ttft"],
-    } | changes  # fmt: skip
-    outcomes = search(configurations(**options), evaluate, 1.0, 64, has_pools=True)
-    costs = [o.configuration.cost_per_hour for o in outcomes]
-    assert costs == sorted(costs)
-    return next(o for o in outcomes if o.attainment >= 1.0).configuration
-
-
-@pytest.mark.parametrize("needed", [1, 2, 3, 5, 8, 13])
-def test_the_search_finds_the_least_number_and_the_cheaper_of_two(needed: int) -> None:
-    best = best_of(Made(needed, stock=0.6))
-
-    expected = min((needed * 1.0, "a100"), (math.ceil(needed / 2) * 1.5, "h100"))
-    assert (best.cost_per_hour, best.gpu) == expected
-    assert best.scheduler == "sola"
-
-
-@pytest.mark.parametrize(
-    ("speeds", "found"),
-    [
-        ({"stock": 1.3}, {"scheduler": "stock:512"}),
-        ({"chunk512": 1.3}, {"max_num_batched_tokens": 512}),
-        ({"seqs512": 1.3}, {"max_num_seqs": 512}),
-        ({"shortest-queue": 1.3}, {"router": "shortest-queue"}),
-        ({"decode": 1.5}, {"num_prefill": 2}),
-    ],
-)
-def test_the_search_finds_the_option_that_saves_instances(
-    speeds: dict[str, float], found: dict[str, object]
-) -> None:
-    evaluate = Made(20, **speeds)
-
-    best = best_of(
-        evaluate, schedulers=["sola", "sola:512", "stock:512"], max_num_seqs=[256, 512],
-        routers=["least-ttft", "shortest-queue"],
-    )  # fmt: skip
-
-    assert {name: getattr(best, name) for name in found} == found
-    assert best.cost_per_hour < 15.0
-    assert evaluate.num_runs < 80
-
-
-def test_a_router_or_slots_that_nothing_needs_are_not_paid_for() -> None:
-    assert best_of(Made(4), max_num_seqs=[256, 512], routers=["least-ttft", "packing"]) == (
-        best_of(Made(4))
-    )
-
-
-def test_the_excess_is_the_factor_that_the_share_asked_for_needs() -> None:
-    assert excess([1.0, 2.0, 3.0, 10.0], [2.0] * 4, 0.75) == 1.5
-    assert excess([1.0, 2.0, 3.0, 10.0], [2.0] * 4, 1.0) == 5.0
-
-
 def test_step_times_are_measured_where_there_are_such_and_the_output_says_so(
     tmp_path, capsys
 ) -> None:
@@ -427,69 +335,6 @@ def test_step_times_are_measured_where_there_are_such_and_the_output_says_so(
     assert steps == {1: "measured", 2: "computed"}
     said = capsys.readouterr().out
     assert "1 h100 of measured kernels; 2 h100 computed from hardware figures" in said
-
-
-def test_an_answer_in_the_time_to_the_last_token_is_planned_for(tmp_path, capsys) -> None:
-    load = make(ttft_s=1.0, tpot_s=0.06, e2e_s=1.0)
-    choice = configurations(
-        "llama-3-8b", {"h100": 3.0}, [1], ["sola"], [256], ["least-ttft"]
-    )[0]  # fmt: skip
-
-    found = run_fast("llama-3-8b", choice, load, 0, 0.9)
-
-    assert set(found.met) == {"ttft", "tpot", "e2e"}
-    assert found.worst == "e2e"
-    assert found.excess["e2e"] > 1.0
-    with pytest.raises(ImpossibleError, match="the e2e target must be at least"):
-        require_possible("llama-3-8b", [choice], load, 0.9)
-
-
-def make(num_requests: int = 40, **targets: float) -> Load:
-    """Requests of 1,000 + 200 tokens, ten a second."""
-    requests = tuple(
-        RequestSpec(f"r{i}", (1,) * 1000, 200, arrival_s=0.1 * i) for i in range(num_requests)
-    )
-    return Load(Workload(requests, request_rate=10.0), SloTarget(**targets), ())
-
-
-def test_a_decode_pool_computes_no_prompt() -> None:
-    class Steps:
-        def seconds(self, counts: StepCounts) -> float:
-            assert not counts.num_prefills
-            return counts.num_decodes + counts.decode_ctx / 1000
-
-    assert DecodeOnly(Steps()).seconds(StepCounts(3, 500, 1, 2000, 1e6)) == 6.5
-
-
-@pytest.mark.parametrize("num_prefill", [1, 2])
-def test_pools_answer_every_request_once_and_in_order(num_prefill: int) -> None:
-    load = make(ttft_s=1.0, tpot_s=0.06)
-    choice = configurations(
-        "llama-3-8b", {"a100": 1.5}, [1], ["stock:8192"], [256], ["least-ttft"]
-    )[0]  # fmt: skip
-
-    both = run_fast("llama-3-8b", choice.times(1), load, 0, 0.95)
-    split = run_fast("llama-3-8b", choice.times(1, num_prefill), load, 0, 0.95)
-
-    assert split.attainment == 1.0
-    # No prompt delays a decode, and decodes delay no prompt.
-    assert split.tpot_ms[1] < both.tpot_ms[1]
-    assert split.ttft_ms[0] < both.ttft_ms[0]
-    assert choice.times(1, num_prefill).cost_per_hour == 1.5 * (1 + num_prefill)
-
-
-def test_requests_that_a_pool_cannot_hold_fail_and_are_counted() -> None:
-    too_long = RequestSpec("long", (1,) * 9000, 5, arrival_s=0.5)
-    few = make(4, ttft_s=1.0, tpot_s=0.06).workload.requests
-    load = Load(Workload((*few, too_long), request_rate=1.0), SloTarget(1.0, 0.06), ())
-    choice = configurations(
-        "llama-3-8b", {"a100": 1.5}, [1], ["stock:8192"], [256], ["least-ttft"]
-    )[0]  # fmt: skip
-
-    found = run_fast("llama-3-8b", choice.times(1, 1), load, 0, 0.95)
-
-    assert found.attainment == 0.75  # the first of five is not counted
-    assert found.excess["ttft"] == math.inf
 
 
 @pytest.mark.parametrize("rate", ["1", "0.01", "0.0001"])
