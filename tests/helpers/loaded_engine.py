@@ -21,6 +21,11 @@ NO_TARGETS = {"sola_sched": {"ttft_s": None, "tpot_s": None}}
 MODES = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 
 
+def with_policy(policy: str, **targets: Any) -> dict[str, Any]:
+    """`SOLA` under another policy, and with these options changed."""
+    return {"sola_sched": {**SOLA["sola_sched"], **targets, "policy": policy}}
+
+
 def make_engine(
     scheduler_cls: type[Any],
     engine_cls: type[VirtualEngine] = VirtualEngine,

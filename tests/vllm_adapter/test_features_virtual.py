@@ -15,10 +15,10 @@ from loaded_engine import (
     MODES,
     NO_TARGETS,
     NUM_BLOCKS,
-    SOLA,
     changed,
     make_engine,
     make_workload,
+    with_policy,
 )
 from remote_kv import RemoteEngine
 from vllm.config import KVTransferConfig
@@ -109,7 +109,7 @@ def test_steps_that_put_prefills_off_are_stock_vllms(is_async: bool) -> None:
 @MODES
 @pytest.mark.parametrize("policy", ["attain", "paper", "alise", "doubling"])
 def test_all_are_served_while_prefills_are_put_off(policy: str, is_async: bool) -> None:
-    sola = {"sola_sched": {"policy": policy, **SOLA["sola_sched"]}}
+    sola = with_policy(policy)
     engine = make_engine(sola_sched.Scheduler, sola=sola, async_scheduling=is_async)
     steps = throttled(engine)
     requests = make_workload()
@@ -193,7 +193,7 @@ def test_chunks_of_hybrid_models_end_where_state_is_kept(policy: str, is_async: 
         )
         layers.kv_cache_groups = [*layers.kv_cache_groups, KVCacheGroupSpec(["state"], state)]
 
-    sola = {"sola_sched": {"policy": policy, **SOLA["sola_sched"]}}
+    sola = with_policy(policy)
     engine = make_engine(
         changed(sola_sched.Scheduler, change),
         sola=sola,
@@ -236,7 +236,7 @@ def with_remote_kv(scheduler_cls: type[Any], **options: Any) -> VirtualEngine:
 @pytest.mark.parametrize("policy", ["attain", "paper", "alise", "doubling"])
 def test_kv_that_another_engine_computed_is_awaited(policy: str, is_async: bool) -> None:
     """Decode side: half of the prompts come from elsewhere; none of their tokens is computed."""
-    sola = {"sola_sched": {"policy": policy, **SOLA["sola_sched"]}}
+    sola = with_policy(policy)
     engine = with_remote_kv(sola_sched.Scheduler, sola=sola, async_scheduling=is_async)
     requests = make_workload()
     for request in requests:
@@ -261,7 +261,7 @@ def test_kv_that_another_engine_computed_is_awaited(policy: str, is_async: bool)
 @pytest.mark.parametrize("policy", ["attain", "paper", "alise", "doubling"])
 def test_blocks_are_held_until_another_engine_has_them(policy: str, is_async: bool) -> None:
     """Prefill side: one token each, and the blocks stay for a while after the end."""
-    sola = {"sola_sched": {"policy": policy, **SOLA["sola_sched"]}}
+    sola = with_policy(policy)
     engine = with_remote_kv(sola_sched.Scheduler, sola=sola, async_scheduling=is_async)
     requests = [
         VirtualRequest(r.req_id, r.arrival_s, prompt_len=r.num_prompt_tokens, output_len=1)

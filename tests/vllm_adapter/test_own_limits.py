@@ -1,10 +1,9 @@
-"""What vLLM keeps to by itself holds under every plan: the cadence of prefills, their chunks."""
+"""What vLLM keeps to by itself holds under every plan: how long chunks are, and who is split."""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from image_prompts import IMAGE, images
-from loaded_engine import MODES, SOLA, changed, make_engine, make_workload
+from loaded_engine import MODES, changed, make_engine, make_workload, with_policy
 from needs import NEEDS_SWAPPING
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -22,180 +21,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 import sola_sched
 from sola_sched.config.policies import PolicyTraits
 from sola_sched.core.state import StepPlan, StepState
-from sola_sched.simulator import StepTrace, VirtualEngine, VirtualRequest
-from sola_sched.vllm_adapter.versions import Seams
+from sola_sched.simulator import StepTrace, VirtualEngine
 
 pytestmark = pytest.mark.vllm
 
 POLICIES = pytest.mark.parametrize("policy", ["attain", "paper", "alise", "doubling"])
-INTERVAL = 4
-
-
-def sola(policy: str = "attain", **targets: Any) -> dict[str, Any]:
-    return {"sola_sched": {**SOLA["sola_sched"], **targets, "policy": policy}}
-
-
-def prompt_tokens(requests: list[VirtualRequest]) -> Callable[[Any], int]:
-    """Counts the prompt tokens of one step after the other."""
-    left = Counter({r.req_id: r.num_prompt_tokens for r in requests})
-
-    def count(output: Any) -> int:
-        total = 0
-        for name, tokens in output.num_scheduled_tokens.items():
-            total += min(left[name], tokens)
-            left[name] -= min(left[name], tokens)
-        return total
-
-    return count
-
-
-# The cadence of prefills ----------------------------------------------------------------------
-
-
-class Rank:
-    """One of the engines that have agreed at which steps prefills start.
-
-    Attributes:
-        off, on: Steps with prompt tokens, between the agreed ones beside decodes, and at them.
-        num_short: Steps after which vLLM held the engine to be short of room.
-        broken: Steps between the agreed ones that computed prompts beside decodes although the
-            engine was not short.
-    """
-
-    def __init__(self, engine: VirtualEngine, requests: list[VirtualRequest]) -> None:
-        self.engine = engine
-        self.off = self.on = self.num_short = 0
-        self.broken: list[int] = []
-        self.counter = 0
-        self._schedule, self._count = engine.scheduler.schedule, prompt_tokens(requests)
-        if isinstance(engine.scheduler, sola_sched.Scheduler):  # by its options one engine alone
-            engine.scheduler._steering.has_cadence = True
-        engine.scheduler.schedule = self._throttled
-        for request in requests:
-            engine.add(request)
-
-    @property
-    def has_work(self) -> bool:
-        return self.engine.has_work or self.engine.has_arrivals
-
-    def _throttled(self) -> Any:
-        scheduler, is_between = self.engine.scheduler, self.counter % INTERVAL != 0
-        has_decodes = any(not r.is_prefill_chunk for r in scheduler.running)
-        was_short = scheduler.prefill_capacity_bound
-        output = self._schedule(is_between)
-        if self._count(output):
-            self.on += not is_between
-            self.off += is_between and has_decodes
-            if is_between and has_decodes and not was_short:
-                self.broken.append(self.counter)
-        self.num_short += scheduler.prefill_capacity_bound
-        return output
-
-    def step(self, counter: int) -> None:
-        """The engine core counts steps together with the other ranks."""
-        self.counter = counter
-        if not self.engine.has_work and self.engine.has_arrivals:
-            self.engine.clock.now = max(self.engine.clock.now, self.engine._arrivals[0][0])
-        if self.has_work:
-            self.engine.step()
-
-
-def run_ranks(scheduler_cls: type[Any], rate_per_s: float, **options: Any) -> list[Rank]:
-    ranks = []
-    for rank in range(2):
-        requests = make_workload(48, rate_per_s)[rank::2]
-        engine = make_engine(scheduler_cls, max_num_batched_tokens=2048, **options)
-        ranks.append(Rank(engine, requests))
-    counter = 0
-    while any(rank.has_work for rank in ranks):
-        for rank in ranks:
-            rank.step(counter)
-        counter += 1
-    return ranks
-
-
-@MODES
-@POLICIES
-def test_prefills_of_several_ranks_start_at_the_agreed_steps(policy: str, is_async: bool) -> None:
-    """At a load at which stock vLLM is never short of room, though plans keep prompts waiting."""
-    stock = run_ranks(AsyncScheduler if is_async else Scheduler, 8.0, async_scheduling=is_async)
-    ours = run_ranks(sola_sched.Scheduler, 8.0, async_scheduling=is_async, sola=sola(policy))
-
-    for rank in stock + ours:
-        assert rank.off == 0
-        assert rank.on > 10
-    assert [len(r.engine.records) for r in ours] == [24, 24]
-
-
-@MODES
-def test_ranks_that_are_short_of_room_start_prefills_at_any_step(is_async: bool) -> None:
-    """As stock vLLM: a cadence would only make the queues longer."""
-    options = {"async_scheduling": is_async, "max_num_seqs": 8}
-    for cls in (AsyncScheduler if is_async else Scheduler, sola_sched.Scheduler):
-        for rank in run_ranks(cls, 100.0, **options):
-            assert rank.broken == []
-            assert rank.num_short > 3
-            assert rank.off > 2
-
-
-@pytest.mark.parametrize(
-    ("facts", "is_throttled", "defers"),
-    [
-        ({}, True, True),
-        ({}, False, False),
-        ({"prefill_capacity_bound": True}, True, False),
-        ({"running": [SimpleNamespace(is_prefill_chunk=True)]}, True, False),
-        ({"running": []}, True, False),
-        ({"local_prefill_interval": 4, "num_executed_steps": 9}, False, True),
-        ({"local_prefill_interval": 4, "num_executed_steps": 11}, False, False),
-        ({"local_prefill_interval": 1, "num_executed_steps": 9}, False, False),
-    ],
-)
-def test_when_vllm_puts_prefills_off(
-    facts: dict[str, Any], is_throttled: bool, defers: bool
-) -> None:
-    """Asked of data parallel ranks by the engine core; of one engine from 0.33 on by a count."""
-    seams = Seams.__new__(Seams)
-    decode = SimpleNamespace(is_prefill_chunk=False)
-    base: dict[str, Any] = {"prefill_capacity_bound": False, "running": [decode]}
-    seams._scheduler = SimpleNamespace(**{**base, "last_prefill_step": 8, **facts})
-
-    assert seams.defers_prefills(is_throttled) is defers
-
-
-@pytest.mark.parametrize(("interval", "has_cadence"), [(1, False), (INTERVAL, True)])
-def test_the_operators_interval_makes_a_cadence(interval: int, has_cadence: bool) -> None:
-    def change(arguments: dict[str, Any]) -> None:
-        arguments["vllm_config"].scheduler_config.prefill_schedule_interval = interval
-
-    engine = make_engine(changed(sola_sched.Scheduler, change))
-
-    assert engine.scheduler._steering.has_cadence is has_cadence
-
-
-def test_one_engine_keeps_its_own_cadence() -> None:
-    def change(arguments: dict[str, Any]) -> None:
-        arguments["vllm_config"].scheduler_config.prefill_schedule_interval = INTERVAL
-
-    requests = make_workload(40, 8.0)
-    engine = make_engine(changed(sola_sched.Scheduler, change), max_num_batched_tokens=2048)
-    if not hasattr(engine.scheduler, "local_prefill_interval"):
-        pytest.skip("vLLM before 0.33 has no cadence for one engine")
-    count, with_prompts, num_decodes = prompt_tokens(requests), [], []
-
-    def note(trace: StepTrace) -> None:
-        tokens = count(trace.output)
-        with_prompts.append(tokens > 0)
-        num_decodes.append(len(trace.output.num_scheduled_tokens))
-
-    engine.run(requests, on_step=note)
-
-    last, near = -INTERVAL, 0
-    for step, has in enumerate(with_prompts):
-        near += has and step - last < INTERVAL and num_decodes[step - 1] > 0
-        last = step if has else last
-    assert sum(with_prompts) > 20
-    assert near <= 1, "only the first ones, which find nobody who decodes"
 
 
 # Chunks ---------------------------------------------------------------------------------------
@@ -241,7 +71,7 @@ def test_no_chunk_is_longer_than_the_operator_allows(
 ) -> None:
     engine = make_engine(
         with_threshold(sola_sched.Scheduler, THRESHOLD, is_adaptive),
-        sola=sola(policy),
+        sola=with_policy(policy),
         async_scheduling=is_async,
     )
     chunks = watched_chunks(engine)
@@ -288,7 +118,7 @@ def test_without_targets_chunks_are_those_of_stock_vllm(is_adaptive: bool, is_as
         found: list[dict[str, int]] = []
         engine = make_engine(
             with_threshold(scheduler_cls, THRESHOLD, is_adaptive),
-            sola=sola(ttft_s=None, tpot_s=None),
+            sola=with_policy("attain", ttft_s=None, tpot_s=None),
             async_scheduling=is_async,
         )
         engine.run(
@@ -337,7 +167,7 @@ def test_no_image_is_split_where_stock_vllm_splits_none(policy: str, is_async: b
 
         engine = make_engine(
             changed(scheduler_cls, change, with_encoder),
-            sola=sola(policy),
+            sola=with_policy(policy),
             async_scheduling=is_async,
             max_num_batched_tokens=8192,
         )
@@ -389,7 +219,7 @@ def test_stock_vllm_computes_parts_of_prompts_with_seeds() -> None:
 @POLICIES
 def test_no_step_computes_a_part_of_a_prompt_with_a_seed(policy: str) -> None:
     """On vLLM's CPU build that ends the engine."""
-    options = {"sola": sola(policy), "max_num_batched_tokens": 1024}
+    options = {"sola": with_policy(policy), "max_num_batched_tokens": 1024}
 
     assert seeded_parts(sola_sched.Scheduler, **options)[0] == 0
 
@@ -410,7 +240,7 @@ def test_nor_when_one_goes_on_after_a_preemption(policy: str, is_swapped: bool) 
         link["swap_link"] = LinkSpeed(100_000, 2e8)
     num_parts, num_preemptions = seeded_parts(
         sola_sched.Scheduler,
-        sola=sola(policy),
+        sola=with_policy(policy),
         max_num_batched_tokens=1024,
         num_blocks=131,
         **link,
@@ -433,7 +263,7 @@ def test_a_decode_with_a_thinking_budget_sits_no_step_out(policy: str, is_async:
         arguments["vllm_config"].reasoning_config = SimpleNamespace()
 
     engine = make_engine(
-        changed(sola_sched.Scheduler, change), sola=sola(policy), async_scheduling=is_async
+        changed(sola_sched.Scheduler, change), sola=with_policy(policy), async_scheduling=is_async
     )
     requests = make_workload(60, 40.0)
     budgeted = {r.req_id for r in requests[::3]}
