@@ -36,7 +36,7 @@ BY_NAME_IN: dict[str, dict[str, str | None]] = {
         "args": "vllm.engine.arg_utils.EngineArgs",
         "self": "vllm.engine.arg_utils.EngineArgs",
     },
-    "sola_sched.vllm_adapter.plugin_refusals": {
+    "sola_sched.front_end.refusals": {
         "engine_args": "vllm.engine.arg_utils.EngineArgs",
         "config": "vllm.config.VllmConfig",
         "output": "vllm.outputs.RequestOutput",

@@ -2,7 +2,7 @@
 
 The engine core ends it with finish reason "error" and this text as stop reason, which is what
 offline callers see. A server in front answers HTTP 503; see
-`sola_sched.vllm_adapter.plugin_refusals`.
+`sola_sched.front_end.refusals`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the scheduler counts for Prometheus, in plain numbers, and the form in which it travels.
 
 vLLM answers `/metrics` in another process than the one that schedules. What was counted since the
-last report goes there as one short text; `sola_sched.vllm_adapter.stat_logger` turns it into
+last report goes there as one short text; `sola_sched.front_end.stat_logger` turns it into
 metrics. Each report is increments, so that it does not matter which of several front ends gets
 which one.
 """

@@ -17,9 +17,10 @@ from typing import Any
 from sola_sched.config.doubts import doubts
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.config.swap import CONNECTOR
+from sola_sched.front_end.options import read_options
+from sola_sched.front_end.scheduler_class import is_ours
 from sola_sched.vllm_adapter import first_start
 from sola_sched.vllm_adapter.names import lacking
-from sola_sched.vllm_adapter.plugin_options import read_options
 from sola_sched.vllm_adapter.support import refuse_others
 
 _MARK = "_sola_sched_swaps"
@@ -29,12 +30,8 @@ _LOGGER = "vllm.sola_sched"
 _own_reserve: str | None = None
 
 
-def register_swap(is_ours: Any) -> None:
-    """Register the connector and extend `EngineArgs`, once per process.
-
-    Args:
-        is_ours: Whether a `--scheduler-cls` value is a scheduler of this package.
-    """
+def register_swap() -> None:
+    """Register the connector and extend `EngineArgs`, once per process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.engine.arg_utils import EngineArgs
 

@@ -22,8 +22,8 @@ from sola_sched.errors import ConfigError
 from sola_sched.explain.__main__ import main
 from sola_sched.explain.replay import Replay, Way
 from sola_sched.explain.source import Window
+from sola_sched.front_end.fates_http import answer
 from sola_sched.reports.fates import FateBook, engine_facts, from_report, to_report
-from sola_sched.vllm_adapter.fates_http import answer
 
 pytestmark = pytest.mark.vllm
 

@@ -16,14 +16,14 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 import sola_sched
-from sola_sched import vllm_adapter
+from sola_sched import front_end, vllm_adapter
 from sola_sched.vllm_adapter.names import SCHEDULER
 
 pytestmark = pytest.mark.vllm
 
-FOLDER = Path(vllm_adapter.__file__).parent
+FOLDERS = [Path(str(package.__file__)).parent for package in (vllm_adapter, front_end)]
 #: Around the engine, where vLLM has no hook.
-PLUGIN = ("plugin",)
+PLUGIN = ("plugin", "request_checks")
 #: vLLM's own, which its scheduler may have or not.
 OPTIONAL = ("_request_blocks_can_be_freed", "_handle_blocked_waiting_request",
             "_try_promote_blocked_waiting_request")  # fmt: skip
@@ -33,7 +33,7 @@ OF_TUPLES = ("_asdict", "_replace")
 
 
 def trees() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(FOLDER.glob("*.py")):
+    for path in sorted(path for folder in FOLDERS for path in folder.glob("*.py")):
         if not path.stem.startswith(PLUGIN):
             yield path.stem, ast.parse(path.read_text(encoding="utf-8"))
 

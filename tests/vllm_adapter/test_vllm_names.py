@@ -32,8 +32,8 @@ pytestmark = pytest.mark.vllm
 
 PACKAGES = Path(vllm.__file__).parents[1]
 TOOLS = ("sola_sched.bench", "sola_sched.simulator", "sola_sched.profile", "sola_sched.serving")
-#: Programs, and the front end's half.
-OUTSIDE_A_STEP = (*TOOLS, "sola_sched.vllm_adapter.plugin", "sola_sched.vllm_adapter.stat_logger")
+#: Programs, and what runs in the API server's process.
+OUTSIDE_A_STEP = (*TOOLS, "sola_sched.vllm_adapter.plugin", "sola_sched.front_end")
 
 
 @pytest.fixture(scope="module")

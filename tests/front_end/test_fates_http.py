@@ -14,9 +14,9 @@ pytest.importorskip("vllm")
 
 from fates import ended, record_of
 
+from sola_sched.front_end import fates_http
+from sola_sched.front_end.fates_http import FatesMiddleware, add_middleware, answer
 from sola_sched.reports.fates import FateBook, to_report
-from sola_sched.vllm_adapter import fates_http
-from sola_sched.vllm_adapter.fates_http import FatesMiddleware, add_middleware, answer
 
 pytestmark = pytest.mark.vllm
 

@@ -21,11 +21,12 @@ from weakref import WeakSet
 from vllm.logger import init_logger
 
 from sola_sched.config.sola_config import SolaConfig
+from sola_sched.front_end import fates_http, hints_http, load_feed, options_http, server_args
+from sola_sched.front_end.scheduler_class import is_ours
 from sola_sched.reports.refusals import Refusal
-from sola_sched.vllm_adapter import fates_http, hints_http, load_feed, options_http, server_args
 
 _MARK = "_sola_sched_refuses"
-_MIDDLEWARE = "sola_sched.vllm_adapter.plugin_refusals.RefusalMiddleware"
+_MIDDLEWARE = "sola_sched.front_end.refusals.RefusalMiddleware"
 
 logger = init_logger("vllm.sola_sched")
 
@@ -41,35 +42,31 @@ _met: ContextVar[list[Refusal] | None] = ContextVar("sola_sched_refusals", defau
 _refusing: WeakSet[Any] = WeakSet()
 
 
-def register_refusals(is_ours: Any) -> None:
-    """Extend vLLM's server where its scheduler refuses requests, once per process.
-
-    Args:
-        is_ours: Whether a `--scheduler-cls` value is a scheduler of this package.
-    """
+def register_refusals() -> None:
+    """Extend vLLM's server where its scheduler refuses requests, once per process."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     if getattr(AsyncLLM.generate, _MARK, False):
         return
-    _extend_init(AsyncLLM, is_ours)
+    _extend_init(AsyncLLM)
     _extend_generate()
-    _extend_from_cli_args(is_ours)
+    _extend_from_cli_args()
 
 
-def _refuses(scheduler_cls: Any, additional_config: Any, is_ours: Any) -> bool:
+def _refuses(scheduler_cls: Any, additional_config: Any) -> bool:
     if not is_ours(scheduler_cls):
         return False
     return SolaConfig.from_additional(additional_config).overload == "reject"
 
 
-def _extend_init(owner: type, is_ours: Any) -> None:
+def _extend_init(owner: type) -> None:
     original: Any = owner.__init__  # type: ignore[misc]
 
     @wraps(original)
     def extended(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         config = self.vllm_config
-        if _refuses(config.scheduler_config.scheduler_cls, config.additional_config, is_ours):
+        if _refuses(config.scheduler_config.scheduler_cls, config.additional_config):
             _refusing.add(self)
 
     owner.__init__ = extended  # type: ignore[misc]
@@ -128,7 +125,7 @@ def _text(refusal: Refusal) -> str:
     return f"{refusal.message}; try again in {refusal.retry_after_s} s"
 
 
-def _extend_from_cli_args(is_ours: Any) -> None:
+def _extend_from_cli_args() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     original = EngineArgs.from_cli_args.__func__
@@ -137,7 +134,7 @@ def _extend_from_cli_args(is_ours: Any) -> None:
     def extended(cls: Any, args: Any) -> Any:
         engine_args = original(cls, args)
         try:
-            _add_middleware(args, engine_args, is_ours)
+            _add_middleware(args, engine_args)
             if is_ours(engine_args.scheduler_cls):
                 load_feed.add_middleware(args, engine_args)
                 fates_http.add_middleware(args)
@@ -150,8 +147,8 @@ def _extend_from_cli_args(is_ours: Any) -> None:
     EngineArgs.from_cli_args = classmethod(extended)
 
 
-def _add_middleware(args: Any, engine_args: Any, is_ours: Any) -> None:
-    if _refuses(engine_args.scheduler_cls, engine_args.additional_config, is_ours):
+def _add_middleware(args: Any, engine_args: Any) -> None:
+    if _refuses(engine_args.scheduler_cls, engine_args.additional_config):
         server_args.add_middleware(args, _MIDDLEWARE)
 
 

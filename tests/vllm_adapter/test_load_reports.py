@@ -1,10 +1,8 @@
-"""A scheduler tells its load, the server streams it, and requests bring along what they waited."""
+"""A scheduler tells its load, and requests bring along what they waited."""
 
 from __future__ import annotations
 
-import asyncio
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,8 +19,6 @@ from sola_sched.reports import carrier
 from sola_sched.reports.load_text import from_json
 from sola_sched.reports.telemetry import TelemetryReport
 from sola_sched.simulator import StepTimeModel, StepTrace, VirtualEngine, VirtualRequest
-from sola_sched.vllm_adapter import load_feed
-from sola_sched.vllm_adapter.load_feed import LoadFeed, LoadFeedMiddleware
 from sola_sched.vllm_adapter.telemetry_sender import TelemetrySender
 
 pytestmark = pytest.mark.vllm
@@ -177,93 +173,6 @@ def test_a_request_without_tpot_target_keeps_its_ttft_when_it_is_resumed() -> No
     row = add(make_engine(tpot_s=None), waited_ms=0.0, resumed_tokens=10)
 
     assert row["due_s"] - row["arrival_s"] == pytest.approx(0.5)
-
-
-async def _read(feed: LoadFeed, count: int) -> list[bytes]:
-    lines = []
-    async for line in feed.lines():
-        lines.append(line)
-        if len(lines) == count:
-            break
-    return lines
-
-
-def test_a_feed_begins_with_the_last_report_and_its_age_and_pushes_each_new_one() -> None:
-    async def whole() -> None:
-        feed = LoadFeed()
-        feed.publish("first")
-        await asyncio.sleep(0.05)
-        reading = asyncio.create_task(_read(feed, 3))
-        await asyncio.sleep(0.02)
-        feed.publish("second")
-        await asyncio.sleep(0.02)
-        feed.publish(None)
-
-        first, second, third = await asyncio.wait_for(reading, 0.5)
-        assert first.endswith(b" first\n")
-        assert float(first.split()[0]) >= 0.045
-        assert second.endswith(b" second\n")
-        assert third == b"!\n"
-
-    asyncio.run(whole())
-
-
-def test_a_feed_gives_signs_of_life_and_skips_what_a_slow_reader_has_missed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(load_feed, "_SIGN_OF_LIFE_S", 0.02)
-
-    async def whole() -> None:
-        feed = LoadFeed()
-        lines = feed.lines()
-        assert await anext(lines) == b"\n"
-        feed.publish("missed")
-        feed.publish("last")
-        assert (await anext(lines)).endswith(b" last\n")
-        assert await asyncio.wait_for(anext(lines), 0.5) == b"\n"
-
-    asyncio.run(whole())
-
-
-def test_the_server_answers_the_feeds_path_and_leaves_the_others_alone() -> None:
-    passed: list[str] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        passed.append(scope["path"])
-
-    async def whole() -> None:
-        middleware, sent = LoadFeedMiddleware(app), []
-        gone = asyncio.Event()
-
-        async def receive() -> dict[str, Any]:
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-            if len(sent) == 2:
-                gone.set()
-
-        scope = {"type": "http", "path": "/sola/load", "method": "GET"}
-        await asyncio.wait_for(middleware(scope, receive, send), 2.0)
-        assert [m["type"] for m in sent] == ["http.response.start", "http.response.body"]
-        await middleware({"type": "http", "path": "/v1/models", "method": "GET"}, receive, send)
-        await middleware({"type": "lifespan", "path": "-"}, receive, send)
-
-    asyncio.run(whole())
-    assert passed == ["/v1/models", "-"]
-
-
-@pytest.mark.parametrize(("interval_s", "is_there"), [(0.25, True), (None, False)])
-def test_a_server_has_the_feed_when_its_engine_reports(
-    interval_s: float | None, is_there: bool
-) -> None:
-    args = SimpleNamespace(middleware=["other"])
-    sola = {"load_interval_s": interval_s}
-    load_feed.add_middleware(args, SimpleNamespace(additional_config={"sola_sched": sola}))
-
-    assert (load_feed.MIDDLEWARE in args.middleware) == is_there
-    assert args.middleware[0] == "other"
 
 
 def test_a_bank_without_target_survives_the_way() -> None:

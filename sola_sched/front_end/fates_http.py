@@ -12,12 +12,12 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
+from sola_sched.front_end import server_args
+from sola_sched.front_end.json_answers import Send, send_json
 from sola_sched.reports.fates import FateBook
-from sola_sched.vllm_adapter import server_args
-from sola_sched.vllm_adapter.json_answers import Send, send_json
 
 PATH = "/sola/requests"
-MIDDLEWARE = "sola_sched.vllm_adapter.fates_http.FatesMiddleware"
+MIDDLEWARE = "sola_sched.front_end.fates_http.FatesMiddleware"
 #: Of the list, unless `limit` says otherwise.
 _USUAL = 100
 

@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
 from sola_sched.config.sola_config import SolaConfig
-from sola_sched.vllm_adapter import server_args
+from sola_sched.front_end import server_args
 
 LOAD_PATH = "/sola/load"
-MIDDLEWARE = "sola_sched.vllm_adapter.load_feed.LoadFeedMiddleware"
+MIDDLEWARE = "sola_sched.front_end.load_feed.LoadFeedMiddleware"
 _SIGN_OF_LIFE_S = 1.0
 
 _Message = MutableMapping[str, Any]

@@ -14,13 +14,13 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from sola_sched.config.slo import DEFAULT_CLASS
+from sola_sched.front_end.fates_http import BOOK
+from sola_sched.front_end.load_feed import FEED
+from sola_sched.front_end.options_http import options_in_force
 from sola_sched.reports import carrier as telemetry_carrier
 from sola_sched.reports.fates import tpot_s, ttft_s
 from sola_sched.reports.slack import KINDS
 from sola_sched.reports.telemetry import DIRECTIONS, OUTCOMES, TelemetryReport
-from sola_sched.vllm_adapter.fates_http import BOOK
-from sola_sched.vllm_adapter.load_feed import FEED
-from sola_sched.vllm_adapter.options_http import options_in_force
 
 logger = init_logger("vllm.sola_sched")
 

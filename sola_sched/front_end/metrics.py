@@ -13,26 +13,24 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from sola_sched.front_end.scheduler_class import is_ours
+
 _MARK = "_sola_sched_metrics"
 
 logger = init_logger("vllm.sola_sched")
 
 
-def register_metrics(is_ours: Any) -> None:
-    """Extend the constructors of vLLM's front ends, once per process.
-
-    Args:
-        is_ours: Whether a `--scheduler-cls` value is a scheduler of this package.
-    """
+def register_metrics() -> None:
+    """Extend the constructors of vLLM's front ends, once per process."""
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
 
     for owner in (AsyncLLM, LLMEngine):
         if not getattr(owner.__init__, _MARK, False):
-            _extend(owner, is_ours)
+            _extend(owner)
 
 
-def _extend(owner: type, is_ours: Any) -> None:
+def _extend(owner: type) -> None:
     original: Any = owner.__init__  # type: ignore[misc]
     signature = inspect.signature(original)
 
@@ -40,7 +38,7 @@ def _extend(owner: type, is_ours: Any) -> None:
     def extended(*args: Any, **kwargs: Any) -> None:
         try:
             given = signature.bind(*args, **kwargs)
-            _add_logger(given.arguments, signature.parameters, is_ours)
+            _add_logger(given.arguments, signature.parameters)
             args, kwargs = given.args, given.kwargs
         except Exception:  # the original says what is wrong with its arguments
             logger.debug("sola_sched: no metrics", exc_info=True)
@@ -50,7 +48,7 @@ def _extend(owner: type, is_ours: Any) -> None:
     owner.__init__ = extended  # type: ignore[misc]
 
 
-def _add_logger(arguments: dict[str, Any], known: Any, is_ours: Any) -> None:
+def _add_logger(arguments: dict[str, Any], known: Any) -> None:
     vllm_config = arguments["vllm_config"]
     if not is_ours(vllm_config.scheduler_config.scheduler_cls):
         return
@@ -60,7 +58,7 @@ def _add_logger(arguments: dict[str, Any], known: Any, is_ours: Any) -> None:
         logger.info("sola_sched: no metrics, this vLLM's front end takes no loggers")
         return
     try:
-        from sola_sched.vllm_adapter.stat_logger import SolaStatLogger
+        from sola_sched.front_end.stat_logger import SolaStatLogger
     except ImportError as error:
         logger.info("sola_sched: no metrics, this vLLM lacks what they need: %s", error)
         return

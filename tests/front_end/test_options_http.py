@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from sola_sched.vllm_adapter import options_http
-from sola_sched.vllm_adapter.options_http import OptionsMiddleware, options_in_force
+from sola_sched.front_end import options_http
+from sola_sched.front_end.options_http import OptionsMiddleware, options_in_force
 
 pytestmark = pytest.mark.vllm
 

@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from sola_sched.vllm_adapter import hints_http
-from sola_sched.vllm_adapter.hints_http import HintsBesideHeaders, HintsMiddleware
+from sola_sched.front_end import hints_http
+from sola_sched.front_end.hints_http import HintsBesideHeaders, HintsMiddleware
 
 pytestmark = pytest.mark.vllm
 

@@ -13,9 +13,9 @@ import pytest
 
 from sola_sched.cost.model import Coefficients, CostModel
 from sola_sched.errors import ConfigError, EncoderError, PredictorFileError, ProfileError
+from sola_sched.front_end.options import print_option_errors_plainly, read_options
 from sola_sched.length_predictor.lexical_predictor import LexicalPredictor
 from sola_sched.length_predictor.storage import save_predictor
-from sola_sched.vllm_adapter.plugin_options import print_option_errors_plainly, read_options
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,7 +122,7 @@ def test_looking_for_the_encoder_loads_no_model() -> None:
         pytest.importorskip(each)
     script = (
         "import sys\n"
-        "from sola_sched.vllm_adapter.plugin_options import read_options\n"
+        "from sola_sched.front_end.options import read_options\n"
         "read_options({'sola_sched': {'predictor': 'retrieval'}})\n"
         "print(sorted({'sentence_transformers', 'torch', 'faiss'} & set(sys.modules)))"
     )

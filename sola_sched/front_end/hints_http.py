@@ -16,8 +16,8 @@ from typing import Any
 from vllm.logger import init_logger
 
 from sola_sched.config.slo import GATEWAY_KEYS, meant_key
-from sola_sched.vllm_adapter import server_args
-from sola_sched.vllm_adapter.json_answers import Message, Send
+from sola_sched.front_end import server_args
+from sola_sched.front_end.json_answers import Message, Send
 
 #: The middleware that reads headers.
 READS_HEADERS = "sola_sched.serving.slo_middleware.SloHeaders"

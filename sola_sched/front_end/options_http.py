@@ -13,11 +13,11 @@ from http import HTTPStatus
 from typing import Any
 
 from sola_sched.config.live_options import LiveOptions
-from sola_sched.vllm_adapter import server_args
-from sola_sched.vllm_adapter.json_answers import Send, send_json
+from sola_sched.front_end import server_args
+from sola_sched.front_end.json_answers import Send, send_json
 
 PATH = "/sola/options"
-MIDDLEWARE = "sola_sched.vllm_adapter.options_http.OptionsMiddleware"
+MIDDLEWARE = "sola_sched.front_end.options_http.OptionsMiddleware"
 
 #: Of the engines of this process, by what their command lines say; the last is the server's.
 _in_force: dict[str, LiveOptions] = {}

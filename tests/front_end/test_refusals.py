@@ -16,10 +16,10 @@ pytest.importorskip("vllm")
 from tiny_llama import write_tiny_llama
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from sola_sched.front_end import fates_http, options_http, refusals
+from sola_sched.front_end.refusals import _MIDDLEWARE, RefusalMiddleware, _or_raise
 from sola_sched.reports.refusals import Refusal
-from sola_sched.vllm_adapter import fates_http, options_http, plugin_refusals
 from sola_sched.vllm_adapter.plugin import register
-from sola_sched.vllm_adapter.plugin_refusals import _MIDDLEWARE, RefusalMiddleware, _or_raise
 
 try:
     from vllm.exceptions import GenerationError
@@ -180,7 +180,7 @@ def test_the_middleware_is_added_to_servers_whose_scheduler_refuses(
     always = [
         fates_http.MIDDLEWARE,
         options_http.MIDDLEWARE,
-        "sola_sched.vllm_adapter.hints_http.HintsMiddleware",
+        "sola_sched.front_end.hints_http.HintsMiddleware",
     ]
     assert args.middleware == expected + (always if is_ours else [])
 
@@ -196,4 +196,4 @@ def test_arguments_without_middleware_are_left_alone(model_dir: Path) -> None:
 
     assert not hasattr(args, "middleware")
     module, _, name = _MIDDLEWARE.rpartition(".")
-    assert (module, name) == (plugin_refusals.__name__, RefusalMiddleware.__name__)
+    assert (module, name) == (refusals.__name__, RefusalMiddleware.__name__)
