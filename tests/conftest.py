@@ -84,6 +84,21 @@ def _small_heap() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _vllm_has_set_up_its_log(request: pytest.FixtureRequest) -> None:
+    """vLLM sets up its log when it is imported or, from 0.32 on, with the first engine.
+
+    It takes away the handlers that there are by then. Within a test that would be the handler of
+    `caplog`, so that the first test of a run would see no lines.
+    """
+    if "caplog" in request.fixturenames and request.node.get_closest_marker("vllm"):
+        log = pytest.importorskip("vllm.logger")
+        if hasattr(log, "configure_logging_if_needed"):
+            from vllm.config.logging import LoggingConfig
+
+            log.configure_logging_if_needed(LoggingConfig())
+
+
+@pytest.fixture(autouse=True)
 def _nothing_fails_unseen(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
