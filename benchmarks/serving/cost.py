@@ -24,6 +24,11 @@ from serving.process import Answers, EngineProcess
 from serving.served import Served
 
 STOCK, STOCK_BARE = "vLLM", "vLLM, no statistics"
+_IDLE_CONNECTOR = {
+    "kv_connector": "IdleConnector",
+    "kv_connector_module_path": "serving.idle_connector",
+    "kv_role": "kv_both",
+}
 #: What vLLM spins for before it sleeps: others would share the cores with it.
 _SPINS_S = 1.1
 _WARM_TOKENS = 40
@@ -37,12 +42,19 @@ class Variant:
     Attributes:
         options: Of `sola_sched`; None for vLLM's own scheduler.
         has_statistics: Whether vLLM's statistics are on, with which our metrics travel.
+        has_idle_connector: Whether there is a KV connector that does nothing.
         beside: The stock vLLM that it is compared with.
     """
 
     options: Mapping[str, Any] | None = field(default_factory=dict)
     has_statistics: bool = True
+    has_idle_connector: bool = False
     beside: str = STOCK
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of its process. With any connector but ours vLLM would take a core from the model."""
+        return {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"} if self.has_idle_connector else {}
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -50,6 +62,8 @@ class Variant:
         arguments: dict[str, Any] = {"load_format": "dummy", "served_model_name": "tiny"}
         if not self.has_statistics:
             arguments["disable_log_stats"] = True
+        if self.has_idle_connector:
+            arguments["kv_transfer_config"] = _IDLE_CONNECTOR
         if self.options is not None:
             arguments["scheduler_cls"] = "sola_sched.Scheduler"
             arguments["additional_config"] = {"sola_sched": dict(self.options)}
@@ -60,6 +74,7 @@ VARIANTS: Mapping[str, Variant] = {
     STOCK: Variant(None),
     "sola_sched": Variant(),
     "no swapping": Variant({"swap": {"mode": "off"}}),
+    "vLLM, idle connector": Variant(None, has_idle_connector=True),
     "no planning": Variant({"ttft_s": None, "tpot_s": None}),
     "predictor process": Variant({"predictor": "lexical"}),
     STOCK_BARE: Variant(None, has_statistics=False, beside=STOCK_BARE),
@@ -107,7 +122,9 @@ def _measured(setup: Setup) -> Iterator[Row]:
             kind: Any = {"served": Served, "alone": EngineAlone}[way]
             with ExitStack() as stack:
                 subjects = {
-                    name: stack.enter_context(kind(model_dir, VARIANTS[name].arguments))
+                    name: stack.enter_context(
+                        kind(model_dir, VARIANTS[name].arguments, VARIANTS[name].environment)
+                    )
                     for name in names
                 }
                 for subject in subjects.values():  # all start at once
@@ -137,7 +154,7 @@ def _rounds(
                 "clients": num_clients,
                 "variant": name,
                 "ms": [round(1e3 * answers.token_s, 4) for answers in answers_of],
-                "median_ms": [round(1e3 * answers.median_s, 4) for answers in answers_of],
+                "quiet_ms": [round(1e3 * answers.quiet_s, 4) for answers in answers_of],
                 "cpu_ms": [round(1e3 * answers.cpu_s, 4) for answers in answers_of],
                 "load": round(statistics.mean(loads), 1),
             }
@@ -151,15 +168,18 @@ class Beside:
         ms, cpu_ms: A token's time, and the processor time that it took.
         added_ms, added_cpu_ms: What was added in the same round.
         added, low, high: What was added to the time, as a share.
-        quiet_ms, quiet_added_ms: The median time between two tokens in the round where it was
-            least, and how much more than stock vLLM's. Other work on the machine lengthens some
-            steps of nearly every round, and the mean with them.
+        quiet_ms, quiet_added_ms: The tenth percentile of the time between two tokens, and how much
+            more than stock vLLM's in the same round. Other work on the machine lengthens some
+            steps of nearly every round, and the mean with them; it leaves the quickest alone.
+        quiet_low_ms, quiet_high_ms: 95 % interval of the latter.
     """
 
     ms: float
     cpu_ms: float
     quiet_ms: float
     quiet_added_ms: float
+    quiet_low_ms: float
+    quiet_high_ms: float
     added_ms: float
     added_cpu_ms: float
     added: float
@@ -169,40 +189,45 @@ class Beside:
 
 def compared(own: Iterable[Row], stock: Iterable[Row]) -> Beside:
     """Rows of a variant and of its stock vLLM, those of one start beside each other."""
-    own, by_start = list(own), {(row["run"], row["seed"]): row for row in stock}
-    quiet_ms = _least(own)
+    by_start = {(row["run"], row["seed"]): row for row in stock}
     pairs = []
     for row in own:
         beside = by_start[row["run"], row["seed"]]
-        columns = (row["ms"], beside["ms"], row["cpu_ms"], beside["cpu_ms"])
+        columns = [part[name] for name in ("ms", "cpu_ms", "quiet_ms") for part in (row, beside)]
         pairs += list(zip(*columns, strict=True))
-    shares = [mine / theirs - 1.0 for mine, theirs, _, _ in pairs]
-    rng = random.Random(0)
-    medians = sorted(
-        statistics.median(rng.choices(shares, k=len(shares))) for _ in range(_NUM_RESAMPLES)
-    )
+    shares = [pair[0] / pair[1] - 1.0 for pair in pairs]
+    quiet_ms = [pair[4] - pair[5] for pair in pairs]
+    low, high = _interval(shares)
+    quiet_low_ms, quiet_high_ms = _interval(quiet_ms)
     return Beside(
         ms=statistics.median(pair[0] for pair in pairs),
         cpu_ms=statistics.median(pair[2] for pair in pairs),
-        quiet_ms=quiet_ms,
-        quiet_added_ms=quiet_ms - _least(by_start.values()),
+        quiet_ms=statistics.median(pair[4] for pair in pairs),
+        quiet_added_ms=statistics.median(quiet_ms),
+        quiet_low_ms=quiet_low_ms,
+        quiet_high_ms=quiet_high_ms,
         added_ms=statistics.median(pair[0] - pair[1] for pair in pairs),
         added_cpu_ms=statistics.median(pair[2] - pair[3] for pair in pairs),
         added=statistics.median(shares),
-        low=medians[_NUM_RESAMPLES // 40],
-        high=medians[-_NUM_RESAMPLES // 40],
+        low=low,
+        high=high,
     )
 
 
-def _least(rows: Iterable[Row]) -> float:
-    return min(float(ms) for row in rows for ms in row["median_ms"])
+def _interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the median."""
+    rng = random.Random(0)
+    medians = sorted(
+        statistics.median(rng.choices(values, k=len(values))) for _ in range(_NUM_RESAMPLES)
+    )
+    return medians[_NUM_RESAMPLES // 40], medians[-_NUM_RESAMPLES // 40]
 
 
 def table(rows: Sequence[Row]) -> str:
     """A line for each way, number of clients and variant."""
     head = (
         "measured in", "clients", "variant", "rounds", "ms a token", "spread", "added, ms",
-        "added (95 %)", "quiet, ms", "added, ms", "CPU, ms a token", "added, ms",
+        "added (95 %)", "quiet, ms", "added, ms (95 %)", "CPU, ms a token", "added, ms",
     )  # fmt: skip
     lines = []
     for way, text in WAYS.items():
@@ -220,7 +245,7 @@ def table(rows: Sequence[Row]) -> str:
         f"vLLM {first['vllm']}, {first['cpu']}, {first['num_cores']} cores, load average "
         f"{min(loads):.1f} to {max(loads):.1f} with these processes; requests of {lengths} tokens. "
         "Medians over rounds; spread: quartiles. Added: to its stock vLLM in the same round. "
-        "Quiet: median time between two tokens in the round where it is least, beside stock's. "
+        "Quiet: tenth percentile of the time between two tokens, beside stock's in the same round. "
         "CPU: of the HTTP server's process, of the whole engine where it is one process.\n\n"
         + markdown(head, lines, num_left=3)
     )
@@ -235,7 +260,10 @@ def _cells(own: Sequence[Row], stock: Sequence[Row]) -> list[str]:
     if own[0]["variant"] == stock[0]["variant"]:
         return [*cells, "", "", quiet, "", cpu, ""]
     share = f"{beside.added:+.1%} ({beside.low:+.1%} to {beside.high:+.1%})"
+    added = (
+        f"{beside.quiet_added_ms:+.3f} ({beside.quiet_low_ms:+.3f} to {beside.quiet_high_ms:+.3f})"
+    )
     return [
-        *cells, f"{beside.added_ms:+.3f}", share, quiet, f"{beside.quiet_added_ms:+.3f}",
-        cpu, f"{beside.added_cpu_ms:+.3f}",
+        *cells, f"{beside.added_ms:+.3f}", share, quiet, added, cpu,
+        f"{beside.added_cpu_ms:+.3f}",
     ]  # fmt: skip

@@ -27,12 +27,15 @@ class EngineAlone(EngineProcess):
     Args:
         model_dir: With its tokenizer.
         arguments: Of the engine.
+        environment: Beside what all engines have here.
     """
 
-    def __init__(self, model_dir: Path, arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model_dir: Path, arguments: Mapping[str, Any], environment: Mapping[str, str]
+    ) -> None:
         told = json.dumps({"model": str(model_dir), **arguments})
         super().__init__(
-            [sys.executable, "-P", str(_PROGRAM), told], _ENVIRONMENT,
+            [sys.executable, "-P", str(_PROGRAM), told], {**_ENVIRONMENT, **environment},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 

@@ -22,7 +22,7 @@ def _answer(engine: Any, num_clients: int, num_tokens: int, seed: int) -> list[f
     """The values of `serving.process.Answers`."""
     from vllm import SamplingParams
 
-    from serving.process import mean_and_median, prompt_of
+    from serving.process import mean_and_quiet, prompt_of
 
     rng = random.Random(seed)
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
@@ -36,7 +36,7 @@ def _answer(engine: Any, num_clients: int, num_tokens: int, seed: int) -> list[f
         for output in outputs:
             came_s[output.request_id].append(now_s)
     cpu_s = time.process_time() - start_cpu_s
-    return [*mean_and_median(came_s.values()), cpu_s / (num_clients * num_tokens)]
+    return [*mean_and_quiet(came_s.values()), cpu_s / (num_clients * num_tokens)]
 
 
 def _main(arguments: Mapping[str, Any]) -> None:

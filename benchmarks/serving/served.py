@@ -14,7 +14,7 @@ from typing import Any
 
 from cluster.clients import cpu_s, wait_for
 from cluster.servers import free_port
-from serving.process import Answers, EngineProcess, mean_and_median, prompt_of
+from serving.process import Answers, EngineProcess, mean_and_quiet, prompt_of
 
 
 class Served(EngineProcess):
@@ -23,14 +23,18 @@ class Served(EngineProcess):
     Args:
         model_dir: With its tokenizer.
         arguments: Of its engine.
+        environment: Beside what all engines have here.
     """
 
-    def __init__(self, model_dir: Path, arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model_dir: Path, arguments: Mapping[str, Any], environment: Mapping[str, str]
+    ) -> None:
         self._port = free_port()
-        super().__init__([
+        command = [
             *(sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(model_dir)),
             *("--host", "127.0.0.1", "--port", str(self._port), *_flags(arguments)),
-        ])  # fmt: skip
+        ]
+        super().__init__(command, environment)
 
     def wait(self) -> None:
         """Until it is up."""
@@ -41,7 +45,7 @@ class Served(EngineProcess):
         before_s = cpu_s([self.process.pid])
         streams = asyncio.run(self._ask(num_clients, num_tokens, seed))
         spent_s = cpu_s([self.process.pid]) - before_s
-        return Answers(*mean_and_median(streams), spent_s / (num_clients * num_tokens))
+        return Answers(*mean_and_quiet(streams), spent_s / (num_clients * num_tokens))
 
     async def _ask(self, num_clients: int, num_tokens: int, seed: int) -> list[list[float]]:
         rng = random.Random(seed)

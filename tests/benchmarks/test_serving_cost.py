@@ -19,7 +19,7 @@ pytestmark = pytest.mark.vllm
 def row(variant: str, ms: list[float], seed: int = 0, **columns: Any) -> dict[str, Any]:
     made = {
         "variant": variant, "seed": seed, "ms": ms, "cpu_ms": [each / 10 for each in ms],
-        "median_ms": [each - 0.5 for each in ms],
+        "quiet_ms": [each - 0.5 for each in ms],
         "way": "served", "clients": 1, "tokens": 400, "load": 0.5, "vllm": "0.32.0", "cpu": "C",
         "num_cores": 2,
         "run": 1,
@@ -39,8 +39,9 @@ def test_a_variant_is_compared_with_stock_in_the_same_round_of_the_same_start() 
     assert beside.added_ms == pytest.approx(0.15)  # of 0.05, 0.1, 0.2 and 0.4
     assert beside.added_cpu_ms == pytest.approx(0.015)
     assert beside.ms == pytest.approx(3.15)
-    assert beside.quiet_ms == pytest.approx(0.55)  # of all rounds, not of the same
-    assert beside.quiet_added_ms == pytest.approx(0.05)
+    assert beside.quiet_ms == pytest.approx(2.65)
+    assert beside.quiet_added_ms == pytest.approx(0.15)
+    assert (beside.quiet_low_ms, beside.quiet_high_ms) == pytest.approx((0.05, 0.4))
 
 
 def test_the_interval_is_wide_where_rounds_disagree() -> None:
