@@ -72,6 +72,7 @@ DRAFTS = {
 }
 
 
+@pytest.mark.long  # `test_swap` has drafts in flight at preemptions
 def test_draft_tokens(model_dir: Path) -> None:
     result, expected = with_drafts(model_dir)
 

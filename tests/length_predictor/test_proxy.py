@@ -16,6 +16,7 @@ from sola_sched.length_predictor.embed import SentenceEncoder
 from sola_sched.length_predictor.proxy import ProxyModel
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_fine_tuned_encoder_orders_lengths_and_is_saved_as_one(tmp_path: Path) -> None:
     corpus = make_corpus(128)

@@ -129,7 +129,8 @@ OTHERS = ("paper", "alise", "doubling", "none")
     [
         ("attain", True),
         pytest.param("attain", False, marks=pytest.mark.slow),
-        *(pytest.param(name, False, marks=pytest.mark.slow) for name in OTHERS),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("alise", "none")),
+        *(pytest.param(name, False, marks=LONG) for name in ("paper", "doubling")),
         *(pytest.param(name, True, marks=LONG) for name in OTHERS),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from marks import LONG
 from virtual_runs import make_small_engine, make_workload, step_until, warm_up
 
 from sola_sched.core.state import StepPlan, StepState
@@ -112,7 +113,7 @@ def test_options_that_change_are_looked_at_at_once() -> None:
     assert asked.count == 1
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=LONG) for seed in (1, 2))])
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize(
     "options", [{}, {"best_effort_share": 0.1}, {"e2e_s": 5.0}, {"policy": "alise"}]

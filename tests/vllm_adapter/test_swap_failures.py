@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 from chaos import ChaosScheduler
 from faults import COPY_SITES, SITES, SWAP_SITES, Faults
 from live_sessions import PARKED, assert_each_has_one_place, open_session, send_next
+from marks import LONG
 from needs import NEEDS_SWAPPING
 from table_checks import check_table_at_each_step
 from virtual_runs import make_small_engine, step_until
@@ -163,8 +164,20 @@ def test_without_failures_the_table_says_what_vllm_has_computed(is_async: bool) 
         assert not engine.scheduler.sola_stats()["failures"]
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("site", sorted(COPY_SITES))
+@pytest.mark.parametrize(
+    ("site", "is_async"),
+    [
+        pytest.param(
+            site,
+            is_async,
+            # The ordinary run has each site once, every second one in the other mode.
+            marks=() if is_async == bool(number % 2) else LONG,
+            id=f"{site}-{'async' if is_async else 'sync'}",
+        )
+        for number, site in enumerate(sorted(COPY_SITES))
+        for is_async in (False, True)
+    ],
+)
 def test_a_failure_at_any_booking_of_a_copy_loses_no_request_and_no_block(
     site: str, is_async: bool
 ) -> None:
