@@ -76,7 +76,9 @@ class LiveOptions:
     def _read(self, path: Path) -> tuple[Mapping[str, Any], SolaConfig]:
         changes = _content(path)
         try:
-            rules.known(SolaConfig, changes, CONFIG_KEY)
+            names = rules.option_names(SolaConfig)
+            may_have = f"it may have: {', '.join(CHANGEABLE)}"
+            rules.known_names(names, changes, "the file", may_have)
             for name in changes:
                 if name not in CHANGEABLE:
                     raise ConfigError(

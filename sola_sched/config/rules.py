@@ -87,14 +87,18 @@ def known(cls: type[Any], names: Iterable[str], where: str) -> None:
     known_names(option_names(cls), names, f"'{where}'")
 
 
-def known_names(fields: Sequence[str], names: Iterable[str], where: str) -> None:
-    """Require `names` to be of `fields`; `where` they are to be found, for the message."""
+def known_names(fields: Sequence[str], names: Iterable[str], where: str, listed: str = "") -> None:
+    """Require `names` to be of `fields`; `where` they are to be found, for the message.
+
+    Args:
+        listed: What the message ends with; a list of all `fields` without.
+    """
     unknown = sorted(set(names) - set(fields), key=str)
     if unknown:
         shown_names = ", ".join(f"{each!r}{_advice(str(each), fields)}" for each in unknown)
         raise ConfigError(
-            f"Unknown option{'s' if len(unknown) > 1 else ''} {shown_names} in {where}; known "
-            f"options: {', '.join(fields)}."
+            f"Unknown option{'s' if len(unknown) > 1 else ''} {shown_names} in {where}; "
+            f"{listed or 'known options: ' + ', '.join(fields)}."
         )
 
 

@@ -77,7 +77,13 @@ def test_a_file_that_is_taken_away_leaves_the_command_line(tmp_path: Path) -> No
         ({"ttft_s": 0.3, "policy": "alise"}, "'policy' cannot change while the server runs"),
         ({"ttft_s": 0.3, "swap": {}}, "'swap' cannot change while the server runs"),
         ({"ttft_s": 0.3, "options_file": "x"}, "'options_file' cannot change"),
-        ({"ttft_s": 0.3, "max_wait": 1}, "'max_wait_s'"),
+        (
+            {"ttft_s": 0.3, "max_wait": 1},
+            "Unknown option 'max_wait' (write 'max_wait_s', in seconds) in the file; it may have: "
+            "ttft_s, tpot_s, e2e_s, classes, max_wait_s, best_effort_share, safety, steer, "
+            "log_missed, plan_limit_s. (In 'options_file' ",
+        ),
+        ({"polcy": "alise"}, "Unknown option 'polcy' (write 'policy') in the file; it may have: "),
     ],
 )
 def test_a_wrong_file_changes_nothing_and_says_why_once(
