@@ -25,7 +25,7 @@ from sola_sched.explain import html
 from sola_sched.explain.replay import Replay, Way, cells, table
 from sola_sched.explain.source import Window, find, read
 from sola_sched.reports.fates import WAITED
-from sola_sched.reports.reasons import SHORT_OF, remedies, story, verdict
+from sola_sched.reports.reasons import SHORT_OF, percent, remedies, story, verdict
 
 EXIT_USAGE = 2
 _MOST_SHOWN = 10
@@ -106,7 +106,7 @@ def of_all(window: Window) -> str:
     total_s = [sum(fate[name] for fate in late) for name in WAITED]
     if sum(total_s):
         shares = sorted(zip(total_s, SHORT_OF, strict=True), reverse=True)
-        parts = [f"{what} {seconds / sum(total_s):.0%}" for seconds, what in shares if seconds]
+        parts = [f"{what} {percent(seconds / sum(total_s))}" for seconds, what in shares if seconds]
         lines.append(f"What they waited for: {', '.join(parts)}.")
     lines += ["", "The last of them:"]
     for fate in late[:_MOST_SHOWN]:

@@ -34,6 +34,11 @@ _LOOSER_TPOT = (
 Fate = Mapping[str, Any]
 
 
+def percent(share: float) -> str:
+    """A share above 0 as text: one that is small is not nothing."""
+    return "under 1 %" if share < 0.01 else f"{100 * share:.0f} %"
+
+
 def verdict(fate: Fate) -> str:
     """How it ended, and by how much each target was missed; one sentence."""
     first_s, token_s = ttft_s(fate), tpot_s(fate)
@@ -180,7 +185,7 @@ def _by_class(fate: Fate, others: Sequence[Fate], number: int) -> str:
         return f" ({'all ' if number > 1 else ''}of class {next(iter(counts))})"
     known = len(others)
     parts = [
-        f"{f'{count:,}' if known == number else f'{100 * count / known:.0f} %'} of class {name}"
+        f"{f'{count:,}' if known == number else percent(count / known)} of class {name}"
         for name, count in counts.most_common()
     ]
     return f" ({', '.join(parts)})"

@@ -136,6 +136,19 @@ def test_nobody_was_late(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == "0 of the last 1 requests missed a target.\n"
 
 
+def test_a_small_share_of_the_waits_is_not_called_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = {"end": "missed", "started_s": 20.0, "first_token_s": 20.5}
+    late |= {"last_token_s": 21.0, "ended_s": 21.0}
+    fates = [a_fate(**late, waited_s=(9.0, 0.0, 0.0)), a_fate(**late, waited_s=(0.0, 0.0, 0.01))]
+    path = tmp_path / "window.json"
+    path.write_text(json.dumps(Window(fates, None).to_json()))
+    assert main([str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "What they waited for: a free slot 100 %, compute time under 1 %.\n" in said
+
+
 class Page(BaseHTTPRequestHandler):
     """Answers as a server of ours does."""
 

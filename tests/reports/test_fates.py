@@ -180,6 +180,16 @@ def test_one_that_met_its_targets_needs_nothing() -> None:
     assert story(fate)[-1] == "Its output was predicted to be 80 tokens long. It was 101."
 
 
+def test_a_few_of_many_are_not_called_none() -> None:
+    late = a_fate("late", "chat", **(_LATE | {"started_s": 13.0, "num_before": 301}))
+    flood = [a_fate(f"job{i}", "job", arrival_s=9.0, started_s=11.0) for i in range(299)]
+    one = a_fate("one", "chat", arrival_s=9.0, started_s=11.0)
+
+    told = story(late, [*flood, one, late])
+
+    assert "301 were waiting (100 % of class job, under 1 % of class chat)." in told[0]
+
+
 def test_others_are_told_by_class_and_a_flood_of_another_one_is_called_so() -> None:
     late = a_fate("late", "chat", **(_LATE | {"started_s": 13.0, "waited_s": (0.0, 0.0, 3.0),
                                               "num_before": 3, "num_overtook": 2}))  # fmt: skip
