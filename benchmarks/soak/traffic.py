@@ -77,15 +77,15 @@ class Clients:
         return task
 
     async def until_all_ended(self) -> None:
-        """Wait for the rest of all answers, and close all connections."""
+        """Wait for the rest of all answers, and close all connections; others may be opened."""
         while self._tasks:
             await asyncio.wait(self._tasks)
         await self.close()
+        self._session = _session()
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections for good."""
         await self._session.close()
-        self._session = _session()
 
     async def _counted(self, asking: Any) -> None:
         self._num_sent += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from typing import Any
 
@@ -95,6 +96,23 @@ def test_of_a_short_soak_what_fills_slowly_is_not_judged() -> None:
 )  # fmt: skip
 def test_requests_without_a_proper_answer_fail_it(change: dict[str, Any], said: str) -> None:
     assert verdict.problems(OUTCOME | change, FLAT) == [said]
+
+
+def test_clients_that_have_ended_leave_nothing_open() -> None:
+    aiohttp = pytest.importorskip("aiohttp")
+    from soak.traffic import clients
+
+    async def open_and_end() -> list[aiohttp.ClientSession]:
+        async with clients("http://127.0.0.1:1", 0) as asking:
+            opened = [asking._session]
+            await asking.until_all_ended()
+            opened.append(asking._session)
+        return [*opened, asking._session]
+
+    sessions = asyncio.run(open_and_end())
+
+    assert sessions[0] is not sessions[1]
+    assert all(session.closed for session in sessions)
 
 
 @pytest.mark.vllm
