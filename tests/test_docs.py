@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,21 @@ def test_the_commands_of_the_readme_exist() -> None:
     assert modules
     for module in modules:
         assert importlib.util.find_spec(f"{module}.__main__") is not None, module
+
+
+def test_extras_are_added_to_what_is_installed() -> None:
+    """`.[...]` works in a clone alone, which a page that names it has to say."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    sources = [*ROOT.glob("sola_sched/**/*.py"), *ROOT.glob("length_predictor/*.py")]
+    named: set[str] = set()
+    for path in (*PAGES, *sources):
+        text = path.read_text(encoding="utf-8")
+        in_clone = re.findall(r"pip install '\.\[([a-z,]+)\]'", text)
+        assert not in_clone or path in (ROOT / "README.md", ROOT / "docs" / "cluster.md"), path
+        installed = re.findall(rf"{project['name']}\[([a-z]+)\]", text)
+        named |= {extra for each in (*in_clone, *installed) for extra in each.split(",")}
+
+    assert {"bench", "html", "top"} <= named <= set(project["optional-dependencies"])
 
 
 def test_the_results_stay_one_page() -> None:

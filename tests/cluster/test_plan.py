@@ -150,7 +150,7 @@ def test_without_matplotlib_the_plan_is_there_and_what_is_missing_said(
 
     assert code == 0
     assert found["best"]
-    assert "plots need matplotlib; install it" in capsys.readouterr().out
+    assert "plots need matplotlib: pip install 'sola-sched[bench]'" in capsys.readouterr().out
 
 
 def test_when_no_check_stands_those_that_were_checked_are_named(

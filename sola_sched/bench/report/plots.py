@@ -32,7 +32,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        raise NoPlotError("plots need matplotlib; install it, or 'sola-sched[bench]'") from None
+        raise NoPlotError("plots need matplotlib: pip install 'sola-sched[bench]'") from None
 
     matplotlib.use("Agg", force=True)
     import matplotlib.pyplot as plt
