@@ -16,6 +16,7 @@ from sola_sched.bench.backends.environment import has_accelerator
 from sola_sched.bench.backends.model import BENCH_SHAPE, cached_model, random_engine_args
 from sola_sched.bench.report import results
 from sola_sched.bench.report.progress import Progress
+from sola_sched.bench.report.table import in_ms
 from sola_sched.config.flags import url_of
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.errors import ConfigError
@@ -339,11 +340,11 @@ def _probe_size(backend: Backend) -> dict[str, int]:
 def slo_text(slo: results.SloSource) -> str:
     """All targets and where they came from."""
     parts = [
-        f"{name} " + ("unlimited" if math.isinf(value) else f"{value * 1e3:.3g} ms")
+        f"{name} " + ("unlimited" if math.isinf(value) else in_ms(value))
         for name, value in (("TTFT", slo.target.ttft_s), ("TPOT", slo.target.tpot_s))
     ]
     if math.isfinite(slo.target.e2e_s):
-        parts.append(f"last token {slo.target.e2e_s * 1e3:.3g} ms")
+        parts.append(f"last token {in_ms(slo.target.e2e_s)}")
     return f"{', '.join(parts)} ({slo.source})"
 
 

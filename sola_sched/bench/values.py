@@ -20,8 +20,10 @@ def parse_slo(items: list[str]) -> SloTarget:
         name, _, value = item.partition(":")
         name = "e2e" if name == "e2el" else name
         if f"{name}_s" not in TARGETS or f"{name}_s" in targets:
+            hint = item.replace("=", ":", 1) if "=" in item else "ttft:1000"
             raise ConfigError(
-                f"'--slo' takes ttft:<ms>, tpot:<ms> and e2e:<ms>, each once (got {item!r})."
+                f"'--slo' takes ttft:<ms>, tpot:<ms> and e2e:<ms>, each once (got {item!r}); "
+                f"write for example {hint}."
             )
         targets[f"{name}_s"] = positive_number(value, f"--slo {item}") / 1e3
     return _target("--slo", **targets)

@@ -10,6 +10,7 @@ from pathlib import Path
 from sola_sched.bench.args import Parser, dataset_group
 from sola_sched.bench.values import positive_number
 from sola_sched.cluster.all_routers import ALL_ROUTERS
+from sola_sched.config import rules
 from sola_sched.config.flags import natural_int, positive_float, positive_int
 from sola_sched.errors import ConfigError
 from sola_sched.simulator.steps.gpus import ALL_GPUS, MORE_GPUS
@@ -107,9 +108,10 @@ def parse_prices(items: Sequence[str], known: Collection[str] = ALL_GPUS) -> dic
     for item in items:
         name, _, price = item.partition("=")
         if name not in known or name in prices:
+            near = None if name in known else rules.nearest(name, known)
             raise ConfigError(
                 f"'--gpu' must be TYPE=PRICE with each of {', '.join(known)} at most once "
-                f"(got {item!r}); correct it."
+                f"(got {item!r}); {f'write {near}=PRICE' if near else 'correct it'}."
             )
         if not price:
             raise ConfigError(

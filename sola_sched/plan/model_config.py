@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sola_sched.config.rules import shown
+from sola_sched.config.rules import nearest, shown
 from sola_sched.errors import ConfigError
 from sola_sched.simulator.steps.roofline import MODELS, Model
 
@@ -74,9 +74,13 @@ def _file_of(name: str) -> Path:
         return path
     found = _cached(name)
     if found is None:
+        near = nearest(name, MODELS)
+        advice = (
+            f"write {near}, or download its config.json" if near else "download its config.json"
+        )
         raise ConfigError(
-            f"'--model' must be one of {', '.join(sorted(MODELS))}, a config.json or its folder, "
-            f"or a model in the local Hugging Face cache (got {name!r}); download its config.json."
+            f"'--model' must be one of {', '.join(sorted(MODELS))}, a config.json or its folder "
+            f"that is there, or a model in the local Hugging Face cache (got {name!r}); {advice}."
         )
     return found
 

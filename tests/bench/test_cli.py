@@ -243,6 +243,9 @@ def test_goodput_is_another_name_for_slo() -> None:
     assert plan.slo_text(SloSource(SloTarget(0.5, math.inf), "x")) == (
         "TTFT 500 ms, TPOT unlimited (x)"
     )
+    assert plan.slo_text(SloSource(SloTarget(1.0, 0.0123, 65.4321), "x")) == (
+        "TTFT 1,000 ms, TPOT 12.3 ms, last token 65,432 ms (x)"
+    )
 
 
 def test_environment_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,6 +248,8 @@ def test_too_few_gpus_exits_with_2_and_says_what_is_missing(tmp_path, capsys) ->
          "'--gpu' must be TYPE=PRICE, the price of a GPU and hour (got 'a100'); write for example "
          "a100=1.5"),
         (["--gpu", "tpu=1"], "h200, b200, mi300x at most once (got 'tpu=1'); correct"),
+        (["--gpu", "A-100=1"], "at most once (got 'A-100=1'); write a100=PRICE."),
+        (["--gpu", "a100=1", "--slo", "ttft=900"], "'ttft=900'); write for example ttft:900."),
         (["--gpu", "a100=1", "--max-gpus", "0"], "--max-gpus: must be a whole number >= 1"),
         (["--gpu", "a100=1", "--max-gpus", "2", "--tensor-parallel-size", "4", "8"],
          "'--max-gpus' must be at least 4, what an instance takes that has memory for the model "

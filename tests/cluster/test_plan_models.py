@@ -285,6 +285,7 @@ def test_measured_steps_serve_a_pool_that_only_decodes(tmp_path: Path) -> None:
         (["--profile", "l4:x=f"], "'--profile' must be GPU=FILE or GPU:DEGREE=FILE"),
         (["--profile", "l4=/no/such"], "'--profile' must be a file or one of"),
         (["--model", "/no/such/config.json"], "'--model' must be one of llama-3-70b, llama-3-8b"),
+        (["--model", "llama3-8b"], "(got 'llama3-8b'); write llama-3-8b, or download its"),
         (["--model", "not a name!"], "'--model' must be one of"),
     ],
 )

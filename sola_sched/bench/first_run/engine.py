@@ -25,6 +25,7 @@ from sola_sched.bench.first_run.verdict import Comparison, sentences
 from sola_sched.bench.report import intervals, results
 from sola_sched.bench.report.progress import Progress
 from sola_sched.bench.report.results import Result, SloSource
+from sola_sched.bench.report.table import in_ms
 from sola_sched.config.slo import SloTarget
 from sola_sched.core import metrics
 from sola_sched.workloads.workload import Workload
@@ -178,8 +179,8 @@ class FirstRun:
         share = min(1.0, outcome.cpu_share or 1.0)
         worked_s = outcome.duration_s / (share if outcome.clock == "cpu" else 1.0)
         self._say(
-            f"   Targets here: TTFT {1e3 * target.ttft_s:.3g} ms, TPOT {1e3 * target.tpot_s:.3g} "
-            f"ms, 10 x the latency of a request alone. Stock vLLM serves {capacity:.3g} requests/s."
+            f"   Targets here: TTFT {in_ms(target.ttft_s)}, TPOT {in_ms(target.tpot_s)}, "
+            f"10 x the latency of a request alone. Stock vLLM serves {capacity:.3g} requests/s."
         )
         return Machine(
             capacity,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sola_sched.bench.report.results import Result
-from sola_sched.bench.report.table import ATTAINMENT_LEVEL, BOUND_LABEL, bounds
+from sola_sched.bench.report.table import ATTAINMENT_LEVEL, BOUND_LABEL, bounds, in_ms
 from sola_sched.config.slo import SloTarget
 
 _OURS = ("#d1495b", "#7b2d8b", "#e07a1f")
@@ -207,7 +207,7 @@ def _rate_title(rate: float) -> str:
 
 
 def _ms(target_s: float) -> str:
-    return f"{target_s * 1e3:.3g} ms" if math.isfinite(target_s) else "no limit"
+    return in_ms(target_s) if math.isfinite(target_s) else "no limit"
 
 
 def _as_float(value: float | str) -> float:

@@ -188,6 +188,12 @@ def sustained_rates(results: Sequence[Result]) -> dict[str, tuple[float, float, 
     return sustained
 
 
+def in_ms(seconds: float) -> str:
+    """A time to three digits; from a second on all digits of its milliseconds."""
+    value = 1e3 * seconds
+    return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
 def _bounded(crossing: float, lowest: float, highest: float) -> str:
     if math.isinf(crossing):
         return f"> {highest:.3g}"
