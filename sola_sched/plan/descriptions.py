@@ -10,6 +10,7 @@ import numpy as np
 
 from sola_sched.bench.values import positive_number
 from sola_sched.cluster.sharing.services import Service
+from sola_sched.config.rules import nearest
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError
 from sola_sched.simulator.sharing.cluster import Arrival
@@ -39,7 +40,8 @@ def parse_service(text: str) -> dict[str, Any]:
         key, sign, value = part.partition("=")
         if not sign or key in found:
             raise ConfigError(
-                f"'--service' takes KEY=VALUE,... with each key once (got {part!r} in {text!r})."
+                f"'--service' takes KEY=VALUE,... with each key once (got {part!r} in {text!r}); "
+                "write for example name=chat,model=llama-3-8b,rate=5,ttft=800,tpot=60."
             )
         found[key] = value
     return found
@@ -55,8 +57,10 @@ def make_service(given: Mapping[str, Any], seed: int) -> Service:
     """
     unknown = sorted(set(given) - {*KEYS, "engine"})
     if unknown:
+        near = nearest(unknown[0], (*KEYS, "engine"))
         raise ConfigError(
-            f"a service takes the keys {', '.join(KEYS)}, engine (got {unknown[0]!r})."
+            f"a service takes the keys {', '.join(KEYS)}, engine (got {unknown[0]!r}"
+            f"{f'; write {near!r}' if near else ''})."
         )
     missing = [key for key in ("name", "model", "rate") if key not in given]
     if missing:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sola_sched.bench.args import Parser
+from sola_sched.bench.backends import environment
 from sola_sched.bench.report.page import require_report
 from sola_sched.cluster.sharing.placement import Cluster, Placement
 from sola_sched.cluster.sharing.search import Problem, search
@@ -118,9 +118,9 @@ class _Served:
 
     @classmethod
     def real(cls, setting: Setting, placement: Placement, arrivals: Sequence[Arrival]) -> _Served:
+        environment.prepare(None, is_random=True)  # else the answer is lost in vLLM's log
         from sola_sched.simulator.sharing.real import real_engine
 
-        logging.getLogger("vllm").setLevel(logging.WARNING)
         make = functools.partial(real_engine, setting, placement)
         requests = SharedCluster(setting, placement, make=make).run(setting.requests(arrivals))
         return cls(placement, setting.outcomes(requests), "real")

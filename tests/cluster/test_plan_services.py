@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -141,12 +144,32 @@ def test_added_and_removed_service_changes_the_plan_and_no_other_application(
     assert {each["args"]["host"] for each in both["applications"]} == {"127.0.0.1"}
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_answer_is_not_lost_in_vllms_log(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_LOGGING_LEVEL"}
+    command = (sys.executable, "-P", "-m", "sola_sched.plan", "--gpu", "a100=1.5")
+
+    done = subprocess.run(
+        [*command, "--service", CHAT, "--output", str(tmp_path / "plan.json")],
+        env=environment, capture_output=True, text=True, check=True, timeout=240,
+    )  # fmt: skip
+
+    assert "with the real schedulers" in done.stdout
+    assert "INFO" not in done.stdout + done.stderr
+    assert "WARNING" not in done.stdout + done.stderr
+    assert "Triton" not in done.stderr  # it is installed and of no use on a CPU
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--service", CHAT.replace("rate=2,", "rate=0,")], "rate of service chat"),
         (["--service", CHAT.replace("rate=2,", "rate=nan,")], "rate of service chat"),
         (["--service", CHAT.replace("llama-3-8b", "gpt-9")], "'model' must be one of"),
+        (["--service", CHAT.replace("llama-3-8b", "llama3-8b")], "'llama3-8b'); write llama-3-8b."),
+        (["--service", CHAT.replace("rate", "rates")], "engine (got 'rates'; write 'rate')."),
         (["--service", CHAT.replace("ttft=1500,tpot=80,", "")], "must have a target"),
         (["--service", "chat"], "takes KEY=VALUE"),
         (["--service", CHAT + ",colour=red"], "got 'colour'"),

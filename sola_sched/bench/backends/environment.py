@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import glob
 import importlib.metadata
+import logging
 import os
 import warnings
 from pathlib import Path
 
+_LEVEL = "VLLM_LOGGING_LEVEL"
 _ALWAYS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
+    _LEVEL: "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -49,5 +51,7 @@ def prepare(model: str | None, *, is_random: bool = False) -> dict[str, str]:
         wanted["HF_HUB_OFFLINE"] = "1"
     changed = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(changed)
+    if _LEVEL in changed:  # what vLLM says while it is imported, before it reads that
+        logging.getLogger("vllm").setLevel(changed[_LEVEL])
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\..*")
     return changed

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from sola_sched.cluster.sharing.services import Service
+from sola_sched.config.rules import nearest
 from sola_sched.errors import ConfigError
 from sola_sched.simulator.cluster.step_model import BatchTime
 from sola_sched.simulator.steps import gpus, roofline
@@ -146,7 +147,11 @@ def model_of(name: str) -> Model:
         ConfigError: There is none.
     """
     if name not in MODELS:
-        raise ConfigError(f"'model' must be one of {', '.join(sorted(MODELS))} (got {name!r}).")
+        near = nearest(name, MODELS)
+        raise ConfigError(
+            f"'model' must be one of {', '.join(sorted(MODELS))} (got {name!r})"
+            f"{f'; write {near}' if near else ''}."
+        )
     return MODELS[name]
 
 
