@@ -11,13 +11,13 @@ requests. `--save FILE` keeps what it says, and FILE may stand where the URL doe
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sola_sched.bench.backends import environment
 from sola_sched.bench.report.page import require_report
 from sola_sched.config.flags import LineParser, positive_float, positive_int
 from sola_sched.errors import ConfigError
@@ -34,7 +34,7 @@ _MOST_SHOWN = 10
 def main(argv: Sequence[str] | None = None) -> int:
     """Explain from the command line; return the exit code, 2 where nothing could be explained."""
     args = _parser().parse_args(argv)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # else a replay is lost in the log
+    environment.quiet()  # else a replay is lost in the log
     try:
         require_report(args.html)
         window = read(args.source)

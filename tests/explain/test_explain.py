@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -220,6 +223,19 @@ def test_what_cannot_be_explained_is_said_in_a_line(
     assert error.startswith("error: ")
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_a_replay_is_not_lost_in_vllms_log(window_file: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_LOGGING_LEVEL"}
+    command = (sys.executable, "-P", "-m", "sola_sched.explain", str(window_file), "--replay")
+
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=240
+    )
+
+    assert "stock vLLM" in done.stdout
+    for word in ("INFO", "WARNING", "Triton"):
+        assert word not in done.stdout + done.stderr
 
 
 def test_a_replay_needs_whole_answers(recorded: Window) -> None:

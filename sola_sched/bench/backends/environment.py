@@ -37,6 +37,18 @@ def has_accelerator() -> bool:
     return bool(glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/kfd") or glob.glob("/dev/dxg"))
 
 
+def quiet() -> None:
+    """Have vLLM tell errors alone, unless the user has said how much it is to tell."""
+    if _LEVEL not in os.environ:
+        os.environ[_LEVEL] = _ALWAYS[_LEVEL]
+        _quiet()
+
+
+def _quiet() -> None:
+    """The same while vLLM is imported, before it reads the environment."""
+    logging.getLogger("vllm").setLevel(_ALWAYS[_LEVEL])
+
+
 def prepare(model: str | None, *, is_random: bool = False) -> dict[str, str]:
     """Set what the user has not set; return what was set.
 
@@ -51,7 +63,7 @@ def prepare(model: str | None, *, is_random: bool = False) -> dict[str, str]:
         wanted["HF_HUB_OFFLINE"] = "1"
     changed = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(changed)
-    if _LEVEL in changed:  # what vLLM says while it is imported, before it reads that
-        logging.getLogger("vllm").setLevel(changed[_LEVEL])
+    if _LEVEL in changed:
+        _quiet()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\..*")
     return changed
