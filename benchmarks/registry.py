@@ -177,6 +177,8 @@ EXPERIMENTS = (
                ("seeds", "num_rounds", "output_len", "ways", "only"), "serving-cost.jsonl",
                {"seeds": _THREE, "num_rounds": 12, "output_len": 400,
                 "ways": ("served", "alone"), "only": ()}),
+    Experiment("start", "how long `vllm serve` takes until it answers, beside stock vLLM", "15 min",
+               "serving.start:start", ("num_rounds",), "start.jsonl", {"num_rounds": 3}),
     Experiment("predictor-engine", "what a predictor process costs the engine loop", "10 min",
                "predictor.bench_engine:engine",
                ("predictors", "num_running", "num_pairs", "block", "seeds"),
