@@ -74,6 +74,8 @@ class ThreadTransfers:
         While copies run it gives them the interpreter for a moment: an engine with nothing else to
         do polls without a pause, and each of a copy's calls would wait 5 ms for its turn.
         """
+        if not self._held and not self._running:
+            return []
         held, self._held = self._held, []
         for polls, job, copy, submitted_s in held:
             if polls > 1:

@@ -33,10 +33,12 @@ class Start:
         options: Of `sola_sched`; None for vLLM's own scheduler.
         keeps: Where compiled code is kept: ``usual``, with what is there; ``fresh``, a folder
             without any; ``temporary``, since the user's cache cannot be written, and there is none.
+        beside: The start of stock vLLM that it is compared with.
     """
 
     options: Mapping[str, Any] | None
     keeps: str = "usual"
+    beside: str = STOCK
 
     def environment(self, folder: Path) -> dict[str, str]:
         """Of its process; vLLM's own caches stay where they are."""
@@ -53,11 +55,13 @@ class Start:
         }
 
 
+STOCK_READ_ONLY = "vLLM, home read-only"
 STARTS: Mapping[str, Start] = {
     STOCK: Start(None),
     "compiled before": Start({}),
     "nothing compiled yet": Start({}, "fresh"),
-    "the same, home read-only": Start({}, "temporary"),
+    STOCK_READ_ONLY: Start(None, "temporary", STOCK_READ_ONLY),
+    "the same, home read-only": Start({}, "temporary", STOCK_READ_ONLY),
 }
 
 
@@ -103,11 +107,11 @@ def table(rows: Sequence[Row]) -> str:
     lines = []
     for name in STARTS:
         own = _by_round(rows, name)
-        stock = _by_round(rows, STOCK)
+        stock = _by_round(rows, STARTS[name].beside)
         ready_s = [row["ready_s"] for row in own.values()]
         added_s = [row["ready_s"] - stock[number]["ready_s"] for number, row in own.items()]
         first_s = statistics.median(row["first_s"] for row in own.values())
-        added = "" if name == STOCK else (
+        added = "" if name == STARTS[name].beside else (
             f"{statistics.median(added_s):+.1f} ({min(added_s):+.1f} to {max(added_s):+.1f})"
         )  # fmt: skip
         lines.append([name, str(len(own)), f"{statistics.median(ready_s):.1f}", added,

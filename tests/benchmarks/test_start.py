@@ -26,13 +26,14 @@ def rows(variant: str, ready_s: list[float]) -> list[dict[str, Any]]:
 
 def test_a_start_is_compared_with_that_of_stock_in_the_same_round() -> None:
     made = rows(STOCK, [30.0, 50.0, 40.0])
-    for name, added_s in zip(list(STARTS)[1:], (1.0, 2.0, 3.0), strict=True):
+    for name, added_s in zip(list(STARTS)[1:], (1.0, 2.0, 9.0, 12.0), strict=True):
         made += rows(name, [30.0 + added_s, 50.0 - added_s, 40.0 + added_s])
 
     lines = table(made).splitlines()
 
     assert "| vLLM | 3 | 40.0 |  | 0.20 |" in lines
     assert "| compiled before | 3 | 41.0 | +1.0 (-1.0 to +1.0) | 0.20 |" in lines
+    assert "| the same, home read-only | 3 | 42.0 | +3.0 (-3.0 to +3.0) | 0.20 |" in lines
 
 
 def test_nothing_is_compiled_yet_where_the_folder_is_new_or_home_cannot_be_written(

@@ -1,0 +1,155 @@
+"""What swapping takes of a step in which nothing is swapped, by a clock around each of its calls.
+
+Beside stock vLLM it cannot be told: runs differ by more. Here the engine runs in this process, and
+the clock adds up what vLLM and the scheduler spend in methods of the connector and of the
+scheduler's part for swapping. Half a microsecond of each call is the clock's own.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from harness.markdown import markdown
+from harness.resumable import Row
+from harness.setup import Outcome, Setup
+from serving.process import prompt_of
+
+CLIENTS = (1, 8)
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+_NUM_FIRST = 50  # steps that are left out
+
+
+class Clock:
+    """Adds up the time in the outermost of the methods that it watches.
+
+    Attributes:
+        spent_s, num_calls: Since they were set.
+    """
+
+    def __init__(self) -> None:
+        self.spent_s, self.num_calls = 0.0, 0
+        self._is_inside = False
+
+    @contextmanager
+    def watching(self, *classes: type[Any]) -> Iterator[None]:
+        """All methods that these classes define themselves."""
+        with ExitStack() as stack:
+            for cls in classes:
+                for name, method in list(vars(cls).items()):
+                    if callable(method) and not name.startswith("__"):
+                        stack.enter_context(mock.patch.object(cls, name, self._timed(method)))
+            yield
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._is_inside:
+                return method(*args, **kwargs)
+            self._is_inside = True
+            start_s = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.spent_s += time.perf_counter() - start_s
+                self.num_calls += 1
+                self._is_inside = False
+
+        return timed
+
+
+def measure(engine: Any, clock: Clock, num_clients: int, num_tokens: int, seed: int) -> Row:
+    """Medians over the steps of requests that decode: of the step, and of swapping in it."""
+    from vllm import SamplingParams
+
+    rng = random.Random(seed)
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
+    for number in range(num_clients):
+        name = f"{num_clients}-{seed}-{number}"
+        engine.add_request(name, {"prompt_token_ids": prompt_of(rng)}, params)
+    steps: list[tuple[float, float, int]] = []
+    while engine.has_unfinished_requests():
+        clock.spent_s, clock.num_calls = 0.0, 0
+        start_s = time.perf_counter()
+        engine.step()
+        steps.append((time.perf_counter() - start_s, clock.spent_s, clock.num_calls))
+    step_s, spent_s, num_calls = (
+        statistics.median(values) for values in zip(*steps[_NUM_FIRST:], strict=True)
+    )
+    return {
+        "clients": num_clients, "step_ms": round(1e3 * step_s, 4),
+        "swapping_us": round(1e6 * spent_s, 2), "num_calls": num_calls,
+    }  # fmt: skip
+
+
+@contextmanager
+def watched_engine(arguments: Mapping[str, Any]) -> Iterator[tuple[Any, Clock]]:
+    """vLLM's engine in this process with default options, and the clock around its swapping."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from sola_sched.kv_swap.connector import SolaKVSwapConnector
+    from sola_sched.vllm_adapter.swapping import Swapping
+
+    clock = Clock()
+    with clock.watching(SolaKVSwapConnector, Swapping):
+        engine = LLMEngine.from_engine_args(
+            EngineArgs(**arguments, scheduler_cls="sola_sched.Scheduler")
+        )
+        try:
+            yield engine, clock
+        finally:
+            engine.engine_core.shutdown()
+
+
+def unused_swapping(setup: Setup) -> Outcome:
+    """Measure, or take the rows that are stored; the table is of the last run."""
+    rows = setup.all_rows() if setup.is_stored else list(setup.keep(_measured(setup)))
+    latest = [row for row in rows if row["run"] == rows[-1]["run"]]
+    return Outcome(latest, table(latest))
+
+
+def _measured(setup: Setup) -> Iterator[Row]:
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from sola_sched.bench.backends.model import TINY_SHAPE, cached_model
+
+    run = int(time.time())
+    arguments = {"model": str(cached_model(TINY_SHAPE)), "load_format": "dummy"}
+    with watched_engine(arguments) as (engine, clock):
+        for seed in setup.seeds:
+            for num_clients in CLIENTS:
+                num_tokens = setup.options["output_len"]
+                row = measure(engine, clock, num_clients, num_tokens, seed)
+                yield {"run": run, "seed": seed, **row}
+
+
+def table(rows: list[Row]) -> str:
+    """A line for each number of clients; means over seeds of the medians over steps."""
+    lines = []
+    for num_clients in CLIENTS:
+        own = [row for row in rows if row["clients"] == num_clients]
+        step_ms, swapping_us, num_calls = (
+            statistics.mean(row[key] for row in own)
+            for key in ("step_ms", "swapping_us", "num_calls")
+        )
+        share = 1e-3 * swapping_us / step_ms
+        lines.append([str(num_clients), f"{step_ms:.2f}", f"{swapping_us:.0f}", f"{share:.1%}",
+                      f"{num_calls:.0f}"])  # fmt: skip
+    first = rows[0]
+    return (
+        f"vLLM {first['vllm']}, {first['cpu']}, {first['num_cores']} cores. Medians over steps, "
+        "means over seeds.\n\n"
+        + markdown(("clients", "step, ms", "swapping, us", "share", "calls"), lines, num_left=0)
+    )
