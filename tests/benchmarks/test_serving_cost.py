@@ -88,6 +88,7 @@ def test_every_variant_has_a_stock_vllm_to_be_compared_with() -> None:
         assert stock.has_statistics == variant.has_statistics, name
 
 
+@pytest.mark.long  # `test_unused_swapping` runs an engine of these benchmarks
 @pytest.mark.slow
 def test_the_engine_alone_is_measured(tmp_path: Path) -> None:
     argv = [
