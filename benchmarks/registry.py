@@ -11,6 +11,12 @@ _VIRTUAL = ("data", "workers", "num_requests", "quick", "scheduling_time")
 _SWAP = ("data", "seeds", "workers", "num_requests", "quick")
 #: Of `mechanisms`, unless others are asked for: those on which something has an effect.
 _LOADS = ("little KV", "5 x", "short prompts", "chat, measured", "V100", "tight TPOT", "low load")
+#: Of `published`: points near saturation, and the schedulers that are closest there.
+_NEAR = (
+    "azure-conv 5.5/s", "azure-conv 7/s", "azure-conv 8.5/s", "azure-conv 10/s",
+    "three classes 7/s", "three classes 9/s",
+    "QoServe", "SLOs-Serve", "SCORPIO", "FairBatching", "SlidingServe",
+)  # fmt: skip
 _THREE, _TEN = (0, 1, 2), tuple(range(10))
 
 
@@ -128,6 +134,11 @@ EXPERIMENTS = (
                "1 day", "rivals.experiment:published",
                ("data", "seeds", "workers", "num_requests", "quick", "only"), "published.jsonl",
                {"seeds": _THREE, "num_requests": 1000, "only": ()}),
+    Experiment("published-near", "the same near saturation, beside the closest", "1 h",
+               "rivals.experiment:published",
+               ("data", "seeds", "workers", "num_requests", "quick", "only"),
+               "published-near.jsonl",
+               {"seeds": _THREE, "num_requests": 500, "only": _NEAR}),
     Experiment("sessions", "shared prefixes: conversations that come back, recorded prefixes",
                "10 min", "sessions.experiment:sessions",
                ("data", "seeds", "workers", "num_requests", "quick", "only"), "sessions.jsonl",
