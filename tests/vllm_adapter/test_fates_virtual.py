@@ -133,6 +133,14 @@ def told_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if ": It was late: " in r.getMessage()]
 
 
+def run_and_change(engine: VirtualEngine, **options: Any) -> None:
+    """Serve all, then one more under other options."""
+    engine.run()
+    engine.scheduler._reporting.change(replace(engine.scheduler.sola_config, **options))
+    engine.add(VirtualRequest("last", arrival_s=30.0, prompt_len=20, output_len=4))
+    engine.run()
+
+
 def test_late_requests_are_told_in_the_log_so_many_a_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -149,10 +157,7 @@ def test_late_requests_are_told_once_though_options_change(
 ) -> None:
     engine = make_late(3)
     with caplog.at_level(logging.INFO, logger="vllm.sola_sched"):
-        engine.run()
-        engine.scheduler._reporting.change(replace(engine.scheduler.sola_config, ttft_s=1.0))
-        engine.add(VirtualRequest("last", arrival_s=30.0, prompt_len=20, output_len=4))
-        engine.run()
+        run_and_change(engine, ttft_s=1.0)
     assert len(told_in(caplog)) == 3  # all of it is within a minute
 
 
@@ -161,10 +166,7 @@ def test_those_that_were_late_while_none_were_told_are_not_told_afterwards(
 ) -> None:
     engine = make_late(0)
     with caplog.at_level(logging.INFO, logger="vllm.sola_sched"):
-        engine.run()
-        engine.scheduler._reporting.change(replace(engine.scheduler.sola_config, log_missed=3))
-        engine.add(VirtualRequest("last", arrival_s=30.0, prompt_len=20, output_len=4))
-        engine.run()
+        run_and_change(engine, log_missed=3)
     assert told_in(caplog) == []
 
 

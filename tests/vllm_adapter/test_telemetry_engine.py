@@ -10,12 +10,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from telling_scheduler import TellingScheduler
 from virtual_model import TINY_MODEL
-from vllm.v1.metrics.stats import SchedulerStats
 
-import sola_sched
-from sola_sched.reports import carrier as telemetry_carrier
-from sola_sched.reports.telemetry import TelemetryReport
 from sola_sched.simulator import StepTimeModel, StepTrace, VirtualEngine, VirtualRequest
 from sola_sched.vllm_adapter.telemetry_sender import TelemetrySender
 
@@ -24,28 +21,9 @@ pytestmark = pytest.mark.vllm
 STEP_TIME = StepTimeModel(base_s=0.01, per_decode_s=2e-4, per_prefill_token_s=1e-4)
 
 
-class ListeningScheduler(sola_sched.Scheduler):
-    """Its reports are kept; the virtual engine itself has no statistics."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._reporting.telemetry = TelemetrySender(log_stats=True)
-        self.received: list[TelemetryReport] = []
-
-    def update_from_output(self, *args: Any) -> Any:
-        outputs = super().update_from_output(*args)
-        for group in outputs.values():
-            reports = telemetry_carrier.take(group.scheduler_stats)
-            self.received += map(TelemetryReport.from_text, reports)
-        return outputs
-
-    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats:
-        return SchedulerStats()
-
-
 def make_engine(**sola: Any) -> VirtualEngine:
     return VirtualEngine(
-        ListeningScheduler,
+        TellingScheduler,
         model=TINY_MODEL,
         num_blocks=2000,
         max_model_len=2048,
