@@ -65,6 +65,15 @@ def _alise(name: str, summary: str, duration: str, figure: str = "") -> Experime
     )  # fmt: skip
 
 
+def _published(name: str, summary: str, duration: str, **defaults: Any) -> Experiment:
+    """Of `rivals/`: published schedulers beside ours."""
+    return Experiment(
+        name, summary, duration, "rivals.experiment:published",
+        ("data", "seeds", "workers", "num_requests", "quick", "only"), f"{name}.jsonl",
+        {"seeds": _THREE} | defaults,
+    )  # fmt: skip
+
+
 def _swap(name: str, summary: str, duration: str, **defaults: Any) -> Experiment:
     """Of `swap/`: what becomes of displaced KV, in virtual time."""
     return Experiment(
@@ -130,15 +139,10 @@ EXPERIMENTS = (
                "15 min", "mixed.experiment:mixed",
                ("data", "seeds", "workers", "num_requests", "quick", "only"), "mixed.jsonl",
                {"seeds": _THREE, "num_requests": 300, "only": ()}),
-    Experiment("published", "every published scheduler at its best setting; uneven machines too",
-               "1 day", "rivals.experiment:published",
-               ("data", "seeds", "workers", "num_requests", "quick", "only"), "published.jsonl",
-               {"seeds": _THREE, "num_requests": 1000, "only": ()}),
-    Experiment("published-near", "the same near saturation, beside the closest", "1 h",
-               "rivals.experiment:published",
-               ("data", "seeds", "workers", "num_requests", "quick", "only"),
-               "published-near.jsonl",
-               {"seeds": _THREE, "num_requests": 500, "only": _NEAR}),
+    _published("published", "every published scheduler at its best setting; uneven machines too",
+               "1 day", num_requests=1000, only=()),
+    _published("published-near", "the same near saturation, beside the closest", "1 h",
+               num_requests=500, only=_NEAR),
     Experiment("sessions", "shared prefixes: conversations that come back, recorded prefixes",
                "10 min", "sessions.experiment:sessions",
                ("data", "seeds", "workers", "num_requests", "quick", "only"), "sessions.jsonl",

@@ -92,6 +92,11 @@ class Setup:
                 out.flush()
                 yield kept
 
+    def last_run(self, measured: Iterable[Row]) -> list[Row]:
+        """The rows of measurements that are made now; with ``--stored`` those of the last `run`."""
+        rows = self.all_rows() if self.is_stored else list(self.keep(measured))
+        return [row for row in rows if row["run"] == rows[-1]["run"]]
+
     def all_rows(self) -> list[Row]:
         """Every row that is stored."""
         return self._some(resumable.load(self.path), "this experiment")

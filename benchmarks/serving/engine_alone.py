@@ -14,7 +14,7 @@ from serving.process import Answers, EngineProcess
 
 _PROGRAM = Path(__file__).with_name("engine_program.py")
 #: One thread: the engine and the model take turns anyway.
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -35,7 +35,7 @@ class EngineAlone(EngineProcess):
     ) -> None:
         told = json.dumps({"model": str(model_dir), **arguments})
         super().__init__(
-            [sys.executable, "-P", str(_PROGRAM), told], {**_ENVIRONMENT, **environment},
+            [sys.executable, "-P", str(_PROGRAM), told], {**ENVIRONMENT, **environment},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 

@@ -67,9 +67,8 @@ STARTS: Mapping[str, Start] = {
 
 def start(setup: Setup) -> Outcome:
     """Measure, or take the rows that are stored; the table is of the last run."""
-    rows = setup.all_rows() if setup.is_stored else list(setup.keep(_measured(setup)))
-    latest = [row for row in rows if row["run"] == rows[-1]["run"]]
-    return Outcome(latest, table(latest))
+    rows = setup.last_run(_measured(setup))
+    return Outcome(rows, table(rows))
 
 
 def _measured(setup: Setup) -> Iterator[Row]:

@@ -19,16 +19,10 @@ from unittest import mock
 from harness.markdown import markdown
 from harness.resumable import Row
 from harness.setup import Outcome, Setup
+from serving.engine_alone import ENVIRONMENT
 from serving.process import prompt_of
 
 CLIENTS = (1, 8)
-_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
 _NUM_FIRST = 50  # steps that are left out
 
 
@@ -115,13 +109,13 @@ def watched_engine(arguments: Mapping[str, Any]) -> Iterator[tuple[Any, Clock]]:
 
 def unused_swapping(setup: Setup) -> Outcome:
     """Measure, or take the rows that are stored; the table is of the last run."""
-    rows = setup.all_rows() if setup.is_stored else list(setup.keep(_measured(setup)))
-    latest = [row for row in rows if row["run"] == rows[-1]["run"]]
-    return Outcome(latest, table(latest))
+    rows = setup.last_run(_measured(setup))
+    return Outcome(rows, table(rows))
 
 
 def _measured(setup: Setup) -> Iterator[Row]:
-    for name, value in _ENVIRONMENT.items():
+    quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    for name, value in (ENVIRONMENT | quiet).items():
         os.environ.setdefault(name, value)
     from sola_sched.bench.backends.model import TINY_SHAPE, cached_model
 
