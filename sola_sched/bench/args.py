@@ -75,7 +75,15 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _target_group(parser.add_argument_group("what is measured"))
-    dataset_group(parser.add_argument_group("requests"))
+    requests = parser.add_argument_group("requests")
+    dataset_group(requests, "requests a run (default: as many as fit --duration-budget)")
+    requests.add_argument(
+        "--duration-budget",
+        type=positive_float,
+        metavar="S",
+        help="seconds of traffic in all runs together, without --num-prompts "
+        f"(default: {DEFAULT_DURATION_BUDGET_S:g}; with sim: {SIM_NUM_PROMPTS} requests a run)",
+    )
     _traffic_group(parser.add_argument_group("traffic"))
     _engine_group(parser.add_argument_group("engine (--backend engine)"))
     _server_group(parser.add_argument_group("server (--backend openai)"))
@@ -135,7 +143,7 @@ def _target_group(group: Any) -> None:
     )
 
 
-def dataset_group(group: Any) -> None:
+def dataset_group(group: Any, num_prompts_help: str) -> None:
     """Flags that say where the requests come from."""
     add = group.add_argument
     add(
@@ -153,14 +161,7 @@ def dataset_group(group: Any) -> None:
     add(
         "--num-prompts",
         type=positive_int,
-        help="requests a run (default: as many as fit --duration-budget)",
-    )
-    add(
-        "--duration-budget",
-        type=positive_float,
-        metavar="S",
-        help="seconds of traffic in all runs together, without --num-prompts "
-        f"(default: {DEFAULT_DURATION_BUDGET_S:g}; with sim: {SIM_NUM_PROMPTS} requests a run)",
+        help=num_prompts_help,
     )
     add(
         "--length-scale",
@@ -176,8 +177,10 @@ def dataset_group(group: Any) -> None:
         dest="output_len",
         help="replace every output length",
     )
-    add("--random-input-len", "--input-len", type=positive_int, default=1024)
-    add("--random-output-len", type=positive_int, default=128)
+    add("--random-input-len", "--input-len", type=positive_int, default=1024,
+        help="mean prompt length of random, tokens (default: 1024)")  # fmt: skip
+    add("--random-output-len", type=positive_int, default=128,
+        help="mean output length of random, tokens (default: 128)")  # fmt: skip
     add(
         "--random-range-ratio",
         type=float,

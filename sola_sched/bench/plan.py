@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import math
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from sola_sched.bench.report.table import in_ms
 from sola_sched.config.flags import url_of
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.errors import ConfigError
-from sola_sched.workloads.datasets import DatasetOptions, ModelLimits, build
+from sola_sched.workloads.datasets import DatasetOptions, Encode, ModelLimits, build
 from sola_sched.workloads.workload import Workload, assign_classes
 
 #: Requests drawn when their number follows from the measured rate.
@@ -238,7 +239,7 @@ def _server(args: argparse.Namespace) -> tuple[Backend, ModelLimits]:
     encode, vocab_size = None, args.vocab_size
     if args.tokenizer:
         tokenizer = load_tokenizer(args.tokenizer)
-        encode, vocab_size = tokenizer.encode, len(tokenizer)
+        encode, vocab_size = encode_by(tokenizer), len(tokenizer)
     limits = ModelLimits(
         max_model_len=args.max_model_len or backend.max_model_len or _DEFAULT_MODEL_LEN,
         vocab_size=vocab_size,
@@ -260,7 +261,7 @@ def _simulator(args: argparse.Namespace) -> tuple[Backend, ModelLimits]:
     engine_args = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
     encode = None
     if args.tokenizer:
-        encode = load_tokenizer(args.tokenizer).encode
+        encode = load_encode(args.tokenizer)
     backend = SimBackend(
         SimOptions(
             profile=load_step_profile(args.profile or DEFAULT_PROFILE),
@@ -292,6 +293,20 @@ def load_tokenizer(name: str) -> Any:
         raise ConfigError(
             f"'--tokenizer' must name a tokenizer's folder or model (got {name!r}: {reason})."
         ) from error
+
+
+def encode_by(tokenizer: Any) -> Encode:
+    """Text to token ids, of any length: a text is only counted, so no limit is warned of."""
+    return functools.partial(tokenizer.encode, verbose=False)
+
+
+def load_encode(name: str) -> Encode:
+    """`encode_by` a tokenizer of transformers.
+
+    Raises:
+        ConfigError: There is none of this name.
+    """
+    return encode_by(load_tokenizer(name))
 
 
 def _traffic_s(args: argparse.Namespace) -> float:

@@ -52,13 +52,18 @@ def build_parser() -> Parser:
         help="step times that `python -m sola_sched.profile` measured on this kind of GPU, "
         "in place of computed ones; repeat for more")  # fmt: skip
     add_gpus(parser)
-    add("--slo", required=True, nargs="+", metavar="METRIC:MS", help="e.g. ttft:1000 tpot:60")
-    add("--slo-class", action="append", default=[], metavar="NAME:SHARE:TTFT_MS:TPOT_MS",
-        help="as in the benchmark: a share of the requests with its own targets")  # fmt: skip
+    add("--slo", required=True, nargs="+", metavar="METRIC:MS",
+        help="targets in milliseconds: ttft, tpot and e2e, e.g. ttft:1000 tpot:60")  # fmt: skip
+    add("--slo-class", action="append", default=[],
+        metavar="NAME:SHARE:TTFT_MS:TPOT_MS[:E2E_MS[:WEIGHT]]",
+        help="a share of the requests with its own targets, e.g. chat:0.7:500:50; repeat for "
+        "more")  # fmt: skip
     add("--request-rate", type=positive_float, metavar="RPS", help="requests per second")
-    add("--burstiness", type=positive_float, default=1.0)
+    add("--burstiness", type=positive_float, default=1.0,
+        help="1: Poisson arrivals; less: bursts; more: even gaps (default: 1)")  # fmt: skip
     add("--self-timed", action="store_true",
-        help="recorded arrival times, stretched to --request-rate if that is given")  # fmt: skip
+        help="recorded arrival times, of the first 2,000 requests unless --num-prompts says "
+        "otherwise, stretched to --request-rate if that is given")  # fmt: skip
     add("--attainment", type=positive_float, default=0.95,
         help="share of the requests that has to meet all targets (default: 0.95)")  # fmt: skip
     add("--schedulers", nargs="+", metavar="SPEC",
@@ -66,25 +71,31 @@ def build_parser() -> Parser:
         help="sola[:CHUNK] or stock[:CHUNK], what runs in the engines; the first is tried "
         "everywhere, the others where it comes near to the cheapest")  # fmt: skip
     add("--routers", nargs="+", choices=sorted(ALL_ROUTERS), metavar="NAME", default=_ROUTERS,
-        help=f"(default: {' '.join(_ROUTERS)}; {' and '.join(_OF_UNEQUAL)} do nothing of their "
+        help="rules by which a gateway shares requests out; the first is tried everywhere "
+        f"(default: {' '.join(_ROUTERS)}; {' and '.join(_OF_UNEQUAL)} do nothing of their "
         "own before equal instances)")  # fmt: skip
     add("--pools", action=argparse.BooleanOptionalAction, default=True,
         help="try prefill and decode pools too (default: yes)")  # fmt: skip
     add("--max-num-seqs", nargs="+", type=positive_int, default=[256, 128, 512],
-        help="the first is tried everywhere (default: 256 128 512)")  # fmt: skip
-    add("--tensor-parallel-size", nargs="+", type=positive_int, default=[1, 2, 4, 8])
+        help="slots; the first is tried everywhere (default: 256 128 512)")  # fmt: skip
+    add("--tensor-parallel-size", nargs="+", type=positive_int, default=[1, 2, 4, 8],
+        help="GPUs of an engine (default: 1 2 4 8)")  # fmt: skip
     add("--max-gpus", type=positive_int, default=64,
         help="most GPUs of a configuration, in all (default: 64)")  # fmt: skip
     add("--check", action=argparse.BooleanOptionalAction, default=True,
         help="check the answer with the real schedulers (default: yes)")  # fmt: skip
-    add("--seed", type=natural_int, default=0)
+    add("--seed", type=natural_int, default=0,
+        help="of lengths, arrivals and routers (default: 0)")  # fmt: skip
     add("--output", type=Path, default=Path("plan.json"),
         help="JSON; a plot goes beside it (default: plan.json)")  # fmt: skip
     add("--html", type=Path, metavar="FILE",
         help="also write a report that opens in a browser (needs the extra 'html')")  # fmt: skip
     add("--disable-tqdm", action="store_true", help="no progress bar")
     add("--tokenizer", help="folder or name, for a log of texts (default: the model's own)")
-    dataset_group(parser.add_argument_group("requests"))
+    dataset_group(
+        parser.add_argument_group("requests"),
+        "requests that are served (default: a minute of them, 400 to 2,000)",
+    )
     return parser
 
 

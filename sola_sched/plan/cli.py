@@ -16,7 +16,9 @@ from tqdm import tqdm
 from sola_sched.bench.backends import environment
 from sola_sched.bench.report.page import require_report
 from sola_sched.bench.report.plots import NoPlotError
+from sola_sched.bench.report.progress import interval_s
 from sola_sched.bench.report.results import to_json
+from sola_sched.bench.values import parse_slo_class
 from sola_sched.config.output_file import require_writable
 from sola_sched.errors import (
     ConfigError,
@@ -27,6 +29,7 @@ from sola_sched.errors import (
 )
 from sola_sched.plan import html
 from sola_sched.plan.args import build_parser, check_args, parse_prices
+from sola_sched.plan.commands import commands, served_name
 from sola_sched.plan.configurations import (
     Configuration,
     configurations,
@@ -37,10 +40,11 @@ from sola_sched.plan.fast_error import OF_ONE_MODEL, unchecked
 from sola_sched.plan.impossible import ImpossibleError, explain, require_gpus, require_possible
 from sola_sched.plan.load import Load, make_load
 from sola_sched.plan.models import COMPUTED, origin, planned_for, profile
-from sola_sched.plan.report import plot, table
+from sola_sched.plan.report import LEGEND, plot, table
 from sola_sched.plan.search import rate_margin, search
 from sola_sched.plan.services import plan_services, wants_services
 from sola_sched.simulator.cluster.records import ClusterRecord
+from sola_sched.simulator.steps.roofline import MODELS
 
 EXIT_USAGE = 2
 #: Configurations that are checked at most until one stands.
@@ -92,7 +96,9 @@ class _Evaluation:
     def __init__(self, args: argparse.Namespace, load: Load) -> None:
         self._args, self._load = args, load
         self._cheapest = math.inf
-        self.bar = tqdm(desc="configurations", unit="run", disable=args.disable_tqdm)
+        self.bar = tqdm(
+            desc="configurations", unit="run", disable=args.disable_tqdm, mininterval=interval_s()
+        )
 
     def __call__(self, configuration: Configuration) -> Outcome:
         args = self._args
@@ -193,7 +199,10 @@ def _one_more(real: Outcome) -> Configuration:
 
 def _real(args: argparse.Namespace, load: Load, configuration: Configuration) -> Outcome:
     total = len(load.workload.requests)
-    with tqdm(total=total, desc="real schedulers", unit="req", disable=args.disable_tqdm) as bar:
+    with tqdm(
+        total=total, desc="real schedulers", unit="req", disable=args.disable_tqdm,
+        mininterval=interval_s(),
+    ) as bar:  # fmt: skip
 
         def done(record: ClusterRecord) -> None:
             bar.update()
@@ -236,12 +245,13 @@ def _write(
             for check in checks
         ],
     }  # fmt: skip
-    print(table(ordered, goal, best))
+    print(f"{table(ordered, goal, best)}\n{LEGEND}")
     said = [_said_of(check) for check in checks] or [unchecked(OF_ONE_MODEL)]
     if best is not None:
         around, sentences = _around(args, load, ordered, best)
         document |= around
-        said += sentences
+        document["commands"] = _commands(args, load, best)
+        said = [*sentences, *said, *document["commands"]]
     print("\n".join(said))
     args.output.write_text(to_json(document, indent=1) + "\n", encoding="utf-8")
     try:
@@ -252,8 +262,14 @@ def _write(
         print(f"Wrote {args.output} and {path}.")
     if args.html is not None:
         steps = [steps_said(args.planned, [o.configuration for o in ordered])]
-        said = [*load.notes, *steps, *said]
+        said = [*said, *steps, *load.notes]
         print(f"Report {html.write(document, said, ordered, best, args.html)}.")
+
+
+def _commands(args: argparse.Namespace, load: Load, best: Outcome) -> list[str]:
+    classes = [parse_slo_class(text) for text in args.slo_class]
+    model = served_name(args.model, args.model in MODELS)
+    return commands(best.configuration, model, load.slo, classes, args.max_model_len)
 
 
 def _said_of(check: Check) -> str:

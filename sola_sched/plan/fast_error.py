@@ -19,6 +19,6 @@ def unchecked(error: str) -> str:
         error: One of the above.
     """
     return (
-        "Not checked with the real schedulers: this rests on the fast model, whose attainment was "
-        f"off by {error} where both were run."
+        "Not checked with the real schedulers: this rests on the fast model. Where both were run, "
+        f"its attainment was off by: {error}."
     )

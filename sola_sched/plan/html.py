@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,21 @@ from sola_sched.bench.report import page
 from sola_sched.bench.report.page import Figure, Lines, Section, Table, axis
 from sola_sched.bench.report.results import environment
 from sola_sched.plan.evaluate import Outcome
-from sola_sched.plan.report import HEAD, cells, shown
+from sola_sched.plan.report import HEAD, LEGEND, cells, shown
 
-_COLOURS = (*page.OURS, *page.OTHERS)
+#: Of GPU types; neighbours in the list are told apart by anybody, by their marks too.
+_COLOURS = (page.OTHERS[0], page.OURS[2], page.OTHERS[1], page.OURS[1], page.OTHERS[2])
+#: Entries of the JSON file, as the report has them.
+_SETTINGS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("model", "model", str),
+    ("dataset", "data set", str),
+    ("num_requests", "requests", "{:,}".format),
+    ("request_rate", "requests/s", lambda rate: "as recorded" if rate is None else f"{rate:g}"),
+    ("slo_ms", "targets", lambda targets: ", ".join(_targets(targets)) or "none"),
+    ("attainment_goal", "share that must meet them", lambda share: f"{100 * share:g} %"),
+    ("seed", "seed", str),
+)
+_MARKS = ("circle", "square", "triangle-up", "diamond", "cross")
 
 
 def write(
@@ -39,6 +53,7 @@ def write(
             "Choices",
             [
                 "The best variant for each number of GPUs, of vLLM's scheduler and of sola_sched.",
+                LEGEND,
                 Table(HEAD, [cells(o) for o in rows], ("configuration",), chosen=chosen),
                 _over_cost(outcomes, goal, best),
                 Table(HEAD, [cells(o) for o in outcomes], ("configuration",),
@@ -89,7 +104,7 @@ def write_services(document: Mapping[str, Any], goal: float, path: Path) -> Path
 def _of_services(tried: Sequence[Mapping[str, Any]], goal: float) -> Figure:
     data = []
     kinds = list(dict.fromkeys(one["gpu"] for one in tried))
-    for colour, gpu in zip(_COLOURS * len(kinds), kinds, strict=False):
+    for gpu, colour, mark in zip(kinds, cycle(_COLOURS), cycle(_MARKS), strict=False):
         own = [one for one in tried if one["gpu"] == gpu]
         data.append(
             {
@@ -99,6 +114,8 @@ def _of_services(tried: Sequence[Mapping[str, Any]], goal: float) -> Figure:
                 "text": [f"{one['num_gpus']} {gpu}" for one in own],
                 "mode": "lines+markers",
                 "line": {"color": colour},
+                "marker": {"symbol": mark, "size": 8},
+                "cliponaxis": False,
                 "hovertemplate": "%{text}<br>%{y:.1f} % for %{x:.2f} an hour",
             }
         )
@@ -115,7 +132,7 @@ def _of_services(tried: Sequence[Mapping[str, Any]], goal: float) -> Figure:
 def _over_cost(outcomes: Sequence[Outcome], goal: float, best: Outcome | None) -> Figure:
     gpus = sorted({o.configuration.gpu for o in outcomes})
     data: list[dict[str, Any]] = []
-    for colour, gpu in zip(_COLOURS * len(gpus), gpus, strict=False):
+    for gpu, colour, mark in zip(gpus, cycle(_COLOURS), cycle(_MARKS), strict=False):
         own = [o for o in outcomes if o.configuration.gpu == gpu]
         data.append(
             {
@@ -124,7 +141,8 @@ def _over_cost(outcomes: Sequence[Outcome], goal: float, best: Outcome | None) -
                 "y": [100 * o.attainment for o in own],
                 "text": [o.configuration.name for o in own],
                 "mode": "markers",
-                "marker": {"color": colour, "opacity": 0.8},
+                "marker": {"color": colour, "symbol": mark, "size": 8, "opacity": 0.8},
+                "cliponaxis": False,
                 "hovertemplate": "%{text}<br>%{y:.1f} % for %{x:.2f} an hour",
             }
         )
@@ -144,6 +162,7 @@ def _over_cost(outcomes: Sequence[Outcome], goal: float, best: Outcome | None) -
                 "y": [100 * best.attainment],
                 "mode": "markers",
                 "marker": {"symbol": "circle-open", "size": 16, "color": page.MET},
+                "cliponaxis": False,
                 "hoverinfo": "skip",
             }
         )
@@ -186,8 +205,15 @@ def _goal(goal: float) -> dict[str, Any]:
 
 
 def _settings(document: Mapping[str, Any]) -> Table:
-    left_out = ("configurations", "best", "checks", "notes", "margin", "next_cheaper")
-    rows = [[name, str(value)] for name, value in document.items() if name not in left_out]
+    rows = [
+        [said, as_text(document[name])] for name, said, as_text in _SETTINGS if name in document
+    ]
     versions = environment()["versions"]
     rows += [[f"version of {name}", version] for name, version in versions.items()]
     return Table(("", "value"), rows, ("", "value"))
+
+
+def _targets(slo_ms: Mapping[str, float]) -> Iterator[str]:
+    for name, value in slo_ms.items():
+        if math.isfinite(value):
+            yield f"{name.upper()} {value:,.6g} ms"

@@ -6,11 +6,10 @@ import argparse
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from sola_sched.bench.plan import dataset_options, load_tokenizer
+from sola_sched.bench.plan import dataset_options, load_encode
 from sola_sched.bench.values import parse_slo, parse_slo_class
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError, DatasetError
@@ -78,10 +77,10 @@ def _encode(args: argparse.Namespace) -> Encode | None:
         name = str(Path(name).parent)
 
     @functools.cache
-    def tokenizer() -> Any:
-        return load_tokenizer(name)
+    def encode() -> Encode:
+        return load_encode(name)
 
-    return lambda text: list(tokenizer().encode(text))
+    return lambda text: encode()(text)
 
 
 def make_load(args: argparse.Namespace, max_model_len: int, vocab_size: int) -> Load:
@@ -95,13 +94,15 @@ def make_load(args: argparse.Namespace, max_model_len: int, vocab_size: int) -> 
         DatasetError: The data set is unusable.
     """
     slo = parse_slo(args.slo)
+    is_at_most = args.self_timed and args.num_prompts is None
     if args.num_prompts is None:
-        wanted = _SPAN_S * (args.request_rate or 0.0)
+        wanted = _MAX_REQUESTS if args.self_timed else _SPAN_S * args.request_rate
         args.num_prompts = int(min(max(wanted, _MIN_REQUESTS), _MAX_REQUESTS))
     limits = ModelLimits(max_model_len, vocab_size, _encode(args), prefer_text=False)
     notes: list[str] = []
     try:
-        workload = build(dataset_options(args), limits)
+        options = replace(dataset_options(args), is_at_most=is_at_most)
+        workload = build(options, limits)
     except DatasetError as error:
         if args.dataset_name not in PUBLIC_FILES or args.dataset_path or args.self_timed:
             raise

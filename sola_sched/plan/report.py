@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 from sola_sched.bench.report.plots import pyplot, save
 from sola_sched.plan.evaluate import Outcome
 
-_COLOURS = ("#d1495b", "#1f5f8b", "#2a9d8f")
+#: Of GPU types, told apart by their marks too.
+_COLOURS = ("#1f5f8b", "#d1495b", "#2a9d8f", "#e07a1f", "#6c757d")
+_MARKS = ("o", "s", "^")
 _MOST_ROWS = 16
 _NEAR = 0.2
 
 
+LEGEND = (
+    "3 x 2 h100: three engines of two GPUs each. chunk: --max-num-batched-tokens; seqs: "
+    "--max-num-seqs; at the end the gateway's --router; *: the answer."
+)
+"""How to read a configuration's name."""
 HEAD = ("cost/h", "attained", "TTFT p99", "TPOT p99", "configuration")
 
 
@@ -44,8 +52,8 @@ def cells(o: Outcome) -> list[str]:
     return [
         f"{o.configuration.cost_per_hour:.2f}",
         f"{o.attainment:.1%}",
-        f"{o.ttft_ms[1]:.0f} ms",
-        f"{o.tpot_ms[1]:.0f} ms",
+        f"{o.ttft_ms[1]:,.0f} ms",
+        f"{o.tpot_ms[1]:,.0f} ms",
         o.configuration.name,
     ]
 
@@ -64,12 +72,13 @@ def plot(outcomes: Sequence[Outcome], goal: float, best: Outcome | None, path: P
     """Attainment over cost, a colour for each GPU type."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(7.0, 4.2), layout="constrained")
-    for colour, gpu in zip(_COLOURS, sorted({o.configuration.gpu for o in outcomes}), strict=False):
+    gpus = sorted({o.configuration.gpu for o in outcomes})
+    for gpu, colour, mark in zip(gpus, cycle(_COLOURS), cycle(_MARKS), strict=False):
         own = [o for o in outcomes if o.configuration.gpu == gpu]
         axes.scatter(
             [o.configuration.cost_per_hour for o in own],
             [100 * o.attainment for o in own],
-            s=24, color=colour, label=gpu, alpha=0.8,
+            s=24, color=colour, marker=mark, label=gpu, alpha=0.8,
         )  # fmt: skip
     axes.axhline(100 * goal, color="#6c757d", linestyle="--", linewidth=1)
     if best is not None:

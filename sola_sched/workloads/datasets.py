@@ -35,6 +35,7 @@ class DatasetOptions:
         name: One of ``DATASET_NAMES``.
         path: The data set's file or folder; None downloads a public one.
         num_prompts: Requests wanted, >= 1; rows are repeated if there are fewer.
+        is_at_most: Fewer will do, and a note says how many were left out.
         seed: Of the choice, the lengths and the random tokens.
         length_scale: Factor on every prompt and output length; None scales down just enough
             for the model's context (see ``build``).
@@ -50,6 +51,7 @@ class DatasetOptions:
     name: str = "sharegpt-like"
     path: Path | None = None
     num_prompts: int = 1000
+    is_at_most: bool = False
     seed: int = 0
     length_scale: float | None = None
     output_len: int | None = None
@@ -193,7 +195,14 @@ def _from_file(
     elif options.shuffle:
         usable = [usable[i] for i in rng.permutation(len(usable))]
     wanted = max(options.num_prompts, min(_SCALE_SAMPLE, len(usable)))
-    if options.num_prompts > len(usable):
+    if options.is_at_most:
+        if options.num_prompts < len(usable):
+            notes.append(
+                f"The first {options.num_prompts:,} of the {len(usable):,} requests in "
+                f"{path.name}; --num-prompts takes more."
+            )
+        wanted = min(wanted, len(usable))
+    elif options.num_prompts > len(usable):
         notes.append(f"{path.name} has {len(usable):,} requests; they are repeated.")
         if options.self_timed:
             raise DatasetError(

@@ -171,6 +171,8 @@ def test_a_phone_shows_it_without_scrolling_sideways_and_keys_reach_all(
             assert await tab.value("document.documentElement.scrollWidth") <= _PHONE_PX
             widest = "Math.max(...[...document.querySelectorAll('.svg-container')].map(e => "
             assert await tab.value(f"{widest}e.getBoundingClientRect().right))") <= _PHONE_PX
+            # The buttons would lie upon the legend.
+            assert await tab.value("document.querySelector('.modebar').offsetHeight") == 0
             await tab.press("Tab")
             await tab.press("Tab")
             await tab.press("Enter")

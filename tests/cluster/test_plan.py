@@ -11,7 +11,7 @@ import pytest
 from html_report import Report
 
 from sola_sched.errors import DatasetError
-from sola_sched.plan import cli, html
+from sola_sched.plan import cli, html, report
 from sola_sched.plan.args import build_parser
 from sola_sched.plan.cli import main
 from sola_sched.plan.configurations import Configuration
@@ -70,6 +70,22 @@ def test_the_table_has_a_line_for_each_number_of_gpus_and_the_answer_is_among_th
     assert dearest.splitlines()[-1].startswith(" 39.00   100.0%*")
 
 
+def test_the_plot_has_every_type_of_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(report, "save", lambda plt, figure, path: drawn.append(figure) or path)
+    gpus = ["a100", "h100", "h200", "l4", "l40s", "mi300x"]
+    outcomes = [
+        replace(one := tried(1, "r0", 0.9), configuration=replace(one.configuration, gpu=gpu))
+        for gpu in gpus
+    ]
+
+    report.plot(outcomes, 0.95, None, tmp_path / "plan.png")
+
+    (axes,) = drawn[0].axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == gpus
+
+
 def test_what_misses_by_far_is_left_out_unless_all_do() -> None:
     outcomes = [tried(1, "r0", 0.1), tried(2, "r0", 0.8)]
 
@@ -122,8 +138,15 @@ def test_the_answer_is_the_cheapest_that_attains_with_its_margin(tmp_path, capsy
     assert shown.problems == []
     assert f"Report {report}." in said
     for line in said.splitlines():
-        if line.startswith(("Best: ", "Next cheaper: ", "Step times: ")):
+        if line.startswith(("Best: ", "Next cheaper: ", "Step times: ", "To run it")):
             assert line in shown.text
+    # The answer comes before what it rests on, and ends with how to run it.
+    assert said.index("Best: ") < said.index("Not checked") < said.index("To run it")
+    assert found["commands"][0] in said
+    assert "vllm serve MODEL --tensor-parallel-size 1" in found["commands"][0]
+    settings = dict(map(tuple, shown.tables[-1][1:]))
+    assert settings["targets"] == "TTFT 1,000 ms, TPOT 60 ms"
+    assert settings["requests"] == "150"
     everything = shown.tables[1]
     assert [row[4] for row in everything[1:]] == [row["name"] for row in rows]
     assert [row[1] for row in everything[1:]] == [f"{row['attainment']:.1%}" for row in rows]

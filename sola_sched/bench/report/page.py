@@ -46,8 +46,10 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-
 th, td { border-bottom: 1px solid var(--line); padding: 0.25rem 0.7rem 0.25rem 0;
   text-align: left; vertical-align: top; }
 td.n, th.n { text-align: right; white-space: nowrap; }
+@media (max-width: 40rem) { .wide td:not(.n) { min-width: 9rem; } .modebar { display: none; } }
 tr.chosen td { font-weight: 600; background: var(--soft); }
 summary { cursor: pointer; padding: 0.3rem 0; } figure { margin: 1rem 0; }
+figcaption { padding-top: 0.6rem; }
 .figure text:not(.hovertext text):not(.nums):not(.name) { fill: var(--text) !important; }
 """
 _SCRIPT = (

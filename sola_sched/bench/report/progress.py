@@ -14,6 +14,11 @@ from sola_sched.core.metrics import RequestRecord
 _LOG_INTERVAL_S = 10.0
 
 
+def interval_s() -> float:
+    """Seconds between two updates of a bar on stderr."""
+    return 0.5 if sys.stderr.isatty() else _LOG_INTERVAL_S
+
+
 class Progress:
     """A progress bar over requests that shows the attainment so far."""
 
@@ -30,7 +35,7 @@ class Progress:
         self._bar: Any = tqdm(
             total=total, desc=title, unit="req", disable=is_hidden, file=sys.stderr,
             dynamic_ncols=True, leave=total is not None,
-            mininterval=0.5 if sys.stderr.isatty() else _LOG_INTERVAL_S,
+            mininterval=interval_s(),
         )  # fmt: skip
 
     def __enter__(self) -> Progress:

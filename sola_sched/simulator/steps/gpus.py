@@ -50,33 +50,40 @@ MORE_GPUS = {
     "l40s": Gpu(
         "L40S", 362e12, 0.864e12, 32e9, 32e9, 44.4,
         "NVIDIA L40S datasheet: 362 TFLOPS BF16 dense, 864 GB/s, PCIe Gen4 64 GB/s both "
-        "directions, no NVLink",
+        "directions, no NVLink; resources.nvidia.com/en-us-l40s/l40s-datasheet-28413",
     ),
     "l4": Gpu(
         "L4", 121e12, 0.3e12, 32e9, 32e9, 22.0,
         "NVIDIA L4 datasheet: 242 TFLOPS BF16 with sparsity, half of it dense, 300 GB/s, PCIe Gen4 "
-        "64 GB/s both directions, no NVLink",
+        "64 GB/s both directions, no NVLink; nvidia.com/en-us/data-center/l4",
     ),
     "a10": Gpu(
         "A10", 125e12, 0.6e12, 32e9, 32e9, 22.0,
         "NVIDIA A10 datasheet: 125 TFLOPS BF16 dense, 600 GB/s, PCIe Gen4 64 GB/s both directions, "
-        "no NVLink",
+        "no NVLink; nvidia.com/content/dam/en-zz/Solutions/Data-Center/a10/pdf/a10-datasheet.pdf",
     ),
     "h200": Gpu(
         "H200-SXM-141GB", 989.4e12, 4.8e12, 450e9, 64e9, 139.8,
-        "NVIDIA H200 datasheet (SXM): the H100's 989.4 TFLOPS BF16 dense, 4.8 TB/s, NVLink 900 "
-        "GB/s both directions, PCIe Gen5 128 GB/s both directions",
+        "NVIDIA H200 datasheet (SXM): 1,979 TFLOPS BF16 with sparsity, half of it dense as on the "
+        "H100, 4.8 TB/s, NVLink 900 GB/s both directions, PCIe Gen5 128 GB/s both directions; "
+        "nvidia.com/en-us/data-center/h200",
     ),
     "b200": Gpu(
-        "B200-SXM-180GB", 2250e12, 7.7e12, 900e9, 64e9, 178.0,
-        "NVIDIA HGX B200 datasheet, an eighth: 2.25 PFLOPS BF16 dense, 7.7 TB/s, NVLink 1.8 TB/s "
-        "both directions; PCIe Gen5 128 GB/s both directions",
+        "B200-SXM-180GB", 2250e12, 7.67e12, 900e9, 64e9, 178.3,
+        "NVIDIA Blackwell datasheet (HGX): 2.25 PFLOPS BF16 dense, NVLink 1.8 TB/s both "
+        "directions, PCIe Gen5 128 GB/s both directions. It has 8 TB/s; a bus of 7,680 bits at "
+        "3,996 MHz, as the driver tells them, has 7.67 (github.com/pytorch/ao/pull/4002)",
     ),
     "mi300x": Gpu(
         "MI300X", 1307.4e12, 5.3e12, 448e9, 64e9, 191.7,
         "AMD Instinct MI300X datasheet: 1,307.4 TFLOPS BF16 dense, 5.3 TB/s, 7 Infinity Fabric "
-        "links of 128 GB/s both directions, PCIe Gen5 128 GB/s both directions",
+        "links of 128 GB/s both directions, PCIe Gen5 128 GB/s both directions; amd.com/content/"
+        "dam/amd/en/documents/instinct-tech-docs/data-sheets/amd-instinct-mi300x-data-sheet.pdf",
     ),
 }  # fmt: skip
-"""Of which the package has no profiles and no measured kernels: all about them is computed."""
+"""Of which the package has no profiles and no measured kernels: all about them is computed.
+
+Checked in November 2026 against pages that quote these sheets; memory against what PyTorch calls
+the total capacity of such a GPU when it is full.
+"""
 ALL_GPUS = GPUS | MORE_GPUS
