@@ -13,6 +13,7 @@ from sola_sched.config.swap import CONNECTOR
 from sola_sched.errors import ConfigError
 
 POOLING = "a pooling model generates no tokens"
+ENCODER_ONLY = "an instance that runs the encoder only generates no tokens"
 PIPELINE = "with pipeline parallelism a step holds a part of the requests only"
 WHOLE_PROMPTS = "chunked prefill is off, so a step holds whole prompts"
 ENCODER = "the time that encoders take is in no plan; vLLM's encoder budget is kept"
@@ -67,6 +68,8 @@ def support_of(vllm_config: Any, config: SolaConfig) -> Support:
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     if model.runner_type == "pooling":
         return Support(POOLING)
+    if getattr(vllm_config, "is_mm_encoder_only", False):  # up to then a token was sampled
+        return Support(ENCODER_ONLY)
     if parallel.pipeline_parallel_size > 1:
         return Support(PIPELINE)
     limits = []

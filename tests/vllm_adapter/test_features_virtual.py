@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 import torch
 from image_prompts import IMAGE, images
 from loaded_engine import (
+    BLOCK_SIZE,
     MODES,
     NO_TARGETS,
     NUM_BLOCKS,
@@ -21,16 +22,17 @@ from loaded_engine import (
     with_policy,
 )
 from remote_kv import RemoteEngine
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, MultiModalConfig
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 import sola_sched
 from sola_sched.simulator import StepTrace, VirtualEngine, VirtualRequest
+from sola_sched.simulator.host import stock_scheduler_cls
 from sola_sched.vllm_adapter import scheduler
-from sola_sched.vllm_adapter.support import PIPELINE
+from sola_sched.vllm_adapter.support import ENCODER_ONLY, PIPELINE
 
 pytestmark = pytest.mark.vllm
 
@@ -138,6 +140,29 @@ def test_expert_parallelism_changes_no_step() -> None:
     assert steps(True) == steps(False)
 
 
+@pytest.mark.parametrize("policy", ["attain", "alise"])
+def test_blocks_that_several_ranks_share_are_counted_as_vllm_counts_them(policy: str) -> None:
+    """With decode context parallelism a block has tokens on each rank, and memory is scarce."""
+    num_blocks = 130
+
+    def change(arguments: dict[str, Any]) -> None:
+        arguments["vllm_config"].parallel_config.decode_context_parallel_size = 2
+        arguments["block_size"] = 2 * BLOCK_SIZE
+
+    engine = make_engine(
+        changed(sola_sched.Scheduler, change), sola=with_policy(policy), num_blocks=num_blocks
+    )
+    scheduler = engine.scheduler
+    assert (str(scheduler.sola_support), scheduler.block_size) == ("steered", 2 * BLOCK_SIZE)
+    requests = make_workload()
+    engine.run(requests)
+
+    assert scheduler.sola_stats()["num_held"] or policy == "alise"
+    assert engine.num_free_blocks == num_blocks - 1
+    assert [r.num_output_tokens for r in engine.records] == [r.output_len for r in requests]
+    assert not scheduler.sola_guard.num_failures
+
+
 # Encoders -------------------------------------------------------------------------------------
 
 #: Embeddings that one step may compute, that the cache holds, and of an image.
@@ -170,6 +195,50 @@ def test_encoder_budgets_are_kept_and_nothing_is_left_in_the_cache(is_async: boo
     assert sum(spent) >= IMAGE * 60
     assert engine.scheduler.encoder_cache_manager.num_freeable_slots == ENCODER_CACHE
     assert_all_served(engine, requests)
+
+
+class EncodingEngine(VirtualEngine):
+    """Its model has no language part: no token is sampled."""
+
+    def _sample(self, trace: StepTrace) -> Any:
+        output = super()._sample(trace)
+        output.sampled_token_ids = [[] for _ in output.req_ids]
+        return output
+
+
+def encoder_only(arguments: dict[str, Any]) -> None:
+    """As vLLM sets up an instance that only encodes: no KV cache, and no whole prompts either."""
+    config = arguments["vllm_config"]
+    model = config.model_config = copy.copy(config.model_config)
+    model.multimodal_config = MultiModalConfig(mm_encoder_only=True)
+    config.scheduler_config.enable_chunked_prefill = False
+    arguments["kv_cache_config"] = KVCacheConfig(1, kv_cache_tensors=[], kv_cache_groups=[])
+
+
+@MODES
+def test_an_instance_that_only_encodes_is_stock_vllms_step_by_step(is_async: bool) -> None:
+    def steps(scheduler_cls: type[Any]) -> list[dict[str, int]]:
+        found: list[dict[str, int]] = []
+        engine = make_engine(
+            changed(scheduler_cls, encoder_only),
+            EncodingEngine,
+            async_scheduling=is_async,
+            enable_prefix_caching=False,
+        )
+        if not getattr(engine.scheduler, "is_mm_encoder_only", False):
+            pytest.skip("this vLLM has the first token sampled there")
+        if scheduler_cls is sola_sched.Scheduler:
+            assert engine.scheduler.sola_support.own_order == ENCODER_ONLY
+        requests = make_workload()
+        engine.run(
+            requests,
+            on_step=lambda trace: found.append(dict(trace.output.num_scheduled_tokens)),
+        )
+        assert {r.finish_reason for r in engine.records} == {"stop"}
+        return found
+
+    stock = stock_scheduler_cls(async_scheduling=is_async)
+    assert steps(sola_sched.Scheduler) == steps(stock)
 
 
 # Hybrid models --------------------------------------------------------------------------------

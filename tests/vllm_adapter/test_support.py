@@ -30,6 +30,7 @@ ROWS = (
     "speculative decoding",
     "encoders, multimodal inputs",
     "pooling",
+    "encoder alone (`--mm-encoder-only`)",
     "diffusion models",
     "hybrid models (Mamba)",
     "sliding window",
@@ -78,6 +79,7 @@ SWAP = SimpleNamespace(kv_connector="SolaKVSwapConnector")
     [
         ({}, {}, Support()),
         ({"model_config__runner_type": "pooling"}, {}, Support(support.POOLING)),
+        ({"is_mm_encoder_only": True}, {}, Support(support.ENCODER_ONLY)),
         ({"parallel_config__pipeline_parallel_size": 2}, {}, Support(support.PIPELINE)),
         (
             {"scheduler_config__enable_chunked_prefill": False},
