@@ -101,10 +101,16 @@ class PreemptiveStep:
         self.num_settled = 0
 
     def _gives_way(self, holder: int, other: int) -> bool:
-        """Whether a running request is to be displaced by a waiting one; these are places."""
+        """Whether a running request is to be displaced by a waiting one; these are places.
+
+        Within a priority, one that has been displaced stays until it has a further token.
+        """
         priority = self.state.table.priority[self.rows]
         if priority[other] != priority[holder]:
             return bool(priority[other] < priority[holder])
+        # Else those that starve in turn could displace each other for ever, none with a token.
+        if not self.is_decode[holder] and self.state.table.num_preemptions[self.rows[holder]]:
+            return False
         return self.again.credit_s >= 0.0 and self._gains(holder, other)
 
     def _gains(self, holder: int, other: int) -> bool:

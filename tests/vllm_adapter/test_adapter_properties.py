@@ -196,6 +196,30 @@ both_classes = pytest.mark.parametrize("scheduler_cls", [CheckedScheduler, Check
 
 
 @both_modes
+@pytest.mark.parametrize("aging_s", [0.02, 0.05, 0.3])
+@pytest.mark.parametrize("policy", ["alise", "doubling"])
+def test_requests_that_starve_in_turn_all_get_ahead(policy, aging_s, async_scheduling):
+    """One slot, prompts of ten steps each: whoever starves displaces whoever runs."""
+    lengths = [(82, 4), (55, 1), (22, 1), (50, 1), (75, 29), (22, 45), (73, 25), (79, 12)]
+    arrivals_s = [0.19, 0.0, 0.0, 0.0, 0.45, 0.47, 0.7, 1.02]
+    requests = [
+        VirtualRequest(f"r{i}", arrivals_s[i], output_len, prompt_len=prompt_len)
+        for i, (prompt_len, output_len) in enumerate(lengths)
+    ]
+    requests += [VirtualRequest(f"short{i}", 0.0, 1, prompt_len=1) for i in range(9)]
+    sola = {"policy": policy, "aging_s": aging_s, "ttft_s": None, "tpot_s": None}
+    chosen = {
+        "num_blocks": MIN_BLOCKS,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 8,
+        "additional_config": {"sola_sched": sola},
+    }
+    records = check(requests, chosen, async_scheduling)
+
+    assert all(record.is_finished for record in records)
+
+
+@both_modes
 @both_classes
 @given(requests=workloads(), chosen=options())
 @settings(max_examples=25, **SETTINGS)
