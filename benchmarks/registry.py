@@ -275,6 +275,9 @@ EXPERIMENTS = (
     Experiment("soak-virtual", "millions of requests in virtual time: memory, cost of a step",
                "30 min", "soak.virtual:virtual", ("num_requests",), "soak-virtual.jsonl",
                {"num_requests": 10_000_000}),
+    Experiment("overload", "dashboard and `top` of a server past saturation, without planning "
+               "and with it", "5 min", "monitoring.overload:overload", ("minutes",),
+               "overload.jsonl", {"minutes": 3.0}, "monitoring.figure:draw"),
     _cluster("fast", "the fast engine model beside the real schedulers: error and speed", "5 min",
              "fast_model:error", seeds=(0,), has_parts=False),
     _cluster("aladdin", "Aladdin Fig. 9, 10: attainment on four GPUs, by placement", "10 min",

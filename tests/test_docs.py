@@ -42,6 +42,8 @@ OPERATORS_PAGES = (
     ),
 )  # fmt: skip
 MAX_CELL_WORDS = 25
+#: Three minutes at 280 words a minute, tables and code left out.
+MAX_README_WORDS = 840
 
 
 def prose(path: Path) -> str:
@@ -153,6 +155,15 @@ def test_extras_are_added_to_what_is_installed() -> None:
         named |= {extra for each in (*in_clone, *installed) for extra in each.split(",")}
 
     assert {"bench", "html", "top"} <= named <= set(project["optional-dependencies"])
+
+
+def test_the_readme_is_read_in_three_minutes() -> None:
+    text = re.sub(r"\]\([^)]*\)", "", prose(ROOT / "README.md"))
+    words = [
+        word for line in text.splitlines() if not line.startswith("|") for word in line.split()
+    ]
+
+    assert len(words) <= MAX_README_WORDS
 
 
 def test_the_results_stay_one_page() -> None:

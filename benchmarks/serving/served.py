@@ -30,6 +30,7 @@ class Served(EngineProcess):
         self, model_dir: Path, arguments: Mapping[str, Any], environment: Mapping[str, str]
     ) -> None:
         self._port = free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
         command = [
             *(sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(model_dir)),
             *("--host", "127.0.0.1", "--port", str(self._port), *_flags(arguments)),

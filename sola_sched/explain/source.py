@@ -71,7 +71,8 @@ def find(window: Window, req_id: str, source: str) -> list[Mapping[str, Any]]:
     if not found:
         raise ConfigError(
             f"'ID' must be that of a request in {source} (none of the "
-            f"{len(window.requests):,} has {req_id!r})."
+            f"{len(window.requests):,} has {req_id!r}); a request is known a moment after it has "
+            "ended, and until some thousand others have."
         )
     return found
 

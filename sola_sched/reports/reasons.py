@@ -15,6 +15,8 @@ _SMALL = 0.05
 _NEAR_TPOT = 0.5
 #: A prompt that takes this many times what it would alone is slow.
 _SLOW = 2.0
+#: What is left to compute, in seconds, below which nothing is said of it.
+_NOTHING_S = 1e-3
 #: What a request waits for, by the shortage.
 SHORT_OF = ("a free slot", "KV memory", "compute time")
 _OTHERWISE = "other reasons (compiling a grammar, loading KV, steps in vLLM's own order)"
@@ -25,6 +27,10 @@ _REMEDIES = (
     "More KV memory (`--gpu-memory-utilization`, `--kv-cache-dtype fp8`), swapping, or one more "
     "engine would have helped.",
     "Fewer requests at once or one more engine would have helped.",
+)
+_SLOW_ENGINE = (
+    "so the engine itself was slow: another program may have used the same processor, or the model "
+    "had just been started"
 )
 _LOOSER_TPOT = (
     "Fewer requests at once, one more engine, or looser TPOT targets of the requests that were "
@@ -217,10 +223,12 @@ def _lost(fate: Fate) -> str:
     if fate["need_s"] is not None and fate["ttft_s"] is not None:
         left_s = fate["ttft_s"] - after_s
         due = f"due in {_time(left_s)}" if left_s > 0.0 else "overdue"
-        line += (
-            f": its first token was {due} and, by the step times predicted then, still needed at "
-            f"least {_time(fate['need_s'])}"
-        )
+        line += f": its first token was {due}"
+        if fate["need_s"] >= _NOTHING_S:
+            line += (
+                " and, by the step times predicted then, still needed at least "
+                f"{_time(fate['need_s'])}"
+            )
     return f"{line}. From then on it was served only with time that others did not need."
 
 
@@ -234,6 +242,8 @@ def remedies(fate: Fate, known: Sequence[Fate] = ()) -> list[str]:
                 f"its TTFT target of {_time(fate['ttft_s'])}: no order of requests can help. It "
                 "needs a longer target, perhaps by a class of its own, or a faster engine."
             )
+            if _was_slow_alone(fate, known):
+                lines.append(f"Besides, it was alone, {_SLOW_ENGINE}.")
         else:
             lines += [*_for_first_token(fate, known), *_against_others(fate, known)]
     if "tpot" in fate["missed"]:
@@ -263,10 +273,13 @@ def _against_others(fate: Fate, known: Sequence[Fate]) -> list[str]:
     ((name, count),) = Counter(each["slo_class"] for each in others).most_common(1)
     if name == fate["slo_class"] or 2 * count <= len(others):
         return []
+    before = "that waited before it or were preferred to it"
+    said = f"Of {len(others):,} requests {before} {count:,} {_was(count)}"
+    if count == len(others):
+        said = f"All {count:,} requests {before} were" if count > 1 else f"The request {before} was"
     return [
-        f"Of {_count(len(others), 'request')} that waited before it or were preferred to it "
-        f"{count:,} {_was(count)} of class {name}. A higher weight or a `share` for class "
-        f"{fate['slo_class']} would have protected it."
+        f"{said} of class {name}. A higher weight or a `share` for class {fate['slo_class']} would "
+        "have protected it."
     ]
 
 
@@ -290,10 +303,7 @@ def _for_first_token(fate: Fate, known: Sequence[Fate]) -> list[str]:
         return [f"{said} in all. One more engine or fewer requests at once would have helped."]
     late = f"It was {_time(late_s)} late, of which waiting explains only {_time(sum(waited))}."
     if _was_slow_alone(fate, known):
-        return [
-            f"{late} It was alone, so the engine itself was slow: another program may have used "
-            "the same processor, or the model had just been started."
-        ]
+        return [f"{late} It was alone, {_SLOW_ENGINE}."]
     if fate["lost_s"] is not None or fate["num_preemptions"]:
         return [
             f"{late} For most of the rest its prompt had been started, and others were computed "

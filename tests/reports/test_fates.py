@@ -209,6 +209,9 @@ def test_others_are_told_by_class_and_a_flood_of_another_one_is_called_so() -> N
         "Of 6 requests that waited before it or were preferred to it 5 were of class job. A higher "
         "weight or a `share` for class chat would have protected it."
     )
+    assert remedies(late, [*flood, late])[-1].startswith(
+        "All 5 requests that waited before it or were preferred to it were of class job."
+    )
     assert len(remedies(late, [own, late])) == len(remedies(late)) == 1
     assert "of class" not in " ".join(story(late, [own, late]))
 
@@ -255,6 +258,19 @@ def test_a_first_token_that_is_overdue_is_called_so() -> None:
         "predicted then, still needed at least 200 ms." in line
         for line in story(fate)
     )
+
+
+def test_what_is_left_of_a_prompt_is_not_told_where_that_is_nothing() -> None:
+    fate = a_fate(**(_LATE | {"lost_s": 11.2, "need_s": 0.0, "started_s": 13.0}))
+    assert any("its first token was overdue. From then on" in line for line in story(fate))
+
+
+def test_a_slow_engine_is_named_though_the_target_was_too_short_for_any() -> None:
+    slow = a_fate("slow", **(_LATE | {"started_s": 10.0, "alone_s": 1.2}))
+    too_short, engine = remedies(slow, [slow])
+    assert "no order of requests can help" in too_short
+    assert "so the engine itself was slow" in engine
+    assert len(remedies(slow)) == 1
 
 
 def test_a_short_wait_and_none_are_not_worth_a_sentence() -> None:

@@ -1,0 +1,1 @@
+"""A real server in overload, as its dashboard and `top` show it."""
