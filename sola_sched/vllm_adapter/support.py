@@ -20,6 +20,8 @@ ENCODER = "the time that encoders take is in no plan; vLLM's encoder budget is k
 ALIGNED = "chunks of prompts end at block boundaries, where Mamba layers keep their state"
 THROTTLED = "prefills start at the steps that data parallel ranks have agreed on"
 CONNECTOR_LOADS = "the time in which {} loads KV is in no plan"
+#: What vLLM calls that: up to 0.28, and from 0.29 on.
+_ENCODES_ONLY = ("is_encoder_only", "is_mm_encoder_only")
 NO_TARGETS = "requests without targets of their own run in vLLM's order"
 
 
@@ -68,7 +70,7 @@ def support_of(vllm_config: Any, config: SolaConfig) -> Support:
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     if model.runner_type == "pooling":
         return Support(POOLING)
-    if getattr(vllm_config, "is_mm_encoder_only", False):  # up to then a token was sampled
+    if any(getattr(vllm_config, name, False) for name in _ENCODES_ONLY):
         return Support(ENCODER_ONLY)
     if parallel.pipeline_parallel_size > 1:
         return Support(PIPELINE)

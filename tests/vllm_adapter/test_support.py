@@ -79,6 +79,7 @@ SWAP = SimpleNamespace(kv_connector="SolaKVSwapConnector")
     [
         ({}, {}, Support()),
         ({"model_config__runner_type": "pooling"}, {}, Support(support.POOLING)),
+        ({"is_encoder_only": True}, {}, Support(support.ENCODER_ONLY)),
         ({"is_mm_encoder_only": True}, {}, Support(support.ENCODER_ONLY)),
         ({"parallel_config__pipeline_parallel_size": 2}, {}, Support(support.PIPELINE)),
         (
