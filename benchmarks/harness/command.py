@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import options, provenance
+from harness import ages, options, provenance
 from harness.options import Refused
 from harness.setup import Outcome, Setup
 from sola_sched.errors import ConfigError, DatasetError, ProfileError, SloError
@@ -120,6 +120,10 @@ def main(experiments: Sequence[Experiment], argv: Sequence[str]) -> int:
         elif argv[0] == "tables":
             options.parse("tables: every table whose rows are stored", (), {}, argv[1:])
             return _tables(experiments)
+        elif argv[0] == "ages":
+            options.parse("ages: which tables are of the policy as it is", (), {}, argv[1:])
+            takes = {experiment.name: experiment.duration for experiment in experiments}
+            print(ages.ages(TABLES, ROOT, takes))
         elif argv[0] not in by_name:
             raise Refused(f"there is no experiment {argv[0]!r}; `{_COMMAND}` lists them.")
         else:
@@ -151,6 +155,7 @@ def listing(experiments: Sequence[Experiment]) -> str:
     for each in experiments:
         lines.append(f"{each.name:{width}}  {each.duration:>8}  {each.summary}")
     lines.append(f"{'tables':{width}}  {'minutes':>8}  every table, of the rows that are stored")
+    lines.append(f"{'ages':{width}}  {'1 s':>8}  which tables are of the policy as it is")
     return "\n".join(lines)
 
 

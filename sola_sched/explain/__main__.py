@@ -21,7 +21,7 @@ from sola_sched.bench.backends import environment
 from sola_sched.bench.report.page import require_report
 from sola_sched.config.flags import LineParser, positive_float, positive_int
 from sola_sched.errors import ConfigError
-from sola_sched.explain import html
+from sola_sched.explain import html, trace
 from sola_sched.explain.replay import Replay, Way, cells, table
 from sola_sched.explain.source import Window, find, read
 from sola_sched.reports.fates import WAITED
@@ -50,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(of_all(window))
         if args.html:
             print(f"\nReport {html.write(window, chosen, of_all(window), replayed, args.html)}.")
+        if args.trace:
+            path = trace.write(window.requests, args.trace)
+            print(f"\nTimeline {path}: open it in https://ui.perfetto.dev.")
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -77,6 +80,12 @@ def _parser() -> LineParser:
         metavar="FILE",
         help="also write a report that opens in a browser (needs the extra 'html'); with --replay "
         "its table is in it",
+    )
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="also write a timeline of all recorded requests, which https://ui.perfetto.dev opens",
     )
     add("--ttft", type=positive_float, metavar="S", help="replay with this TTFT target, seconds")
     add("--tpot", type=positive_float, metavar="S", help="replay with this TPOT target, seconds")

@@ -51,7 +51,7 @@ def test_without_a_name_every_experiment_is_listed_with_its_time() -> None:
     )  # fmt: skip
 
     lines = done.stdout.splitlines()[2:]
-    assert [line.split()[0] for line in lines] == [*BY_NAME, "tables"]
+    assert [line.split()[0] for line in lines] == [*BY_NAME, "tables", "ages"]
     for line, each in zip(lines, EXPERIMENTS, strict=False):
         assert each.duration in line
         assert each.summary in line
