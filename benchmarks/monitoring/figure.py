@@ -25,7 +25,8 @@ def draw(name: str, setup: Setup, outcome: Outcome, folder: Path) -> Path:
     plt = pyplot()
     figure, grid = plt.subplots(3, 3, figsize=(12.0, 8.0), layout="constrained", sharex=True)
     for axes, title in zip(grid.flat, _SHOWN, strict=True):
-        _panel(axes, title, [row for row in outcome.rows if row["panel"] == title])
+        shown = [row for row in outcome.rows if row["panel"] == title and any(row["values"])]
+        _panel(axes, title, shown)
         axes.axvline(outcome.rows[0]["switched_s"], color="#444444", linestyle="--", linewidth=1)
     for axes in grid[-1]:
         axes.set_xlabel("seconds; planned from the dashed line on")

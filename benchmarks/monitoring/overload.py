@@ -40,6 +40,10 @@ _KINDS = {"chat": (60, 40, 8), "report": (300, 120, 2)}
 #: Targets of the first token by class, in times of what a request of a chat takes when none waits.
 _TTFT = {"chat": 2.0, "report": 10.0}
 _TPOT = 4.0
+#: Clients leave after so many seconds.
+_PATIENCE_S = 40.0
+#: Seconds that a step takes more than the model needs: a busy machine adds little to them.
+_SLOWER_S = 0.05
 _WINDOW, _STEP_S = "15s", 2
 _SCRAPE = """
 global: {{scrape_interval: 1s}}
@@ -66,19 +70,24 @@ def _measured(setup: Setup) -> Iterator[Row]:
 
 
 async def _run(folder: Path, part_s: float, pictures: Path) -> list[Row]:
-    from sola_sched.bench.backends.model import cached_model, random_engine_args
+    from sola_sched.bench.backends.model import TINY_SHAPE, write_model
 
     options = folder / "options.json"
     options.write_text('{"steer": false}')
     sola = {"options_file": str(options), "classes": {name: {} for name in _KINDS}}
-    arguments = random_engine_args() | {
+    arguments = {
         "max_num_seqs": _SLOTS, "max_num_batched_tokens": 512, "served_model_name": "tiny",
-        "enforce_eager": True, "load_format": "dummy", "scheduler_cls": "sola_sched.Scheduler",
+        "enforce_eager": True, "scheduler_cls": "cluster.slow_scheduler.SlowScheduler",
         "additional_config": {"sola_sched": sola}, "enable_prefix_caching": False,
     }  # fmt: skip
-    with Served(cached_model(), arguments, {}) as server:
+    taken = folder / "taken"
+    taken.mkdir()
+    slow = {"SLOW_STEPS": str(_SLOWER_S), "SLOW_STEPS_TAKEN": str(taken)}
+    with Served(write_model(folder / "model", TINY_SHAPE), arguments, slow) as server:
         server.wait()
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+        patience = aiohttp.ClientTimeout(total=_PATIENCE_S)
+        connections = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(timeout=patience, connector=connections) as session:
             traffic = _Traffic(session, server.url)
             rate, alone_s = await traffic.sustained()
             options_of = {"classes": _classes(alone_s)}
@@ -210,7 +219,7 @@ def _series(url: str, began_s: float, end_s: float) -> list[Row]:
                 {
                     "panel": title,
                     "unit": unit,
-                    "series": _named(legend, found["metric"]),
+                    "series": series_name(legend, found["metric"]),
                     "at_s": [round(at - began_s) for at, _ in found["values"]],
                     "values": [_short(value) for _, value in found["values"]],
                 }
@@ -218,7 +227,7 @@ def _series(url: str, began_s: float, end_s: float) -> list[Row]:
     return rows
 
 
-def _named(legend: str, labels: Mapping[str, str]) -> str:
+def series_name(legend: str, labels: Mapping[str, str]) -> str:
     for name, value in labels.items():
         legend = legend.replace(f"{{{{{name}}}}}", value)
     return legend
@@ -255,10 +264,11 @@ def table(rows: Sequence[Row]) -> str:
     shown = (f"{part}: {what}" for part in _PARTS for what in ("in time, %", "TTFT p50, s"))
     head = ("class", "TTFT target, s", *shown)
     about = (
-        f"`vllm serve` with a random Llama of 62 M parameters on CPU cores that others use too, "
-        f"{_SLOTS} slots, {first['rate']:g} requests/s, {_OVERLOAD} x what it sustains; planned "
-        f"from {first['switched_s']:.0f} s on. Medians of the last 30 s of either part, of the "
-        "requests that ended then."
+        "`vllm serve` with a tiny model on CPU cores that others use too, each step "
+        f"{1e3 * _SLOWER_S:.0f} ms longer than it takes; {_SLOTS} slots, {first['rate']:g} "
+        f"requests/s, {_OVERLOAD} x what it sustains; clients leave after {_PATIENCE_S:.0f} s. "
+        f"Planned from {first['switched_s']:.0f} s on. Medians of the last 30 s of either part, of "
+        "the requests that ended then."
     )
     return f"{about}\n\n{markdown(head, lines)}"
 
