@@ -77,7 +77,7 @@ async def _run(folder: Path, part_s: float, pictures: Path) -> list[Row]:
     sola = {"options_file": str(options), "classes": {name: {} for name in _KINDS}}
     arguments = {
         "max_num_seqs": _SLOTS, "max_num_batched_tokens": 512, "served_model_name": "tiny",
-        "enforce_eager": True, "scheduler_cls": "cluster.slow_scheduler.SlowScheduler",
+        "enforce_eager": True, "load_format": "dummy", "scheduler_cls": "cluster.slow_scheduler.SlowScheduler",
         "additional_config": {"sola_sched": sola}, "enable_prefix_caching": False,
     }  # fmt: skip
     taken = folder / "taken"
