@@ -277,7 +277,7 @@ EXPERIMENTS = (
                {"num_requests": 10_000_000}),
     Experiment("overload", "dashboard and `top` of a server past saturation, without planning "
                "and with it", "5 min", "monitoring.overload:overload", ("minutes",),
-               "overload.jsonl", {"minutes": 3.0}, "monitoring.figure:draw"),
+               "overload.jsonl", {"minutes": 2.0}, "monitoring.figure:draw"),
     _cluster("fast", "the fast engine model beside the real schedulers: error and speed", "5 min",
              "fast_model:error", seeds=(0,), has_parts=False),
     _cluster("aladdin", "Aladdin Fig. 9, 10: attainment on four GPUs, by placement", "10 min",

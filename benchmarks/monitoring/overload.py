@@ -74,10 +74,13 @@ async def _run(folder: Path, part_s: float, pictures: Path) -> list[Row]:
 
     options = folder / "options.json"
     options.write_text('{"steer": false}')
-    sola = {"options_file": str(options), "classes": {name: {} for name in _KINDS}}
+    # Slots are what is short here, and of these late requests would take more than their share.
+    sola = {"options_file": str(options), "classes": {name: {} for name in _KINDS},
+            "best_effort_share": 0.0}  # fmt: skip
     arguments = {
         "max_num_seqs": _SLOTS, "max_num_batched_tokens": 512, "served_model_name": "tiny",
-        "enforce_eager": True, "load_format": "dummy", "scheduler_cls": "cluster.slow_scheduler.SlowScheduler",
+        "enforce_eager": True, "load_format": "dummy",
+        "scheduler_cls": "cluster.slow_scheduler.SlowScheduler",
         "additional_config": {"sola_sched": sola}, "enable_prefix_caching": False,
     }  # fmt: skip
     taken = folder / "taken"
@@ -265,7 +268,8 @@ def table(rows: Sequence[Row]) -> str:
     head = ("class", "TTFT target, s", *shown)
     about = (
         "`vllm serve` with a tiny model on CPU cores that others use too, each step "
-        f"{1e3 * _SLOWER_S:.0f} ms longer than it takes; {_SLOTS} slots, {first['rate']:g} "
+        f"{1e3 * _SLOWER_S:.0f} ms longer than it takes; {_SLOTS} slots, `best_effort_share` 0, "
+        f"{first['rate']:g} "
         f"requests/s, {_OVERLOAD} x what it sustains; clients leave after {_PATIENCE_S:.0f} s. "
         f"Planned from {first['switched_s']:.0f} s on. Medians of the last 30 s of either part, of "
         "the requests that ended then."
