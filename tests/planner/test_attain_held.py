@@ -182,23 +182,29 @@ def test_who_was_held_runs_before_its_token_is_late() -> None:
 # What the lost get meanwhile --------------------------------------------------------------------
 
 
-def chunk_of_lost(**options: object) -> int:
-    """Tokens of a lost prompt beside 10 decodes that could wait for 400 ms."""
+def chunk_of_lost(tpot_s: float = 0.1, **options: object) -> int:
+    """Tokens of a lost prompt beside 10 decodes that are 4 tokens ahead of their schedules."""
     b = StateBuilder(**options)
     for place in range(10):
-        b.decode(f"d{place}", first_ago_s=1.6, out=20, slo=SloTarget(10.0, 0.1))
+        b.decode(f"d{place}", first_ago_s=16 * tpot_s, out=20, slo=SloTarget(10.0, tpot_s))
     b.waiting("lost", waited_s=9.0, prompt=3000)
     b.waiting("lost too", waited_s=9.0, prompt=3000)
     return int(plan_of(b).token_budget or 0) - 10
 
 
-def test_work_of_the_lost_lengthens_a_step_by_a_quarter_of_what_tpot_leaves() -> None:
-    # 20 of 100 ms are the decodes', a quarter of the others is 20 ms.
-    assert chunk_of_lost() == 192
+def test_work_of_the_lost_lengthens_a_step_by_a_tenth_of_what_tpot_leaves() -> None:
+    # 20 of 100 ms are the decodes', a tenth of the others is 8 ms.
+    assert chunk_of_lost() == 64
 
 
-def test_where_slots_are_short_the_lost_get_all_that_is_left_over() -> None:
-    assert chunk_of_lost(max_num_running=11) > 2000 - 128
+def test_where_slots_are_short_the_lost_get_no_more() -> None:
+    """Else they would get the more of the time the more of them wait."""
+    assert chunk_of_lost(max_num_running=11) == 64
+
+
+def test_where_decodes_take_most_of_the_time_the_lost_get_all_that_is_left_over() -> None:
+    """20 of 35 ms: a tenth of what is left would be less than a millisecond."""
+    assert chunk_of_lost(tpot_s=0.035) > 1000
 
 
 def test_a_tight_prompt_is_on_time_where_decodes_with_loose_targets_can_sit_out() -> None:

@@ -183,7 +183,8 @@ def test_service_from_slack_counts_towards_the_share() -> None:
 
     def served(num_others: int) -> bool:
         b = StateBuilder(max_num_tokens=512, elapsed_s=0.05)
-        b.decode("fine", first_ago_s=0.0, out=1)
+        # A tenth of what its TPOT leaves is enough for the lost one.
+        b.decode("fine", first_ago_s=0.0, out=1, slo=SloTarget(1.0, 0.3))
         b.waiting("lost", waited_s=9.0, prompt=200)
         for i in range(num_others):
             b.waiting(f"w{i}", waited_s=0.3, prompt=2000)

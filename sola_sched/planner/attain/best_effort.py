@@ -53,7 +53,8 @@ def serve_lost(step):
     if num_held:
         _add_decodes(step, num_held, num_places > 0)
     if num_places:
-        if has_spare(step):  # whoever comes meanwhile waits for the end of the step
+        if has_spare(step):
+            # Whoever comes meanwhile waits for the end of the step.
             longer_s = tuning.for_lost * (at.pace_s - at.decode_s)
             longer_s -= at.received_s + chunk_s(at, float(at.chunk), 0.0)
             at.spare_s = min(at.spare_s, longer_s)

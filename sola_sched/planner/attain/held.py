@@ -23,12 +23,9 @@ def find_room(step, need):
 
 @compiled
 def has_spare(step):
-    """Whether there is room, and decodes leave a large share of steps as long as TPOT allows.
-
-    What a decode gives up it has to gain again.
-    """
+    """Whether decodes leave a large share of steps as long as TPOT allows."""
     at = step.at
-    return at.has_room and usual_s(step, at.pace_s) <= step.tuning.near * at.pace_s
+    return usual_s(step, at.pace_s) <= step.tuning.near * at.pace_s
 
 
 @compiled

@@ -89,7 +89,7 @@ def _keep_on_time(step, kept):
     early: it ends with the deadline of its first prefill, so that others would end with one each.
     """
     at, total_s, decodes_s = step.at, 0.0, step.at.mixed_s
-    if step.tuning.holds and has_spare(step):
+    if step.tuning.holds and at.has_room and has_spare(step):
         decodes_s += usual_s(step, at.limit_s) - at.decode_s
     share = max(1e-9, 1.0 - decodes_s / max(at.limit_s, 1e-9))
     count = _keep(step, share, 0.0, kept)

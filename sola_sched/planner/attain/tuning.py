@@ -35,8 +35,9 @@ class AttainTuning:
             a displacement now and then costs less than memory that waits for a peak. 0.97 costs 17
             points where memory is what is short.
         tight: No decode takes part where a step with all takes this share of a TTFT target.
-        for_lost: Prompts of the lost lengthen steps by this share of what TPOT leaves, while there
-            is time to spare; insensitive (0.15, 0.5).
+        for_lost: Prompts of the lost lengthen steps by this share of what TPOT leaves, where
+            decodes take less than `near` of the time; half of it is insensitive, 0.25 costs up to
+            1.3 points near saturation.
         most_credit_s: Bound of the account of the lost, seconds: the longest burst of them.
         many_tiles, sub_tile: Chunks of fewer tiles come in these smaller multiples, tokens: what
             rounding down to a tile leaves out would be a large share of them.
@@ -61,7 +62,7 @@ class AttainTuning:
     memory_threshold: float = 0.5
     planned_memory: float = 1.1
     tight: float = 0.35
-    for_lost: float = 0.25
+    for_lost: float = 0.1
     most_credit_s: float = 0.5
     many_tiles: int = 8
     sub_tile: int = 16

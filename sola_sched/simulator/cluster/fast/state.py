@@ -196,14 +196,12 @@ def may_start(e, row):
 
 @compiled
 def finds_room(e, row):
-    """Whether one that waits may start now: all that run must find room for their prompts too."""
-    promised, requests = 0, e.requests
-    for other in rows_in(e.lists[RUNNING]):
-        request = requests[other]
-        if request.phase == PREFILL:
-            promised += request.prefill_target - request.num_computed
+    """Whether one that waits may start now: its whole prompt, beside the chunks of this step."""
+    chunks, truth = 0, e.truth
+    for other in rows_in(e.lists[CHUNKS]):
+        chunks += truth[other].chunk
     return (
         free_slots(e) > 0
         and may_start(e, row)
-        and used(e) + promised + requests[row].prefill_target <= e.at.capacity
+        and used(e) + chunks + e.requests[row].prefill_target <= e.at.capacity
     )
