@@ -74,7 +74,7 @@ async def _run(folder: Path, part_s: float, pictures: Path) -> list[Row]:
 
     options = folder / "options.json"
     options.write_text('{"steer": false}')
-    # Slots are what is short here, and of these late requests would take more than their share.
+    # What planning does for those on time: nothing is set aside for the others.
     sola = {"options_file": str(options), "classes": {name: {} for name in _KINDS},
             "best_effort_share": 0.0}  # fmt: skip
     arguments = {

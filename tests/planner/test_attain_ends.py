@@ -119,6 +119,7 @@ def test_of_two_the_one_that_costs_more_for_what_it_is_worth_is_given_up(
 
 @given(st.integers(0, 10_000))
 @example(495)
+@example(1701)
 def test_an_end_that_is_far_away_changes_nothing(seed: int) -> None:
     plans = []
     for far in (False, True):

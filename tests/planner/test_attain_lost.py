@@ -142,11 +142,17 @@ def test_a_lost_request_whose_kv_comes_back_is_charged_for_what_it_holds() -> No
 
 @pytest.mark.parametrize(
     ("swaps", "share", "displaced"),
-    [(False, 0.05, []), (True, 0.05, ["lost 2"]), (True, 0.0, ["lost 2"]), (True, 0.96, [])],
+    [
+        (False, 0.05, ["lost 2"]),
+        (True, 0.05, ["lost 2"]),
+        (True, 0.0, ["lost 2"]),
+        (True, 0.96, []),
+    ],
 )
-def test_lost_decodes_that_run_give_way_to_those_on_time_where_their_kv_is_kept(
+def test_lost_decodes_that_run_give_way_to_those_on_time(
     swaps: bool, share: float, displaced: list[str]
 ) -> None:
+    """With swapping up to a share of the memory; without as far as they have no credit."""
     b = StateBuilder(num_blocks=60, num_free_blocks=3)
     for i in range(3):
         b.decode(f"lost {i}", first_ago_s=0.1, out=2, arrived_ago_s=50.0 - i, prompt=300)
@@ -159,6 +165,36 @@ def test_lost_decodes_that_run_give_way_to_those_on_time_where_their_kv_is_kept(
     assert b.names(plan.preempt) == displaced
     runs = {"lost 0", "lost 1", "lost 2"} - set(displaced)
     assert plan.run is None if not displaced else set(b.names(plan.run)) == runs
+
+
+@pytest.mark.parametrize(
+    ("credit_s", "displaced", "paid_s"), [(0.05, [], 0.005), (0.0, ["lost 3"], 0.0)]
+)
+def test_credit_pays_for_the_slot_of_a_lost_decode_that_one_on_time_wants(
+    credit_s: float, displaced: list[str], paid_s: float
+) -> None:
+    """One of four slots for the 20 ms that have passed; 4 ms of the step are from leftovers."""
+    b = StateBuilder(max_num_running=4, elapsed_s=0.02)
+    for i in range(4):
+        b.decode(f"lost {i}", first_ago_s=0.1, out=2, arrived_ago_s=50.0 - i)
+    b.waiting("w", waited_s=0.1, prompt=160)
+    planner = make_attain(best_effort_share=0.0)
+    planner.account.credit_s = credit_s
+    plan = planner.plan(b.build())
+    assert b.names(plan.preempt) == displaced
+    assert planner.account.credit_s == pytest.approx(credit_s - 0.004 - paid_s, abs=1e-4)
+
+
+def test_where_nobody_on_time_wants_their_slots_lost_decodes_pay_nothing() -> None:
+    b = StateBuilder(max_num_running=4, elapsed_s=0.02)
+    for i in range(4):
+        b.decode(f"lost {i}", first_ago_s=0.1, out=2, arrived_ago_s=50.0 - i)
+    b.waiting("too late", waited_s=9.0, prompt=160)
+    planner = make_attain(best_effort_share=0.0)
+    planner.account.credit_s = 0.1
+    plan = planner.plan(b.build())
+    assert not len(plan.preempt)
+    assert planner.account.credit_s == 0.1
 
 
 @pytest.mark.parametrize("num_full_steps", [0, 2])

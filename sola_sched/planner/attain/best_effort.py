@@ -46,12 +46,12 @@ def serve_lost(step):
         # Credit is earned by those who wait for it, not kept for a burst.
         account.credit_s, account.unseen_s = min(account.credit_s, 0.0), 0.0
         return
-    earned_s = tuning.share * (account.unseen_s + at.elapsed_s)
-    account.credit_s = min(tuning.most_credit_s, account.credit_s + earned_s)
+    passed_s = account.unseen_s + at.elapsed_s
+    account.credit_s = min(tuning.most_credit_s, account.credit_s + tuning.share * passed_s)
     account.unseen_s = 0.0
     _find_leftovers(step)
     if num_held:
-        _add_decodes(step, num_held, num_places > 0)
+        _add_decodes(step, num_held, num_places > 0, passed_s)
     if num_places:
         if has_spare(step):
             # Whoever comes meanwhile waits for the end of the step.
@@ -79,6 +79,7 @@ def _list_lost(step):
     at, num_held, num_places = step.at, 0, 0
     keys = np.empty((at.num_decodes - at.num_alive, 2))
     for place in range(at.num_decodes):
+        step.decodes[place].is_safe = False
         if step.decodes[place].is_lost:
             rank, key = _turn(step, step.decodes[place].row)
             num_held = insert(step.lists[LOST], keys, num_held, place, rank, key)
@@ -133,12 +134,14 @@ def _find_leftovers(step):
 
 
 @compiled
-def _add_decodes(step, num_held, are_prefills):
+def _add_decodes(step, num_held, are_prefills, passed_s):
     """Let the first of the lost decodes go on in what is left over.
 
     Those whose turn is before any lost prefill's also on credit, and without if their longest wait
     is over: else they would give up slot and KV to the next one that has waited. Of the others none
-    whose slot or KV those who start may need.
+    whose slot or KV those who start may need. Where prompts that can be on time want them, credit
+    also pays for these, as the same share of the time that has passed; whoever cannot pay goes on
+    until one of those takes its place.
     """
     at, account, num_older, count = step.at, step.account, num_held, 0
     if are_prefills:
@@ -152,19 +155,30 @@ def _add_decodes(step, num_held, are_prefills):
     while count < max(can, num_older):
         decode = step.decodes[step.lists[LOST, count]]
         cost_s = decode_s(at, 2.0, decode.ctx) - decode_s(at, 1.0, 0.0)
+        pays = count < num_older and (account.credit_s > 0.0 or not _turn(step, decode.row)[0])
+        is_room_wanted = count >= can and at.num_jobs > 0 and not at.keeps_kv
         if cost_s <= at.spare_s:
             at.spare_s -= cost_s
             at.received_s += cost_s
-        elif count < num_older and (account.credit_s > 0.0 or not _turn(step, decode.row)[0]):
+        elif pays:
             account.credit_s -= cost_s
         else:
             break
+        decode.is_safe = pays or not is_room_wanted
+        if pays and is_room_wanted:
+            account.credit_s -= passed_s * _room_share(at, decode)
         ctx += decode.ctx
         count += 1
     at.room -= count * at.tokens_per_decode
     at.held_slots -= count
     at.held_blocks -= ctx / at.block_size
     at.lost_run = count
+
+
+@compiled
+def _room_share(at, decode):
+    """Share of the slots or of the KV memory that a decode holds, whichever is larger."""
+    return max(1.0 / at.max_num_running, decode.ctx / (at.num_blocks * at.block_size))
 
 
 @compiled
@@ -353,15 +367,17 @@ def _list_giving(step):
 def _mark_safe(step):
     """Mark the lost decodes that run and that no other request displaces.
 
-    Without swapping all: they would lose their KV. With it, where memory is what is short, running
-    on what is left over of the time must not keep it from those on time: the first by arrival
-    stay, up to the share of the memory that the share of the time is.
+    Without swapping those that `_add_decodes` has marked. With it, where memory is what is short,
+    running on what is left over of the time must not keep it from those on time: the first by
+    arrival stay, up to the share of the memory that the share of the time is.
     """
     at, room = step.at, step.tuning.share * step.at.num_blocks * step.at.block_size
+    if not at.keeps_kv:
+        return
     for place in range(at.num_decodes):
         step.decodes[place].is_safe = False
     ctx = 0
     for i in range(at.lost_run):
         decode = step.decodes[step.lists[LOST, i]]
         ctx += decode.ctx
-        decode.is_safe = i == 0 or not at.keeps_kv or ctx <= room
+        decode.is_safe = i == 0 or ctx <= room

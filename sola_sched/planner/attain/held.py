@@ -39,11 +39,17 @@ def usual_s(step, step_s):
         decode = step.decodes[place]
         if not decode.is_lost:
             share = 1.0
-            if step_s < decode.token_s < np.inf:
+            if step_s < decode.token_s and _is_due(step, decode.token_s):
                 share = step_s / decode.token_s
             num += share
             ctx += share * decode.ctx
     return decode_s(at, num, ctx) if num else 0.0
+
+
+@compiled
+def _is_due(step, token_s):
+    """Whether a decode has a target for its next token: neither none nor one that is hours away."""
+    return token_s < step.tuning.can_wait * step.at.decode_s
 
 
 @compiled
@@ -62,7 +68,7 @@ def wait_for_first(step):
             needs_s = prompts_constant_s(at) + chunk_s(at, todo, done)
             if needs_s <= left_s:
                 alone_s, first_s = needs_s, left_s
-    if alone_s + at.decode_s <= at.slack_s < np.inf:
+    if alone_s + at.decode_s <= at.slack_s and _is_due(step, at.pace_s):
         at.taking_s, at.least_s = 0.0, prompts_constant_s(at)
 
 
@@ -90,8 +96,9 @@ def hold_decodes(step):
         total_s += step.prefills[step.lists[NEAR, i]].service_s
     has_backlog = at.mixed_s + total_s > at.limit_s or at.num_near < at.num_jobs
     step_s = min(at.limit_s, prompts_constant_s(at) + total_s)
-    # Where none has a TPOT target nothing else would bring them back.
-    are_all = step_s + at.decode_s <= at.slack_s < np.inf and _is_urgent(step)
+    # Where none is due by a time nothing else would bring them back.
+    can_all = step_s + at.decode_s <= at.slack_s and _is_due(step, at.pace_s)
+    are_all = can_all and _is_urgent(step)
     if not are_all and not (has_backlog and has_spare(step)):
         return
     num_taking, ctx = 0, 0.0
