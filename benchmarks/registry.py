@@ -192,7 +192,7 @@ EXPERIMENTS = (
                ("seeds", "num_rounds", "output_len", "ways", "only"), "serving-cost.jsonl",
                {"seeds": _THREE, "num_rounds": 12, "output_len": 400,
                 "ways": ("served", "alone"), "only": ()}),
-    Experiment("unused-swapping", "what swapping takes of a step in which nothing is swapped",
+    Experiment("unused-swapping", "what unused swapping takes of a step, and telemetry",
                "1 min", "serving.unused_swapping:unused_swapping", ("seeds", "output_len"),
                "unused-swapping.jsonl", {"seeds": _THREE, "output_len": 400}),
     Experiment("start", "how long `vllm serve` takes until it answers, beside stock vLLM", "15 min",

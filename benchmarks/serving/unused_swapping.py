@@ -1,19 +1,21 @@
-"""What swapping takes of a step in which nothing is swapped, by a clock around each of its calls.
+"""What swapping takes of a step in which nothing is swapped, and telemetry of any step.
 
 Beside stock vLLM it cannot be told: runs differ by more. Here the engine runs in this process, and
-the clock adds up what vLLM and the scheduler spend in methods of the connector and of the
-scheduler's part for swapping. Half a microsecond of each call is the clock's own.
+a clock adds up what vLLM and the scheduler spend in methods of the connector and of the
+scheduler's part for swapping, another one what it spends in those of telemetry. Half a microsecond
+of each call is the clock's own.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from harness.markdown import markdown
@@ -63,8 +65,15 @@ class Clock:
         return timed
 
 
-def measure(engine: Any, clock: Clock, num_clients: int, num_tokens: int, seed: int) -> Row:
-    """Medians over the steps of requests that decode: of the step, and of swapping in it."""
+class Clocks(NamedTuple):
+    """Of the parts of a step."""
+
+    swapping: Clock
+    telemetry: Clock
+
+
+def measure(engine: Any, clocks: Clocks, num_clients: int, num_tokens: int, seed: int) -> Row:
+    """Medians over the steps of requests that decode: of the step, and of the parts of it."""
     from vllm import SamplingParams
 
     rng = random.Random(seed)
@@ -72,37 +81,47 @@ def measure(engine: Any, clock: Clock, num_clients: int, num_tokens: int, seed: 
     for number in range(num_clients):
         name = f"{num_clients}-{seed}-{number}"
         engine.add_request(name, {"prompt_token_ids": prompt_of(rng)}, params)
-    steps: list[tuple[float, float, int]] = []
+    steps: list[tuple[float, ...]] = []
     while engine.has_unfinished_requests():
-        clock.spent_s, clock.num_calls = 0.0, 0
+        for clock in clocks:
+            clock.spent_s, clock.num_calls = 0.0, 0
         start_s = time.perf_counter()
         engine.step()
-        steps.append((time.perf_counter() - start_s, clock.spent_s, clock.num_calls))
-    step_s, spent_s, num_calls = (
+        step_s = time.perf_counter() - start_s
+        parts = ((clock.spent_s, clock.num_calls) for clock in clocks)
+        steps.append((step_s, *itertools.chain.from_iterable(parts)))
+    step_s, swapping_s, num_calls, telemetry_s, num_telemetry_calls = (
         statistics.median(values) for values in zip(*steps[_NUM_FIRST:], strict=True)
     )
     return {
         "clients": num_clients, "step_ms": round(1e3 * step_s, 4),
-        "swapping_us": round(1e6 * spent_s, 2), "num_calls": num_calls,
+        "swapping_us": round(1e6 * swapping_s, 2), "num_calls": num_calls,
+        "telemetry_us": round(1e6 * telemetry_s, 2), "num_telemetry_calls": num_telemetry_calls,
     }  # fmt: skip
 
 
 @contextmanager
-def watched_engine(arguments: Mapping[str, Any]) -> Iterator[tuple[Any, Clock]]:
-    """vLLM's engine in this process with default options, and the clock around its swapping."""
+def watched_engine(arguments: Mapping[str, Any]) -> Iterator[tuple[Any, Clocks]]:
+    """vLLM's engine in this process with default options, and the clocks."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from sola_sched.kv_swap.connector import SolaKVSwapConnector
+    from sola_sched.reports.telemetry import Telemetry
+    from sola_sched.vllm_adapter.reporting import Reporting
     from sola_sched.vllm_adapter.swapping import Swapping
+    from sola_sched.vllm_adapter.telemetry_sender import TelemetrySender
 
-    clock = Clock()
-    with clock.watching(SolaKVSwapConnector, Swapping):
+    clocks = Clocks(Clock(), Clock())
+    with (
+        clocks.swapping.watching(SolaKVSwapConnector, Swapping),
+        clocks.telemetry.watching(Reporting, Telemetry, TelemetrySender),
+    ):
         engine = LLMEngine.from_engine_args(
             EngineArgs(**arguments, scheduler_cls="sola_sched.Scheduler")
         )
         try:
-            yield engine, clock
+            yield engine, clocks
         finally:
             engine.engine_core.shutdown()
 
@@ -121,11 +140,11 @@ def _measured(setup: Setup) -> Iterator[Row]:
 
     run = int(time.time())
     arguments = {"model": str(cached_model(TINY_SHAPE)), "load_format": "dummy"}
-    with watched_engine(arguments) as (engine, clock):
+    with watched_engine(arguments) as (engine, clocks):
         for seed in setup.seeds:
             for num_clients in CLIENTS:
                 num_tokens = setup.options["output_len"]
-                row = measure(engine, clock, num_clients, num_tokens, seed)
+                row = measure(engine, clocks, num_clients, num_tokens, seed)
                 yield {"run": run, "seed": seed, **row}
 
 
@@ -134,16 +153,28 @@ def table(rows: list[Row]) -> str:
     lines = []
     for num_clients in CLIENTS:
         own = [row for row in rows if row["clients"] == num_clients]
-        step_ms, swapping_us, num_calls = (
-            statistics.mean(row[key] for row in own)
-            for key in ("step_ms", "swapping_us", "num_calls")
-        )
-        share = 1e-3 * swapping_us / step_ms
-        lines.append([str(num_clients), f"{step_ms:.2f}", f"{swapping_us:.0f}", f"{share:.1%}",
-                      f"{num_calls:.0f}"])  # fmt: skip
+        step_ms = statistics.mean(row["step_ms"] for row in own)
+        cells = [str(num_clients), f"{step_ms:.2f}"]
+        for part, calls in (("swapping_us", "num_calls"), ("telemetry_us", "num_telemetry_calls")):
+            part_us, num_calls = (statistics.mean(row[key] for row in own) for key in (part, calls))
+            cells += [f"{part_us:.0f}", f"{1e-3 * part_us / step_ms:.1%}", f"{num_calls:.0f}"]
+        lines.append(cells)
     first = rows[0]
     return (
         f"vLLM {first['vllm']}, {first['cpu']}, {first['num_cores']} cores. Medians over steps, "
         "means over seeds.\n\n"
-        + markdown(("clients", "step, ms", "swapping, us", "share", "calls"), lines, num_left=0)
+        + markdown(
+            (
+                "clients",
+                "step, ms",
+                "swapping, us",
+                "share",
+                "calls",
+                "telemetry, us",
+                "share",
+                "calls",
+            ),
+            lines,
+            num_left=0,
+        )
     )
