@@ -152,7 +152,7 @@ def test_whoever_runs_leaves_only_where_that_pays() -> None:
     assert case.names(make_doubling().plan(case.state()).preempt) == []
 
 
-def test_one_that_was_displaced_stays_until_it_has_a_further_token() -> None:
+def test_one_that_was_displaced_twice_stays_until_it_has_a_further_token() -> None:
     """Two that starve in turn would else take the slot from each other before any token."""
 
     def displaced(kind: str, num_preemptions: int, priority: int = 0) -> list[str]:
@@ -167,10 +167,10 @@ def test_one_that_was_displaced_stays_until_it_has_a_further_token() -> None:
         case.builder.table.priority[row] = priority
         return case.names(make_doubling(aging_s=2.0).plan(case.state()).preempt)
 
-    assert displaced("prefill", num_preemptions=0) == ["holder"]
-    assert displaced("prefill", num_preemptions=1) == []
-    assert displaced("prefill", num_preemptions=1, priority=-1) == ["holder"]
-    assert displaced("decode", num_preemptions=1) == ["holder"]
+    assert displaced("prefill", num_preemptions=1) == ["holder"]
+    assert displaced("prefill", num_preemptions=2) == []
+    assert displaced("prefill", num_preemptions=2, priority=-1) == ["holder"]
+    assert displaced("decode", num_preemptions=2) == ["holder"]
 
 
 def test_a_service_that_is_owed_time_goes_first() -> None:
