@@ -374,8 +374,6 @@ def _mark_safe(step):
     at, room = step.at, step.tuning.share * step.at.num_blocks * step.at.block_size
     if not at.keeps_kv:
         return
-    for place in range(at.num_decodes):
-        step.decodes[place].is_safe = False
     ctx = 0
     for i in range(at.lost_run):
         decode = step.decodes[step.lists[LOST, i]]
