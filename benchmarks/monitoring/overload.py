@@ -25,6 +25,7 @@ import aiohttp
 from cluster.clients import get_json, wait_for
 from cluster.servers import free_port
 from harness.command import RESULTS, ROOT
+from harness.files import replace_text
 from harness.markdown import markdown
 from harness.setup import Outcome, Setup
 from serving.process import TEXT_IDS
@@ -94,12 +95,12 @@ async def _run(folder: Path, part_s: float, pictures: Path) -> list[Row]:
             traffic = _Traffic(session, server.url)
             rate, alone_s = await traffic.sustained()
             options_of = {"classes": _classes(alone_s)}
-            _write(options, options_of | {"steer": False})
+            replace_text(options, json.dumps(options_of | {"steer": False}))
             async with _prometheus(folder, server.url) as url, traffic.offered(_OVERLOAD * rate):
                 began_s = time.time()
                 await asyncio.sleep(part_s)
                 await _picture(server.url, pictures / "top-before.svg")
-                _write(options, options_of)
+                replace_text(options, json.dumps(options_of))
                 switched_s = time.time()
                 await asyncio.sleep(part_s)
                 await _picture(server.url, pictures / "top-after.svg")
@@ -119,12 +120,6 @@ def _classes(alone_s: float) -> dict[str, dict[str, float]]:
         name: {"ttft_s": round(times * alone_s, 2), "tpot_s": round(_TPOT * alone_s / outputs, 3)}
         for name, times in _TTFT.items()
     }
-
-
-def _write(path: Path, options: Mapping[str, Any]) -> None:
-    beside = path.with_suffix(".new")
-    beside.write_text(json.dumps(options))
-    beside.rename(path)
 
 
 class _Traffic:

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from harness.files import replace_text
+
 #: In the folder of `start`: the number of the census that is asked for.
 ASKED = "census"
 _PACKAGE = "sola_sched"
@@ -90,9 +92,7 @@ def _watch(folder: Path, role: str) -> None:
 
 def ask(folder: Path, number: int) -> None:
     """Have every process that shares the folder take a census."""
-    beside = folder / f"{ASKED}.new"
-    beside.write_text(str(number), encoding="utf-8")
-    beside.rename(folder / ASKED)
+    replace_text(folder / ASKED, str(number))
 
 
 def taken(folder: Path, role: str, number: int) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from harness.files import replace_text
 from soak.engines import Servers
 from soak.paths import PAUSE, RESET, START
 
@@ -64,9 +65,7 @@ def _write(path: Path, content: Any) -> None:
     if content is None:
         path.unlink(missing_ok=True)
         return
-    beside = path.with_suffix(".new")
-    beside.write_text(json.dumps(content), encoding="utf-8")
-    beside.rename(path)
+    replace_text(path, json.dumps(content))
 
 
 async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Any:
