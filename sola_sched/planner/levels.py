@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from sola_sched.core.state import BoolArray, FloatArray, IntArray, RequestTable
+from sola_sched.core.state import DECODE, BoolArray, FloatArray, IntArray, RequestTable
 
 
 class PriorityLevels:
@@ -26,8 +26,10 @@ class PriorityLevels:
     - K seconds without service lift a request by one level. Lifted requests go before the others
       of their level, the oldest first, so at level 0 nobody who comes later passes one. That is
       the bound on starvation: after K times its level a request is behind older ones only.
-    - A lifted request keeps its place until it has been served for the quantum of the level it
-      came from. Without that it would lose it with its first token, and its KV soon after.
+    - A lifted request keeps its place until it has a further token and has been served for the
+      quantum of the level it came from. Without the quantum it would lose its place with its first
+      token, and its KV soon after; without the token, requests that starve in turn could displace
+      each other for ever.
 
     `policy="doubling"` has one level and an order of its own; K is its starvation threshold.
 
@@ -83,7 +85,8 @@ class PriorityLevels:
         spent[~(served & lifted)] = 0.0
         age += elapsed_s
         age[served] -= elapsed_s
-        age[served & ~(lifted & (spent < quanta_s))] = 0.0
+        keeps = lifted & ((spent < quanta_s) | (table.phase[rows] != DECODE))
+        age[served & ~keeps] = 0.0
         fresh = serial != self._serial[rows]
         if np.count_nonzero(fresh):
             age[fresh] = np.maximum(now_s - table.arrival_s[rows[fresh]], 0.0)

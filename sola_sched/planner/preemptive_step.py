@@ -61,10 +61,6 @@ class Recompute:
         self.credit_s -= seconds
 
 
-#: So often a request is displaced within its priority before it has a further token.
-_MOST_PREEMPTIONS = 2
-
-
 class PreemptiveStep:
     """One step's decision; arrays are aligned with `rows` unless they say otherwise.
 
@@ -105,17 +101,10 @@ class PreemptiveStep:
         self.num_settled = 0
 
     def _gives_way(self, holder: int, other: int) -> bool:
-        """Whether a running request is to be displaced by a waiting one; these are places.
-
-        Within a priority, one that has been displaced twice stays until it has a further token.
-        """
+        """Whether a running request is to be displaced by a waiting one; these are places."""
         priority = self.state.table.priority[self.rows]
         if priority[other] != priority[holder]:
             return bool(priority[other] < priority[holder])
-        # Else those that starve in turn could displace each other for ever, none with a token.
-        num_preemptions = self.state.table.num_preemptions[self.rows[holder]]
-        if not self.is_decode[holder] and num_preemptions >= _MOST_PREEMPTIONS:
-            return False
         return self.again.credit_s >= 0.0 and self._gains(holder, other)
 
     def _gains(self, holder: int, other: int) -> bool:

@@ -152,27 +152,6 @@ def test_whoever_runs_leaves_only_where_that_pays() -> None:
     assert case.names(make_doubling().plan(case.state()).preempt) == []
 
 
-def test_one_that_was_displaced_twice_stays_until_it_has_a_further_token() -> None:
-    """Two that starve in turn would else take the slot from each other before any token."""
-
-    def displaced(kind: str, num_preemptions: int, priority: int = 0) -> list[str]:
-        case = Case({"long": (100, 200)}, max_num_running=1)
-        progress = {
-            "prefill": {"computed": 50, "waited_s": 0.1},
-            "decode": {"first_ago_s": 1.0, "out": 5},
-        }[kind]
-        row = case.add(kind, "holder", "long", prompt=100, **progress)
-        case.builder.table.num_preemptions[row] = num_preemptions
-        row = case.add("waiting", "starved", "long", waited_s=2.1)
-        case.builder.table.priority[row] = priority
-        return case.names(make_doubling(aging_s=2.0).plan(case.state()).preempt)
-
-    assert displaced("prefill", num_preemptions=1) == ["holder"]
-    assert displaced("prefill", num_preemptions=2) == []
-    assert displaced("prefill", num_preemptions=2, priority=-1) == ["holder"]
-    assert displaced("decode", num_preemptions=2) == ["holder"]
-
-
 def test_a_service_that_is_owed_time_goes_first() -> None:
     case = Case({"short": (100, 10), "long": (100, 200)}, max_num_running=1)
     case.add("waiting", "s", "short", waited_s=0.1)

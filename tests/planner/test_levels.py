@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sola_sched.core.state import RequestTable
+from sola_sched.core.state import DECODE, PREFILL, RequestTable
 from sola_sched.planner.levels import PriorityLevels
 
 QUANTUM_S = 1.0
@@ -54,11 +54,25 @@ def test_waiting_counts_from_the_arrival_and_service_ends_it():
 def test_a_lifted_request_keeps_its_lift_for_a_quantum_of_service():
     clients = Clients(aging_s=10.0)
     a = clients.add("a", 0.0)
+    clients.table.phase[a] = DECODE
     clients.ages(0.0, {a: False})
 
     ages = [clients.ages(t, {a: t > 12.0})[0] for t in (12.0, 13.0, 14.0, 15.0, 16.0, 17.0)]
 
     assert ages == [12.0, 12.0, 12.0, 12.0, 0.0, 0.0]
+
+
+def test_a_lifted_request_keeps_its_lift_until_it_has_a_further_token():
+    """Else two that starve in turn would take the slot from each other before any token."""
+    clients = Clients(aging_s=10.0)
+    a = clients.add("a", 0.0)
+    clients.table.phase[a] = PREFILL
+    clients.ages(0.0, {a: False})
+    clients.ages(12.0, {a: False})
+
+    assert [clients.ages(t, {a: True})[0] for t in (13.0, 16.0, 30.0)] == [12.0, 12.0, 12.0]
+    clients.table.phase[a] = DECODE
+    assert clients.ages(31.0, {a: True}) == [0.0]
 
 
 def test_a_new_request_in_a_used_row_starts_young():
