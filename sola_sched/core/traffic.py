@@ -1,26 +1,12 @@
-"""What has come of late, and how much of an engine's time it asks for."""
+"""What has come of late."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple
 
 #: Requests that are remembered, and how many tell enough.
 NUM_REMEMBERED, NUM_ENOUGH = 256, 32
-
-
-class Load(NamedTuple):
-    """Shares of an engine's time that the traffic takes, if every decode has the pace of a target.
-
-    Attributes:
-        decodes: Bare steps of the decodes.
-        total: Those and the prompts; above 1 more comes than can be served at that pace.
-    """
-
-    decodes: float
-    total: float
 
 
 class RecentTraffic:
@@ -45,40 +31,12 @@ class RecentTraffic:
         self._outputs.append(num_output)
         self._num_output += num_output
 
-    def means(self) -> tuple[int, float, float, float]:
-        """Arrivals, when the first of them was, the mean prompt, the mean output; NaN of none."""
-        count, first_s, prompt, output = len(self._came), math.nan, math.nan, math.nan
+    def means(self) -> tuple[int, float, float, float, float]:
+        """Arrivals, when the first and the last were, mean prompt, mean output; NaN of none."""
+        count, first_s, last_s, prompt, output = len(self._came), *[math.nan] * 4
         if count:
-            first_s, prompt = self._came[0][0], self._num_prompt / count
+            first_s, last_s = self._came[0][0], self._came[-1][0]
+            prompt = self._num_prompt / count
         if self._outputs:
             output = self._num_output / len(self._outputs)
-        return count, first_s, prompt, output
-
-    def load(
-        self,
-        now_s: float,
-        step_s: float,
-        *,
-        tokens_per_step: float,
-        decode_s: Callable[[float, float], float],
-        prefill_s: Callable[[float], float],
-    ) -> Load | None:
-        """What the traffic takes of the time; by Little's law, as of a fluid.
-
-        Args:
-            now_s: On the clock of the arrivals.
-            step_s: The pace: so long may a step be, seconds.
-            tokens_per_step: Output tokens of a request in it.
-            decode_s: Time of a step of so many decodes with so many KV tokens in all, seconds.
-            prefill_s: What a prompt of so many tokens adds to steps, seconds.
-
-        Returns:
-            None where too little has come, nothing has ended, or the pace is none.
-        """
-        count, first_s, prompt, output = self.means()
-        if count < NUM_ENOUGH or math.isnan(output) or not 0.0 < step_s < math.inf:
-            return None
-        rate_per_s = count / max(now_s - first_s, 1e-9)
-        num_decodes = rate_per_s * output / tokens_per_step * step_s
-        decodes = decode_s(num_decodes, num_decodes * (prompt + 0.5 * output)) / step_s
-        return Load(decodes, decodes + rate_per_s * prefill_s(prompt))
+        return count, first_s, last_s, prompt, output

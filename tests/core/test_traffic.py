@@ -1,4 +1,4 @@
-"""What the traffic of late asks of an engine's time."""
+"""What is told of the traffic of late."""
 
 from __future__ import annotations
 
@@ -12,18 +12,7 @@ from states import SLO, FixedLengths, make_cost
 
 from sola_sched.core.live import LiveRequest
 from sola_sched.core.monitor import StateMonitor
-from sola_sched.core.traffic import NUM_ENOUGH, NUM_REMEMBERED, Load, RecentTraffic
-
-
-def load_of(traffic: RecentTraffic, now_s: float, step_s: float = 0.02) -> Load | None:
-    """Steps of 10 ms and 1 ms a decode; 0.1 ms a prompt token."""
-    return traffic.load(
-        now_s,
-        step_s,
-        tokens_per_step=1.0,
-        decode_s=lambda count, ctx: 0.01 + 1e-3 * count,
-        prefill_s=lambda tokens: 1e-4 * tokens,
-    )
+from sola_sched.core.traffic import NUM_ENOUGH, NUM_REMEMBERED, RecentTraffic
 
 
 def made(count: int, rate_per_s: float, prompt: int = 500, output: int = 50) -> RecentTraffic:
@@ -34,42 +23,15 @@ def made(count: int, rate_per_s: float, prompt: int = 500, output: int = 50) -> 
     return traffic
 
 
-def test_it_is_that_of_a_fluid() -> None:
-    """4 a second of 50 tokens at 20 ms: 4 decodes, so 14 of 20 ms; prompts take 4 x 50 ms."""
-    load = load_of(made(100, 4.0), now_s=25.0)
-
-    assert load is not None
-    assert load.decodes == pytest.approx(0.7)
-    assert load.total == pytest.approx(0.9)
+def test_it_tells_when_the_first_and_the_last_came_and_mean_lengths() -> None:
+    assert made(100, 4.0).means() == pytest.approx((100, 0.0, 24.75, 500.0, 50.0))
 
 
-def test_steps_with_several_tokens_of_a_request_need_fewer_of_them() -> None:
-    load = made(100, 4.0).load(
-        25.0, 0.02, tokens_per_step=2.0, decode_s=lambda n, _: 0.01 + 1e-3 * n,
-        prefill_s=lambda _: 0.0,
-    )  # fmt: skip
-
-    assert load is not None
-    assert load.total == pytest.approx(0.6)
-
-
-def test_it_falls_when_nobody_comes_any_more() -> None:
-    traffic = made(100, 40.0)
-    during, later = load_of(traffic, now_s=2.5), load_of(traffic, now_s=25.0)
-
-    assert during is not None
-    assert later is not None
-    assert during.total > 1.0 > later.total
-
-
-def test_too_little_is_known_at_first_and_without_a_pace() -> None:
-    assert load_of(made(NUM_ENOUGH - 1, 4.0), now_s=10.0) is None
-    assert load_of(made(NUM_ENOUGH, 4.0), now_s=10.0) is not None
-    assert load_of(made(100, 4.0), now_s=25.0, step_s=math.inf) is None
+def test_nothing_is_known_of_what_has_not_come_or_not_ended() -> None:
     traffic = RecentTraffic()
-    for number in range(100):
-        traffic.came(0.1 * number, 10)
-    assert load_of(traffic, now_s=10.0) is None  # nothing has ended
+    assert traffic.means() == pytest.approx((0, *[math.nan] * 4), nan_ok=True)
+    traffic.came(1.5, 10)
+    assert traffic.means() == pytest.approx((1, 1.5, 1.5, 10.0, math.nan), nan_ok=True)
 
 
 @given(
@@ -85,12 +47,10 @@ def test_only_the_last_ones_count(lengths: list[tuple[int, int]]) -> None:
         traffic.came(float(number), prompt)
         traffic.ended(output)
     last = np.array(lengths[-NUM_REMEMBERED:], dtype=np.float64)
-    load = load_of(traffic, now_s=float(len(lengths)))
+    first_s = float(len(lengths) - len(last))
 
-    assert load is not None
-    prompt, output = last.mean(axis=0)
-    assert load.decodes == pytest.approx((0.01 + 1e-3 * output * 0.02) / 0.02)
-    assert load.total - load.decodes == pytest.approx(1e-4 * prompt)
+    expected = (len(last), first_s, len(lengths) - 1.0, *last.mean(axis=0))
+    assert traffic.means() == pytest.approx(expected)
 
 
 def test_the_monitor_tells_of_arrivals_and_ends_and_counts_nobody_twice() -> None:
@@ -100,7 +60,7 @@ def test_the_monitor_tells_of_arrivals_and_ends_and_counts_nobody_twice() -> Non
         now_s = 0.25 * number
         monitor.add(f"r{number}", num_prompt_tokens=500, max_tokens=50, slo=SLO, arrival_s=now_s)
     monitor.finished("r0", by_itself=True)
-    before = load_of(monitor.traffic, 8.0)
+    before = monitor.traffic.means()
 
     live = [
         LiveRequest(
@@ -111,6 +71,5 @@ def test_the_monitor_tells_of_arrivals_and_ends_and_counts_nobody_twice() -> Non
     ]  # fmt: skip
     monitor.rebuild(live, 0)
 
-    assert before is not None
-    assert load_of(monitor.traffic, 8.0) == before
-    assert before.total - before.decodes == pytest.approx(4.0 * 0.05)
+    assert before[0] == NUM_ENOUGH
+    assert monitor.traffic.means() == before

@@ -9,6 +9,7 @@ from states import DECODE_S, NOW, STEP_S, TOKEN_S, StateBuilder, make_attain
 from sola_sched.config.slo import SloTarget
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.state import StepPlan
+from sola_sched.core.traffic import RecentTraffic
 from sola_sched.planner import make_planner
 
 #: A step of 30 decodes and 100 tokens takes 50 ms, one of 100 tokens alone 20 ms.
@@ -182,14 +183,22 @@ def test_who_was_held_runs_before_its_token_is_late() -> None:
 # What the lost get meanwhile --------------------------------------------------------------------
 
 
-def chunk_of_lost(tpot_s: float = 0.1, **options: object) -> int:
-    """Tokens of a lost prompt beside 10 decodes that are 4 tokens ahead of their schedules."""
+def chunk_of_lost(tpot_s: float = 0.1, quiet_s: float = 0.0, **options: object) -> int:
+    """Tokens of a lost prompt beside 10 decodes that are 4 tokens ahead of their schedules.
+
+    Requests have come every 100 ms, but not for `quiet_s`.
+    """
     b = StateBuilder(**options)
+    traffic = RecentTraffic()
+    for place in range(100, 0, -1):
+        traffic.came(NOW - quiet_s - 0.1 * place, 1000)
     for place in range(10):
         b.decode(f"d{place}", first_ago_s=16 * tpot_s, out=20, slo=SloTarget(10.0, tpot_s))
     b.waiting("lost", waited_s=9.0, prompt=3000)
     b.waiting("lost too", waited_s=9.0, prompt=3000)
-    return int(plan_of(b).token_budget or 0) - 10
+    state = b.build()
+    state.traffic = traffic
+    return int(make_attain().plan(state).token_budget or 0) - 10
 
 
 def test_work_of_the_lost_lengthens_a_step_by_a_tenth_of_what_tpot_leaves() -> None:
@@ -200,6 +209,12 @@ def test_work_of_the_lost_lengthens_a_step_by_a_tenth_of_what_tpot_leaves() -> N
 def test_where_slots_are_short_the_lost_get_no_more() -> None:
     """Else they would get the more of the time the more of them wait."""
     assert chunk_of_lost(max_num_running=11) == 64
+
+
+def test_once_nobody_comes_any_more_the_lost_get_all_that_tpot_leaves() -> None:
+    """Short steps are for those who come meanwhile."""
+    assert chunk_of_lost(quiet_s=0.5) == 64
+    assert chunk_of_lost(quiet_s=1.5) > 500
 
 
 def test_where_decodes_take_most_of_the_time_the_lost_get_all_that_is_left_over() -> None:

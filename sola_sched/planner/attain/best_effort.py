@@ -53,7 +53,7 @@ def serve_lost(step):
     if num_held:
         _add_decodes(step, num_held, num_places > 0, passed_s)
     if num_places:
-        if has_spare(step):
+        if has_spare(step) and (at.num_jobs or not _is_over(step)):
             # Whoever comes meanwhile waits for the end of the step.
             longer_s = tuning.for_lost * (at.pace_s - at.decode_s)
             longer_s -= at.received_s + chunk_s(at, float(at.chunk), 0.0)
@@ -63,6 +63,14 @@ def serve_lost(step):
         account.is_blocked = was_blocked or _is_full(step) or is_overdue(step, step.lists[NEAR, 0])
     else:  # the share is a minimum, not an extra
         account.credit_s = max(account.credit_s - at.received_s, -tuning.most_credit_s)
+
+
+@compiled
+def _is_over(step):
+    """Whether nobody has come for so long that hardly anybody will during the step."""
+    at = step.at
+    gap_s = (at.last_came_s - at.first_came_s) / at.num_came if at.num_came else 0.0
+    return at.now_s - at.last_came_s > step.tuning.num_gaps * gap_s
 
 
 @compiled

@@ -195,7 +195,8 @@ def _add(step, place, have_begun):
 def plan(
     at, tuning, account, requests, decodes, prefills, lists, lifts, running, waiting, num_victims,
     bin_of, line, trusts_predictions, now_s, elapsed_s, per_step, prefill_share, num_free_blocks,
-    has_e2e, has_ranks, keeps_kv, cost, num_came, first_came_s, mean_prompt, mean_output,
+    has_e2e, has_ranks, keeps_kv, cost, num_came, first_came_s, last_came_s,
+    mean_prompt, mean_output,
 ):  # fmt: skip
     """`look` and `decide` in one call, where the lengths of outputs can be told here.
 
@@ -215,7 +216,7 @@ def plan(
     step.prefill_share, step.num_free_blocks = prefill_share, num_free_blocks
     step.has_e2e, step.has_ranks, step.keeps_kv = has_e2e, has_ranks, keeps_kv
     copy_times(step, cost[0])
-    step.num_came, step.first_came_s = num_came, first_came_s
+    step.num_came, step.first_came_s, step.last_came_s = num_came, first_came_s, last_came_s
     step.mean_prompt, step.mean_output = mean_prompt, mean_output
     ahead = np.empty(len(running), np.int64)
     for place in range(len(running)):

@@ -184,6 +184,6 @@ def _warm_up(planner: AttainPlanner) -> None:
     )  # fmt: skip
     course.plan(
         *parts, none, none, 0, *NO_LINES, False, 0.0, 0.0, 1.0, 0.0, 0, False, False, False,
-        new_model(0.1), 0, 0.0, 0.0, 0.0,
+        new_model(0.1), 0, 0.0, 0.0, 0.0, 0.0,
     )  # fmt: skip
     course.decide(*parts, _NO_LIKELY, _NO_LEFT, _NO_LEFT, 0)

@@ -42,7 +42,8 @@ STEP = np.dtype([
     ("chunks_prefills", "?"), ("has_e2e", "?"), ("has_ranks", "?"), ("keeps_kv", "?"),
     ("a0", "f8"), ("b0", "f8"), ("c0", "f8"), ("a1", "f8"), ("b1", "f8"), ("c1", "f8"),
     ("d0", "f8"), ("mixed", "f8"), ("gamma", "f8", (3,)),
-    ("num_came", "i8"), ("first_came_s", "f8"), ("mean_prompt", "f8"), ("mean_output", "f8"),
+    ("num_came", "i8"), ("first_came_s", "f8"), ("last_came_s", "f8"),
+    ("mean_prompt", "f8"), ("mean_output", "f8"),
     ("num_running", "i8"), ("num_waiting", "i8"),
     ("num_decodes", "i8"), ("num_prefills", "i8"), ("num_started", "i8"), ("lowest", "i8"),
     ("num_alive", "i8"), ("ctx_alive", "f8"), ("decode_s", "f8"), ("slack_s", "f8"),
@@ -60,7 +61,7 @@ STEP = np.dtype([
     ("budget", "i8"),
 ], align=True)  # fmt: skip
 #: Recent traffic, and what seldom changes.
-TRAFFIC = ["num_came", "first_came_s", "mean_prompt", "mean_output"]
+TRAFFIC = ["num_came", "first_came_s", "last_came_s", "mean_prompt", "mean_output"]
 LIMITS = [
     "max_num_tokens", "max_num_running", "num_blocks", "block_size", "tokens_per_decode",
     "max_chunk", "chunks_prefills",

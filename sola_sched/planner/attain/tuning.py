@@ -38,6 +38,8 @@ class AttainTuning:
         for_lost: Prompts of the lost lengthen steps by this share of what TPOT leaves, where
             decodes take less than `near` of the time; half of it is insensitive, 0.25 costs up to
             1.3 points near saturation.
+        num_gaps: By all that TPOT leaves where nobody has come for so many mean gaps between
+            arrivals: else what is left of a load takes a quarter longer.
         most_credit_s: Bound of the account of the lost, seconds: the longest burst of them.
         many_tiles, sub_tile: Chunks of fewer tiles come in these smaller multiples, tokens: what
             rounding down to a tile leaves out would be a large share of them.
@@ -63,6 +65,7 @@ class AttainTuning:
     planned_memory: float = 1.1
     tight: float = 0.35
     for_lost: float = 0.1
+    num_gaps: float = 10.0
     most_credit_s: float = 0.5
     many_tiles: int = 8
     sub_tile: int = 16
