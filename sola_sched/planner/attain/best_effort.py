@@ -286,7 +286,8 @@ def _tokens_in(step, prefill, limit_s, room):
 def _on_credit(step, place):
     """Tokens of one in a step without other prefills that the credit pays for; pays.
 
-    One that is overdue is served whatever the credit is.
+    Credit that is not full waits while the step would make others late. One that is overdue is
+    served whatever the credit is.
     """
     at, account, prefill = step.at, step.account, step.prefills[place]
     must = is_overdue(step, place)
@@ -294,6 +295,8 @@ def _on_credit(step, place):
         return 0
     if at.num_order and step.prefills[step.lists[ORDER, 0]].rank < prefill.rank:
         return 0  # an upper one would have to wait for it
+    if not must and not _is_full(step) and at.can_wait_s < step.tuning.spare_steps * at.limit_s:
+        return 0
     need, has = int(prefill.chunk), prefill.has
     tokens = _tokens_in(step, prefill, at.limit_s, at.room + at.chunk)
     if not tokens and (must or _is_full(step)):

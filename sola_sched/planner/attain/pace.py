@@ -30,6 +30,7 @@ def find_pace(step):
     at.limit_s = at.slack_s
     _find_jobs(step)
     at.num_on_time = at.num_order = 0
+    at.can_wait_s = np.inf
     if not at.num_jobs:
         return
     kept = np.zeros(at.num_near, np.bool_)
@@ -98,7 +99,20 @@ def _keep_on_time(step, kept):
     are_many = total_s < at.mixed_s * at.num_near
     if count < at.num_near and are_many and step.tuning.leads:
         count = _keep(step, share, at.mixed_s, kept) or _keep(step, share, 0.0, kept)
+    at.can_wait_s = _can_wait_s(step, share, kept)
     return count
+
+
+@compiled
+def _can_wait_s(step, share, kept):
+    """How long prompts may wait while those that are kept stay on time; inf for none."""
+    busy_s, least_s = 0.0, np.inf
+    for i in range(step.at.num_near):
+        job = step.prefills[step.lists[NEAR, i]]
+        if kept[i]:
+            busy_s += job.service_s
+            least_s = min(least_s, job.due_s - step.at.taking_s - busy_s / share)
+    return least_s
 
 
 @compiled
