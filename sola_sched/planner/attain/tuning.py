@@ -43,7 +43,8 @@ class AttainTuning:
         spare_steps: Prompts of the lost are computed on credit while those that are on time can
             wait for so many steps, or once credit is full: at any time costs up to 1.2 points past
             saturation, 1 and 5 are as good.
-        most_credit_s: Bound of the account of the lost, seconds: the longest burst of them.
+        most_credit_s: Bound of the account of the lost, seconds: the longest burst of them, and
+            over `share` how long they may wait for it.
         many_tiles, sub_tile: Chunks of fewer tiles come in these smaller multiples, tokens: what
             rounding down to a tile leaves out would be a large share of them.
         refused_in_a_row: Requests that `overload: reject` refuses by predicted step times, while no
@@ -70,7 +71,7 @@ class AttainTuning:
     for_lost: float = 0.1
     num_gaps: float = 10.0
     spare_steps: float = 2.0
-    most_credit_s: float = 0.5
+    most_credit_s: float = 0.25
     many_tiles: int = 8
     sub_tile: int = 16
     refused_in_a_row: int = 8
