@@ -73,8 +73,8 @@ class Steering:
         is_aligned = getattr(scheduler, "need_mamba_block_aligned_split", False)
         self._min_budget = scheduler.block_size if is_aligned else 1
         is_first_runner = not scheduler.vllm_config.use_v2_model_runner
-        # vLLM's first model runner keeps the state of thinking budgets by place in the batch: the
-        # place that a request with one leaves passes its state on to whoever gets it.
+        # vLLM's first model runner keeps the state of thinking budgets by place in the batch. When
+        # one leaves and the last of the batch, without a budget, gets its place, the state stays.
         has_budgets = scheduler.vllm_config.reasoning_config is not None
         self._keeps_places = has_budgets and is_first_runner
         # Parts of an image attend to each other; on the CPU a seeded generator has no offset to be
@@ -122,7 +122,8 @@ class Steering:
         ):
             return
         running = scheduler.running
-        chunks = None if plan.prefill_cap is None else self._seams.chunk_limit()
+        may_limit = plan.prefill_cap is not None or self._keeps_places
+        chunks = self._seams.chunk_limit() if may_limit else None
         self._before = scheduler.policy, scheduler.max_num_scheduled_tokens, chunks
         held: list[Request] = []
         try:
@@ -167,13 +168,17 @@ class Steering:
         most = scheduler.max_num_scheduled_tokens
         is_limited = plan.token_budget is not None or plan.prefill_cap is not None
         may_be_whole = self._keeps_items or self._has_seeds
-        if is_limited and not (may_be_whole and self._starts_whole(plan, shown)):
+        is_whole = may_be_whole and self._starts_whole(plan, shown)
+        if is_limited and not is_whole:
             self._limit(plan)
         held: list[Request] = []
         if plan.run is not None and not self._is_as_it_runs(plan.run):
             held, num_more = self._hold(plan.run)
-            budget = scheduler.max_num_scheduled_tokens + num_more * self._tokens_per_decode
-            scheduler.max_num_scheduled_tokens = min(most, budget)
+            scheduler.max_num_scheduled_tokens = min(
+                most, scheduler.max_num_scheduled_tokens + num_more
+            )
+        if self._keeps_places and not is_whole:
+            self._share_tokens(most)
         if shown is not None:
             scheduler.waiting.plan(self._seeded_whole(shown) if self._has_seeds else shown)
         return held
@@ -195,7 +200,7 @@ class Steering:
         return len(run) == len(rows) == np.count_nonzero(run == rows)
 
     def _hold(self, run: IntArray) -> tuple[list[Request], int]:
-        """Reorder `running` as planned; returns who sits out, and how many must take part beyond.
+        """Reorder `running` as planned; returns who sits out, and the tokens of who must not.
 
         `run` names each row once; rows that have no slot (any more) are skipped.
         """
@@ -209,25 +214,50 @@ class Steering:
         sits_out[places] = False
         (left,) = sits_out.nonzero()
         stays = [place for place in left.tolist() if self._must_take_part(running[place])]
+        num_more = 0
         if stays:
-            places, left = np.concatenate([stays, places]), left[~np.isin(left, stays)]
+            parts = [place for place in stays if running[place].is_prefill_chunk]
+            decodes = [place for place in stays if not running[place].is_prefill_chunk]
+            places = np.concatenate([decodes, places, parts]).astype(np.intp)
+            left = left[~np.isin(left, stays)]
+            num_more = len(decodes) * self._tokens_per_decode + len(parts) * self._min_budget
         held = [running[place] for place in left.tolist()]
         shown = list(map(running.__getitem__, places.tolist()))
         self.counts["num_reordered"] += bool(np.count_nonzero(places[1:] < places[:-1]))
         self.counts["num_held"] += len(held)
         self._scheduler.running = shown
         self._booking.rows.put(shown, rows[places])
-        return held, len(stays)
+        return held, num_more
 
     def _must_take_part(self, request: Request) -> bool:
-        """Whether others get wrong tokens when this decode sits a step out."""
+        """Whether others get wrong tokens when this one sits a step out."""
         params = request.sampling_params
         return (
-            self._keeps_places
-            and params is not None
-            and params.thinking_token_budget is not None
-            and not request.is_prefill_chunk
+            self._keeps_places and params is not None and params.thinking_token_budget is not None
         )
+
+    def _share_tokens(self, most: int) -> None:
+        """Share tokens among the prompts computed in parts, so that all who must get some.
+
+        Else the first of them may leave none to those behind it, who would sit the step out.
+        """
+        scheduler = self._scheduler
+        running = scheduler.running
+        behind = [place for place, request in enumerate(running) if self._must_take_part(request)]
+        if not behind:
+            return
+        ahead = running[: behind[-1] + 1]
+        lacking = [r.num_tokens - r.num_computed_tokens for r in ahead if r.is_prefill_chunk]
+        for_decodes = (len(ahead) - len(lacking)) * self._tokens_per_decode
+        budget = scheduler.max_num_scheduled_tokens
+        if for_decodes + sum(lacking) <= budget:
+            return
+        share = 0
+        if lacking:
+            share = max(self._min_budget, (budget - for_decodes) // len(lacking))
+            self._seams.limit_chunks(min(share, self._seams.max_chunk() or share), False)
+        budget = max(budget, for_decodes + share * len(lacking))
+        scheduler.max_num_scheduled_tokens = min(most, budget)
 
     def _requests(self, rows: IntArray) -> list[Request]:
         if not len(rows):

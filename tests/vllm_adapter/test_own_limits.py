@@ -254,43 +254,79 @@ def test_nor_when_one_goes_on_after_a_preemption(policy: str, is_swapped: bool) 
 # Who may sit out ------------------------------------------------------------------------------
 
 
-@MODES
-@POLICIES
-def test_a_decode_with_a_thinking_budget_sits_no_step_out(policy: str, is_async: bool) -> None:
-    """What leaves vLLM's batch hands its budget to the request that takes its place there."""
+def with_budgets(
+    policy: str, *, is_async: bool, every: int = 3, **options: Any
+) -> tuple[VirtualEngine, Counter[tuple[str, bool]]]:
+    """Serve requests, some with a thinking budget, and count who has a slot but no token.
+
+    Returns:
+        The engine, and how often by ``decode`` or ``prompt`` and whether it has a budget.
+    """
 
     def change(arguments: dict[str, Any]) -> None:
         arguments["vllm_config"].reasoning_config = SimpleNamespace()
 
     engine = make_engine(
-        changed(sola_sched.Scheduler, change), sola=with_policy(policy), async_scheduling=is_async
+        changed(sola_sched.Scheduler, change),
+        sola=with_policy(policy),
+        async_scheduling=is_async,
+        **options,
     )
     requests = make_workload(60, 40.0)
-    budgeted = {r.req_id for r in requests[::3]}
+    budgeted = {r.req_id for r in requests[::every]}
     for request in requests:
         engine.add(request)
     for name in budgeted:
         params = engine._requests[name].sampling_params
         engine._requests[name].sampling_params = params = copy.copy(params)
         params.thinking_token_budget = 10
-    held: Counter[bool] = Counter()
+    held: Counter[tuple[str, bool]] = Counter()
     scheduler, schedule = engine.scheduler, engine.scheduler.schedule
 
     def watched() -> Any:
-        decodes = [r for r in scheduler.running if not r.is_prefill_chunk]
+        had_slots = [(r, r.is_prefill_chunk) for r in scheduler.running]
         output = schedule()
-        for request in decodes:
+        for request, is_prompt in had_slots:
             is_done = request.num_output_tokens + request.num_output_placeholders
             if request.is_finished() or is_done >= request.max_tokens:
                 continue
             if request in scheduler.running:
+                kind = "prompt" if is_prompt else "decode"
                 is_held = request.request_id not in output.num_scheduled_tokens
-                held[request.request_id in budgeted] += is_held
+                held[kind, request.request_id in budgeted] += is_held
         return output
 
     scheduler.schedule = watched
     engine.run()
+    return engine, held
 
-    assert held[True] == 0
+
+@MODES
+@POLICIES
+def test_a_decode_with_a_thinking_budget_sits_no_step_out(policy: str, is_async: bool) -> None:
+    """What leaves vLLM's batch hands its budget to the request that takes its place there."""
+    _, held = with_budgets(policy, is_async=is_async)
+
+    assert held["decode", True] == 0
     if policy == "attain":
-        assert held[False] > 10
+        assert held["decode", False] > 10
+
+
+@MODES
+@POLICIES
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [64, 512])
+def test_nor_does_a_prompt_with_one_that_is_computed_in_parts(
+    policy: str, is_async: bool, every: int, tokens: int
+) -> None:
+    engine, held = with_budgets(
+        policy, is_async=is_async, every=every, max_num_batched_tokens=tokens
+    )
+
+    assert held["prompt", True] == 0
+    assert held["decode", True] == 0
+    if policy == "attain" and every > 1:
+        assert held["prompt", False] > 10
+    config = engine.scheduler.scheduler_config
+    assert config.long_prefill_token_threshold == 0, "as the operator has set it"
+    assert engine.scheduler.max_num_scheduled_tokens == tokens
