@@ -41,8 +41,8 @@ class AttainTuning:
         num_gaps: By all that TPOT leaves where nobody has come for so many mean gaps between
             arrivals: else what is left of a load takes a quarter longer.
         spare_steps: Prompts of the lost are computed on credit while those that are on time can
-            wait for so many steps, or once credit is full: at any time costs up to 1.2 points past
-            saturation, 1 and 5 are as good.
+            wait for so many steps, or once credit is full. 0, at any time, costs up to 1 point past
+            saturation; 2 as much where memory is short.
         most_credit_s: Bound of the account of the lost, seconds: the longest burst of them, and
             over `share` how long they may wait for it.
         many_tiles, sub_tile: Chunks of fewer tiles come in these smaller multiples, tokens: what
@@ -70,7 +70,7 @@ class AttainTuning:
     tight: float = 0.35
     for_lost: float = 0.1
     num_gaps: float = 10.0
-    spare_steps: float = 2.0
+    spare_steps: float = 1.0
     most_credit_s: float = 0.25
     many_tiles: int = 8
     sub_tile: int = 16
