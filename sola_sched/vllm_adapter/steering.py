@@ -75,15 +75,16 @@ class Steering:
         is_first_runner = not scheduler.vllm_config.use_v2_model_runner
         # vLLM's first model runner keeps the state of thinking budgets by place in the batch. When
         # one leaves and the last of the batch, without a budget, gets its place, the state stays.
-        has_budgets = scheduler.vllm_config.reasoning_config is not None
-        self._keeps_places = has_budgets and is_first_runner
+        may_reason = scheduler.vllm_config.reasoning_config is not None
+        self._keeps_places = may_reason and is_first_runner
         # Parts of an image attend to each other; on the CPU a seeded generator has no offset to be
         # set back to, which vLLM's first model runner does after each part of a prompt.
         self._keeps_items = bool(scheduler.scheduler_config.disable_chunked_mm_input)
         self._keeps_seeds = current_platform.is_cpu() and is_first_runner
         # Where prefills start at some steps only, vLLM asks what the engine is short of.
         self.has_cadence = scheduler.scheduler_config.prefill_schedule_interval > 1
-        self._has_seeds = False  # since the engine was idle, of those who came, some with a seed
+        # Since the engine was idle, of those who came, some with a seed, or a thinking budget.
+        self._has_seeds = self._has_budgets = False
         self._has_kept_some = False  # of those who wait, some for whom the engine had room
         self._has_stepped_aside = False
         # While vLLM schedules, what it had before: policy, tokens of a step, and of a chunk.
@@ -96,9 +97,10 @@ class Steering:
 
     def received(self, request: Request) -> None:
         """A request is about to be added."""
-        if self._keeps_seeds:
-            is_first = not self._scheduler.requests
-            self._has_seeds = self._is_seeded(request) or (self._has_seeds and not is_first)
+        if not self._scheduler.requests:
+            self._has_seeds = self._has_budgets = False
+        self._has_seeds |= self._is_seeded(request)
+        self._has_budgets |= self._must_take_part(request)
 
     def begin_step(self) -> None:
         """Call before a step is planned."""
@@ -122,7 +124,7 @@ class Steering:
         ):
             return
         running = scheduler.running
-        may_limit = plan.prefill_cap is not None or self._keeps_places
+        may_limit = plan.prefill_cap is not None or self._has_budgets
         chunks = self._seams.chunk_limit() if may_limit else None
         self._before = scheduler.policy, scheduler.max_num_scheduled_tokens, chunks
         held: list[Request] = []
@@ -177,7 +179,7 @@ class Steering:
             scheduler.max_num_scheduled_tokens = min(
                 most, scheduler.max_num_scheduled_tokens + num_more
             )
-        if self._keeps_places and not is_whole:
+        if self._has_budgets and not is_whole:
             self._share_tokens(most)
         if shown is not None:
             scheduler.waiting.plan(self._seeded_whole(shown) if self._has_seeds else shown)
@@ -213,7 +215,7 @@ class Steering:
         sits_out = np.ones(len(rows), dtype=bool)
         sits_out[places] = False
         (left,) = sits_out.nonzero()
-        stays = [place for place in left.tolist() if self._must_take_part(running[place])]
+        stays = [p for p in left.tolist() if self._has_budgets and self._must_take_part(running[p])]
         num_more = 0
         if stays:
             parts = [place for place in stays if running[place].is_prefill_chunk]
