@@ -97,7 +97,7 @@ def _cluster(
     defaults = {"seeds": seeds} | parts
     return Experiment(
         f"cluster-{name}", summary, duration, f"cluster.{function}", options,
-        "cluster/runs.jsonl", defaults, figure,
+        "cluster/runs.jsonl.gz", defaults, figure,
     )  # fmt: skip
 
 

@@ -1,9 +1,14 @@
-"""Rows in a file of JSON lines: what is there is not made again, what is made is not lost."""
+"""Rows in a file of JSON lines: what is there is not made again, what is made is not lost.
+
+A file whose name ends in `.gz` is compressed.
+"""
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import MISSING, fields, is_dataclass
@@ -15,6 +20,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from harness import provenance
+from harness.files import replace_bytes
 
 Row = dict[str, Any]
 Item = TypeVar("Item")
@@ -117,18 +123,18 @@ def run(
     num_workers = max(1, min(num_workers, len(missing)))
     columns = provenance.columns(num_workers)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and path.stat().st_size > len(_whole(path).encode()):
-        path.write_text(_whole(path), encoding="utf-8")
-    with (
-        tqdm(total=len(missing), desc=title, unit="run", disable=is_hidden) as bar,
-        path.open("a", encoding="utf-8") as out,
-    ):
+    if missing and path.exists():
+        replace_bytes(path, _stored_bytes(path, _whole(path)))
+    with tqdm(total=len(missing), desc=title, unit="run", disable=is_hidden) as bar:
         for item, made in _made(missing, make, num_workers):
             row = {"key": keys[item], **made, **columns}
             done[row["key"]] = row
-            out.write(json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n")
-            out.flush()
+            line = json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n"
+            with path.open("ab") as out:
+                out.write(_stored_bytes(path, line))
             bar.update()
+    if missing and path.suffix == ".gz":  # one stream is smaller than one for each row
+        replace_bytes(path, _stored_bytes(path, _whole(path)))
     return [done[key] for key in keys.values()]
 
 
@@ -151,5 +157,21 @@ def _made(
 
 def _whole(path: Path) -> str:
     """The text without a last line that was cut off when a run was killed."""
-    text = path.read_text(encoding="utf-8")
+    data = path.read_bytes()
+    text = (_decompressed(data) if path.suffix == ".gz" else data).decode("utf-8", "ignore")
     return text[: text.rfind("\n") + 1]
+
+
+def _decompressed(data: bytes) -> bytes:
+    """All streams of a gzip file one after another; of one that was cut off, what there is."""
+    parts = []
+    while data:
+        stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+        parts.append(stream.decompress(data))
+        data = stream.unused_data
+    return b"".join(parts)
+
+
+def _stored_bytes(path: Path, text: str) -> bytes:
+    data = text.encode()
+    return gzip.compress(data, mtime=0) if path.suffix == ".gz" else data
