@@ -8,5 +8,5 @@ differ.
 
 May import: errors, config, compiled, cost, prediction, core, planner, reports, kv_swap,
   length_predictor, colocation, front_end.
-Third party: numpy, vllm.
+Third party: numpy, vllm, opentelemetry (request_spans).
 """

@@ -1,4 +1,4 @@
-"""What the scheduler tells of itself: `sola_stats`, lines in the log, metrics, the load."""
+"""What the scheduler tells of itself: `sola_stats`, lines in the log, metrics, spans, the load."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from sola_sched.vllm_adapter.versions import Seams
 if TYPE_CHECKING:
     from sola_sched.vllm_adapter.arrival_times import ArrivalTimes
     from sola_sched.vllm_adapter.planning import Planning
+    from sola_sched.vllm_adapter.request_spans import RequestSpans
     from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
     from sola_sched.vllm_adapter.steering import Steering
     from sola_sched.vllm_adapter.swapping import Swapping
@@ -36,6 +37,7 @@ class Reporting:
 
     Attributes:
         telemetry: Counts steps for the metrics.
+        spans: Makes spans of requests; None where vLLM does not trace them.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class Reporting:
             load_interval_s=config.load_interval_s,
         )
 
+        self.spans = _spans(scheduler.vllm_config.observability_config.otlp_traces_endpoint)
+
     def change(self, config: SolaConfig) -> None:
         """These are the options from now on."""
         self._missed_log.change(config.log_missed, self._scheduler.sola_monitor.fates)
@@ -79,6 +83,13 @@ class Reporting:
                 self._log_missed()
             except Exception as error:
                 scheduler.sola_guard.failed_beside("logging late requests", error)
+        if self.spans is not None:
+            try:
+                monitor = scheduler.sola_monitor
+                now_s, wall_s = monitor.clock(), scheduler.sola_wall_clock()
+                self.spans.send(monitor.fates, monitor.cost, now_s, wall_s)
+            except Exception as error:
+                scheduler.sola_guard.failed_beside("tracing", error)
         self.telemetry.send(
             outputs,
             scheduler.sola_monitor,
@@ -163,6 +174,15 @@ class Reporting:
         if self._swapping is not None:
             figures["swap"] = self._swapping.stats()
         return figures
+
+
+def _spans(endpoint: str | None) -> RequestSpans | None:
+    """Spans of requests, where vLLM sends its own to an endpoint: it has the packages then."""
+    if endpoint is None:
+        return None
+    from sola_sched.vllm_adapter.request_spans import RequestSpans
+
+    return RequestSpans()
 
 
 def _no_bytes() -> tuple[int, int]:

@@ -332,6 +332,8 @@ class SolaSchedulerMixin(_Host):
         super()._update_waiting_for_remote_kv(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        if self._reporting.spans is not None:
+            self._reporting.spans.ended(request.request_id, request.trace_headers)
         self._booking.ended(request, is_rejected=self._rejecting.is_rejecting)
         if self._sessions.without_kv:
             self._sessions.ended(request)
