@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -99,9 +98,8 @@ def test_one_that_was_late_says_why_and_when_that_was_found() -> None:
 
 @pytest.mark.injects_failures
 def test_a_tracer_that_fails_is_told_once_and_ends_nothing(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     engine, _ = make_engine()
 
     class Broken:
