@@ -64,7 +64,8 @@ class Reporting:
             load_interval_s=config.load_interval_s,
         )
 
-        self.spans = _spans(scheduler.vllm_config.observability_config.otlp_traces_endpoint)
+        observability = getattr(scheduler.vllm_config, "observability_config", None)
+        self.spans = _spans(getattr(observability, "otlp_traces_endpoint", None))
 
     def change(self, config: SolaConfig) -> None:
         """These are the options from now on."""
