@@ -47,6 +47,7 @@ SCHEDULER = Part(
         _preempt_request _free_request _enqueue_waiting_request _is_blocked_waiting_status
         _handle_stopped_request _update_request_as_session
         finished_recving_kv_req_ids prefill_capacity_bound get_request_counts
+        prev_step_scheduled_req_ids
         """
     ),
     _names(

@@ -175,7 +175,7 @@ class Steering:
             self._limit(plan)
         held: list[Request] = []
         if plan.run is not None and not self._is_as_it_runs(plan.run):
-            held, num_more = self._hold(plan.run)
+            held, num_more = self._hold(plan.run, shown or [])
             scheduler.max_num_scheduled_tokens = min(
                 most, scheduler.max_num_scheduled_tokens + num_more
             )
@@ -201,10 +201,14 @@ class Steering:
         rows = self._booking.rows.of(self._scheduler.running)
         return len(run) == len(rows) == np.count_nonzero(run == rows)
 
-    def _hold(self, run: IntArray) -> tuple[list[Request], int]:
+    def _hold(self, run: IntArray, starting: list[Request]) -> tuple[list[Request], int]:
         """Reorder `running` as planned; returns who sits out, and the tokens of who must not.
 
         `run` names each row once; rows that have no slot (any more) are skipped.
+
+        Args:
+            run: Who takes part, in this order.
+            starting: Waiting requests that may start in the same step.
         """
         running = self._scheduler.running
         rows = self._booking.rows.of(running)
@@ -215,14 +219,11 @@ class Steering:
         sits_out = np.ones(len(rows), dtype=bool)
         sits_out[places] = False
         (left,) = sits_out.nonzero()
-        stays = [p for p in left.tolist() if self._has_budgets and self._must_take_part(running[p])]
-        num_more = 0
-        if stays:
-            parts = [place for place in stays if running[place].is_prefill_chunk]
-            decodes = [place for place in stays if not running[place].is_prefill_chunk]
+        decodes, parts = self._that_must(places, left, starting) if self._has_budgets else ([], [])
+        num_more = len(decodes) * self._tokens_per_decode + len(parts) * self._min_budget
+        if num_more:
             places = np.concatenate([decodes, places, parts]).astype(np.intp)
-            left = left[~np.isin(left, stays)]
-            num_more = len(decodes) * self._tokens_per_decode + len(parts) * self._min_budget
+            left = left[~np.isin(left, [*decodes, *parts])]
         held = [running[place] for place in left.tolist()]
         shown = list(map(running.__getitem__, places.tolist()))
         self.counts["num_reordered"] += bool(np.count_nonzero(places[1:] < places[:-1]))
@@ -231,8 +232,46 @@ class Steering:
         self._booking.rows.put(shown, rows[places])
         return held, num_more
 
+    def _that_must(
+        self, places: IntArray, left: IntArray, starting: list[Request]
+    ) -> tuple[list[int], list[int]]:
+        """Decodes and partly computed prompts of those left out that must take part all the same.
+
+        Prompts need not where the batch does not shrink: then vLLM gives the places of those who
+        leave it to those who come, and sets them up; else to others of the batch.
+        """
+        running = self._scheduler.running
+        stays = [place for place in left.tolist() if self._must_take_part(running[place])]
+        decodes = [place for place in stays if not running[place].is_prefill_chunk]
+        in_batch = self._scheduler.prev_step_scheduled_req_ids
+        parts = [place for place in stays if running[place].request_id in in_batch]
+        parts = [place for place in parts if running[place].is_prefill_chunk]
+        if parts:
+            budget = self._scheduler.max_num_scheduled_tokens
+            budget += len(decodes) * self._tokens_per_decode
+            in_step = [running[place] for place in (*decodes, *places.tolist())]
+            if self._num_in_step(in_step, starting, budget) >= len(in_batch):
+                parts = []
+        return decodes, parts
+
+    def _num_in_step(self, running: list[Request], starting: list[Request], left: int) -> int:
+        """Requests that a step of so many tokens computes of these, while memory lasts."""
+        running = [request for request in running if not self._seams.is_ending(request)]
+        longest = self._seams.max_chunk() or left
+        for request in running:
+            is_part = request.is_prefill_chunk
+            num_new = request.num_tokens - request.num_computed_tokens
+            left -= min(num_new, longest) if is_part else self._tokens_per_decode
+        num_starting = 0
+        for request in starting[: max(0, self._seams.num_slots - len(self._scheduler.running))]:
+            if left < self._min_budget:
+                break
+            left -= min(request.num_tokens - request.num_computed_tokens, longest)
+            num_starting += 1
+        return len(running) + num_starting
+
     def _must_take_part(self, request: Request) -> bool:
-        """Whether others get wrong tokens when this one sits a step out."""
+        """Whether others may get wrong tokens when this one sits a step out."""
         params = request.sampling_params
         return (
             self._keeps_places and params is not None and params.thinking_token_budget is not None
