@@ -14,7 +14,8 @@ _LOADS = ("little KV", "5 x", "short prompts", "chat, measured", "V100", "tight 
 #: Of `published`: points near saturation, and the schedulers that are closest there.
 _NEAR = (
     "azure-conv 5.5/s", "azure-conv 7/s", "azure-conv 8.5/s", "azure-conv 10/s",
-    "three classes 7/s", "three classes 9/s",
+    "three classes 7/s", "three classes 9/s", "azure-code 4/s", "sharegpt 4/s",
+    "azure-conv 7/s, stalls", "azure-conv 7/s, drift", "three classes 8/s, stalls",
     "QoServe", "SLOs-Serve", "SCORPIO", "FairBatching", "SlidingServe",
 )  # fmt: skip
 _THREE, _TEN = (0, 1, 2), tuple(range(10))
@@ -141,7 +142,7 @@ EXPERIMENTS = (
                {"seeds": _THREE, "num_requests": 300, "only": ()}),
     _published("published", "every published scheduler at its best setting; uneven machines too",
                "1 day", num_requests=1000, only=()),
-    _published("published-near", "the same near saturation, beside the closest", "1 h",
+    _published("published-near", "the same near saturation, beside the closest", "2 h",
                num_requests=500, only=_NEAR),
     Experiment("sessions", "shared prefixes: conversations that come back, recorded prefixes",
                "10 min", "sessions.experiment:sessions",
