@@ -192,20 +192,24 @@ def test_lost_decodes_that_run_give_way_to_those_on_time(
     assert plan.run is None if not displaced else set(b.names(plan.run)) == runs
 
 
+@pytest.mark.parametrize("swaps", [False, True])
 @pytest.mark.parametrize(
     ("credit_s", "displaced", "paid_s"), [(0.05, [], 0.005), (0.0, ["lost 3"], 0.0)]
 )
 def test_credit_pays_for_the_slot_of_a_lost_decode_that_one_on_time_wants(
-    credit_s: float, displaced: list[str], paid_s: float
+    credit_s: float, displaced: list[str], paid_s: float, swaps: bool
 ) -> None:
     """One of four slots for the 20 ms that have passed; 4 ms of the step are from leftovers."""
     b = StateBuilder(max_num_running=4, elapsed_s=0.02)
     for i in range(4):
         b.decode(f"lost {i}", first_ago_s=0.1, out=2, arrived_ago_s=50.0 - i)
     b.waiting("w", waited_s=0.1, prompt=160)
+    state = b.build()
+    if swaps:
+        state.reload_s_per_token = 1e-6
     planner = make_attain(best_effort_share=0.0)
     planner.account.credit_s = credit_s
-    plan = planner.plan(b.build())
+    plan = planner.plan(state)
     assert b.names(plan.preempt) == displaced
     assert planner.account.credit_s == pytest.approx(credit_s - 0.004 - paid_s, abs=1e-4)
 

@@ -149,7 +149,7 @@ def _add_decodes(step, num_held, are_prefills, passed_s):
     is over: else they would give up slot and KV to the next one that has waited. Of the others none
     whose slot or KV those who start may need. Where prompts that can be on time want them, credit
     also pays for these, as the same share of the time that has passed; whoever cannot pay goes on
-    until one of those takes its place.
+    until one of those takes its place. With swapping only where slots are short: see `_mark_safe`.
     """
     at, account, num_older, count = step.at, step.account, num_held, 0
     if are_prefills:
@@ -164,7 +164,7 @@ def _add_decodes(step, num_held, are_prefills, passed_s):
         decode = step.decodes[step.lists[LOST, count]]
         cost_s = decode_s(at, 2.0, decode.ctx) - decode_s(at, 1.0, 0.0)
         pays = count < num_older and (account.credit_s > 0.0 or not _turn(step, decode.row)[0])
-        is_room_wanted = count >= can and at.num_jobs > 0 and not at.keeps_kv
+        is_room_wanted = count >= can and at.num_jobs > 0 and (at.slots < 0 or not at.keeps_kv)
         if cost_s <= at.spare_s:
             at.spare_s -= cost_s
             at.received_s += cost_s
@@ -378,12 +378,12 @@ def _list_giving(step):
 def _mark_safe(step):
     """Mark the lost decodes that run and that no other request displaces.
 
-    Without swapping those that `_add_decodes` has marked. With it, where memory is what is short,
-    running on what is left over of the time must not keep it from those on time: the first by
-    arrival stay, up to the share of the memory that the share of the time is.
+    Those that `_add_decodes` has marked. With swapping, where memory is what is short, running on
+    what is left over of the time must not keep it from those on time: the first by arrival stay,
+    up to the share of the memory that the share of the time is.
     """
     at, room = step.at, step.tuning.share * step.at.num_blocks * step.at.block_size
-    if not at.keeps_kv:
+    if not at.keeps_kv or at.num_admit > free_slots(at):
         return
     ctx = 0
     for i in range(at.lost_run):
