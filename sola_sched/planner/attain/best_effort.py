@@ -74,6 +74,15 @@ def _is_over(step):
 
 
 @compiled
+def _may_spend(step):
+    """Whether credit is to be spent now: others can wait for it, much is saved, or it is a lot."""
+    tuning = step.tuning
+    if tuning.share > tuning.small_share or step.account.credit_s >= tuning.most_saved_s:
+        return True
+    return step.at.can_wait_s >= tuning.spare_steps * step.at.limit_s
+
+
+@compiled
 def _is_full(step):
     return step.account.credit_s >= _FULL * step.tuning.most_credit_s
 
@@ -286,8 +295,8 @@ def _tokens_in(step, prefill, limit_s, room):
 def _on_credit(step, place):
     """Tokens of one in a step without other prefills that the credit pays for; pays.
 
-    Credit that is not full waits while the step would make others late. One that is overdue is
-    served whatever the credit is.
+    Credit waits while the step would make others late, until much has been saved. One that is
+    overdue is served whatever the credit is.
     """
     at, account, prefill = step.at, step.account, step.prefills[place]
     must = is_overdue(step, place)
@@ -295,7 +304,7 @@ def _on_credit(step, place):
         return 0
     if at.num_order and step.prefills[step.lists[ORDER, 0]].rank < prefill.rank:
         return 0  # an upper one would have to wait for it
-    if not must and not _is_full(step) and at.can_wait_s < step.tuning.spare_steps * at.limit_s:
+    if not must and not _may_spend(step):
         return 0
     need, has = int(prefill.chunk), prefill.has
     tokens = _tokens_in(step, prefill, at.limit_s, at.room + at.chunk)

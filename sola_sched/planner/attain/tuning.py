@@ -41,10 +41,11 @@ class AttainTuning:
         num_gaps: By all that TPOT leaves where nobody has come for so many mean gaps between
             arrivals: else what is left of a load takes a quarter longer.
         spare_steps: Prompts of the lost are computed on credit while those that are on time can
-            wait for so many steps, or once credit is full. 0, at any time, costs up to 1 point past
-            saturation; 2 as much where memory is short.
-        most_credit_s: Bound of the account of the lost, seconds: the longest burst of them, and
-            over `share` how long they may wait for it.
+            wait for so many steps, or once there is `most_saved_s` of it. 0, at any time, costs up
+            to 1 point past saturation; 2 as much where memory is short.
+        most_saved_s, small_share: Over `share` it is how long the lost may wait for their share. Of
+            a share above this one nothing is saved: who sets aside so much wants it spent.
+        most_credit_s: Bound of the account of the lost, seconds: the longest burst of them.
         many_tiles, sub_tile: Chunks of fewer tiles come in these smaller multiples, tokens: what
             rounding down to a tile leaves out would be a large share of them.
         refused_in_a_row: Requests that `overload: reject` refuses by predicted step times, while no
@@ -71,7 +72,9 @@ class AttainTuning:
     for_lost: float = 0.1
     num_gaps: float = 10.0
     spare_steps: float = 1.0
-    most_credit_s: float = 0.25
+    most_saved_s: float = 0.25
+    small_share: float = 0.05
+    most_credit_s: float = 0.5
     many_tiles: int = 8
     sub_tile: int = 16
     refused_in_a_row: int = 8
