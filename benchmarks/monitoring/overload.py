@@ -75,9 +75,7 @@ async def _run(folder: Path, part_s: float, pictures: Path) -> list[Row]:
 
     options = folder / "options.json"
     options.write_text('{"steer": false}')
-    # What planning does for those on time: nothing is set aside for the others.
-    sola = {"options_file": str(options), "classes": {name: {} for name in _KINDS},
-            "best_effort_share": 0.0}  # fmt: skip
+    sola = {"options_file": str(options), "classes": {name: {} for name in _KINDS}}
     arguments = {
         "max_num_seqs": _SLOTS, "max_num_batched_tokens": 512, "served_model_name": "tiny",
         "enforce_eager": True, "load_format": "dummy",
@@ -263,9 +261,8 @@ def table(rows: Sequence[Row]) -> str:
     head = ("class", "TTFT target, s", *shown)
     about = (
         "`vllm serve` with a tiny model on CPU cores that others use too, each step "
-        f"{1e3 * _SLOWER_S:.0f} ms longer than it takes; {_SLOTS} slots, `best_effort_share` 0, "
-        f"{first['rate']:g} "
-        f"requests/s, {_OVERLOAD} x what it sustains; clients leave after {_PATIENCE_S:.0f} s. "
+        f"{1e3 * _SLOWER_S:.0f} ms longer than it takes; {_SLOTS} slots, "
+        f"{first['rate']:g} requests/s, {_OVERLOAD} x what it sustains; clients leave after {_PATIENCE_S:.0f} s. "
         f"Planned from {first['switched_s']:.0f} s on. Medians of the last 30 s of either part, of "
         "the requests that ended then."
     )
