@@ -262,7 +262,8 @@ def table(rows: Sequence[Row]) -> str:
     about = (
         "`vllm serve` with a tiny model on CPU cores that others use too, each step "
         f"{1e3 * _SLOWER_S:.0f} ms longer than it takes; {_SLOTS} slots, "
-        f"{first['rate']:g} requests/s, {_OVERLOAD} x what it sustains; clients leave after {_PATIENCE_S:.0f} s. "
+        f"{first['rate']:g} requests/s, {_OVERLOAD} x what it sustains; "
+        f"clients leave after {_PATIENCE_S:.0f} s. "
         f"Planned from {first['switched_s']:.0f} s on. Medians of the last 30 s of either part, of "
         "the requests that ended then."
     )
