@@ -158,7 +158,7 @@ def _made(
 def _whole(path: Path) -> str:
     """The text without a last line that was cut off when a run was killed."""
     data = path.read_bytes()
-    text = (_decompressed(data) if path.suffix == ".gz" else data).decode("utf-8", "ignore")
+    text = (_decompressed(data) if path.suffix == ".gz" else data).decode()
     return text[: text.rfind("\n") + 1]
 
 

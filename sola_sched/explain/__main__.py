@@ -24,7 +24,7 @@ from sola_sched.errors import ConfigError
 from sola_sched.explain import html, trace
 from sola_sched.explain.replay import Replay, Way, cells, table
 from sola_sched.explain.source import Window, find, read
-from sola_sched.reports.fates import WAITED
+from sola_sched.reports.fates import WAITED, is_late
 from sola_sched.reports.reasons import SHORT_OF, percent, remedies, story, verdict
 
 EXIT_USAGE = 2
@@ -106,7 +106,7 @@ def of_one(fate: Mapping[str, Any], window: Window) -> str:
 
 def of_all(window: Window) -> str:
     """How many were late, what they waited for, and the last of them."""
-    late = [fate for fate in window.requests if fate["end"] in ("missed", "rejected", "failed")]
+    late = [fate for fate in window.requests if is_late(fate)]
     lines = [f"{len(late):,} of the last {len(window.requests):,} requests missed a target."]
     if not late:
         return lines[0]

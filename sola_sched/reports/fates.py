@@ -17,6 +17,7 @@ from sola_sched.cost.model import CostModel
 #: Of a fate, by the place of the shortage in `waited_s`.
 WAITED = ("waited_for_slot_s", "waited_for_memory_s", "waited_for_time_s")
 _END_BY_ITSELF = ("attained", "missed")
+_NOT_LATE = ("attained", "aborted")
 
 
 def to_report(ended: Ended) -> dict[str, Any]:
@@ -28,7 +29,14 @@ def to_report(ended: Ended) -> dict[str, Any]:
 def from_report(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The fates in a report that `to_report` made, each as in `fate_of`."""
     records = np.frombuffer(base64.b64decode(report["data"]), FATE)
-    for name, slo_class, record in zip(report["ids"], report["classes"], records, strict=True):
+    return fates_of(Ended(report["ids"], report["classes"], records))
+
+
+def fates_of(ended: Ended) -> Iterator[dict[str, Any]]:
+    """Requests that have ended, each as in `fate_of`."""
+    for name, slo_class, record in zip(
+        ended.req_ids, ended.slo_classes, ended.records, strict=True
+    ):
         yield fate_of(name, slo_class, record)
 
 
@@ -96,6 +104,11 @@ def missed(fate: Mapping[str, Any]) -> list[str]:
     return names
 
 
+def is_late(fate: Mapping[str, Any]) -> bool:
+    """Whether a request did not get what it asked for: not met, refused or failed."""
+    return fate["end"] not in _NOT_LATE
+
+
 def ttft_s(fate: Mapping[str, Any]) -> float | None:
     """Its time to the first token; None if it had none."""
     if fate["first_token_s"] is None:
@@ -155,6 +168,6 @@ class FateBook:
         for fate in reversed(self._fates.values()):
             if len(found) == most:
                 break
-            if not are_missed or fate["end"] not in ("attained", "aborted"):
+            if not are_missed or is_late(fate):
                 found.append(fate)
         return found

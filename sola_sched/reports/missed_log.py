@@ -6,11 +6,10 @@ import math
 
 from sola_sched.core.fates import Fates
 from sola_sched.cost.model import CostModel
-from sola_sched.reports.fates import fate_of
-from sola_sched.reports.reasons import story, verdict
+from sola_sched.reports.fates import fates_of, is_late
+from sola_sched.reports.reasons import why
 
 _MINUTE_S = 60.0
-_LATE = ("missed", "rejected", "failed")
 
 
 class MissedLog:
@@ -49,17 +48,12 @@ class MissedLog:
         ended = fates.since(self._num_seen, cost)
         self._num_seen = fates.num_ended
         lines = []
-        for name, slo_class, record in zip(
-            ended.req_ids, ended.slo_classes, ended.records, strict=True
-        ):
-            fate = fate_of(name, slo_class, record)
-            if fate["end"] not in _LATE:
-                continue
+        for fate in filter(is_late, fates_of(ended)):
             if self._num_said >= self.most:
                 self._num_silent += 1
                 continue
             self._num_said += 1
             more = f" ({self._num_silent:,} more were late before)" if self._num_silent else ""
             self._num_silent = 0
-            lines.append(f"{name} ({slo_class}): {' '.join([verdict(fate), *story(fate)])}{more}")
+            lines.append(f"{fate['request_id']} ({fate['slo_class']}): {why(fate)}{more}")
         return lines

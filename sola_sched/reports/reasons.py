@@ -88,6 +88,11 @@ def preferred_to(fate: Fate, known: Sequence[Fate]) -> list[Fate]:
     return sorted(found, key=lambda each: float(each["started_s"]))
 
 
+def why(fate: Fate) -> str:
+    """`verdict` and `story` in one line."""
+    return " ".join([verdict(fate), *story(fate)])
+
+
 def story(fate: Fate, known: Sequence[Fate] = ()) -> list[str]:
     """What happened to it, in order.
 

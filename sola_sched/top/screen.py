@@ -15,7 +15,7 @@ from textual.widgets import DataTable, Footer, Header, Static
 
 from sola_sched.errors import ConfigError
 from sola_sched.explain.source import read
-from sola_sched.reports.fates import tpot_s, ttft_s
+from sola_sched.reports.fates import is_late, tpot_s, ttft_s
 from sola_sched.top.history import ClassRow, History, ServerRow
 from sola_sched.top.metrics import Metrics
 
@@ -39,7 +39,7 @@ def late_requests(url: str) -> Sequence[Mapping[str, Any]]:
         requests = read(url).requests
     except ConfigError:
         return []
-    return [fate for fate in requests if fate["end"] not in ("attained", "aborted")][:_NUM_LATE]
+    return [fate for fate in requests if is_late(fate)][:_NUM_LATE]
 
 
 class Top(App[None]):

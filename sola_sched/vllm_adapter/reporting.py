@@ -63,7 +63,6 @@ class Reporting:
             log_stats=bool(getattr(scheduler, "log_stats", False)),
             load_interval_s=config.load_interval_s,
         )
-
         observability = getattr(scheduler.vllm_config, "observability_config", None)
         self.spans = _spans(getattr(observability, "otlp_traces_endpoint", None))
 

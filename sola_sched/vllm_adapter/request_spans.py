@@ -15,8 +15,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from sola_sched.core.fates import Fates
 from sola_sched.cost.model import CostModel
-from sola_sched.reports.fates import fate_of
-from sola_sched.reports.reasons import story, verdict
+from sola_sched.reports.fates import fates_of, is_late
+from sola_sched.reports.reasons import why
 
 SPAN = "sola_sched.request"
 #: Of a fate: points in time, which are the span's begin, its end and its events.
@@ -28,7 +28,6 @@ EVENTS = {
 }
 _TARGETS = ("ttft_s", "tpot_s", "e2e_s")
 _LEFT_OUT = {"arrival_s", "ended_s", *EVENTS, *_TARGETS}
-_LATE = ("missed", "rejected", "failed")
 
 
 class RequestSpans:
@@ -62,11 +61,8 @@ class RequestSpans:
         ended = fates.since(self._num_seen, cost)
         self._num_seen = fates.num_ended
         headers, self._headers = self._headers, {}
-        for name, slo_class, record in zip(
-            ended.req_ids, ended.slo_classes, ended.records, strict=True
-        ):
-            fate = fate_of(name, slo_class, record)
-            self._make(fate, headers.get(name), wall_s - now_s)
+        for fate in fates_of(ended):
+            self._make(fate, headers.get(fate["request_id"]), wall_s - now_s)
 
     def _make(
         self, fate: dict[str, Any], headers: Mapping[str, str] | None, offset_s: float
@@ -100,6 +96,6 @@ def attributes_of(fate: Mapping[str, Any]) -> dict[str, Any]:
     for name in _TARGETS:
         if fate[name] is not None:
             attributes[f"sola.target.{name}"] = fate[name]
-    if fate["end"] in _LATE:
-        attributes["sola.why"] = " ".join([verdict(fate), *story(fate)])
+    if is_late(fate):
+        attributes["sola.why"] = why(fate)
     return attributes
