@@ -25,14 +25,14 @@ BY_NAME = {
 }
 #: The same in one module, where a name means something else.
 BY_NAME_IN: dict[str, dict[str, str | None]] = {
-    "sola_sched.vllm_adapter.booking": {"group": "vllm.v1.engine.EngineCoreOutputs"},
-    "sola_sched.vllm_adapter.rejecting": {"group": "vllm.v1.engine.EngineCoreOutputs"},
+    "sola_sched.vllm_adapter.requests.booking": {"group": "vllm.v1.engine.EngineCoreOutputs"},
+    "sola_sched.vllm_adapter.requests.rejecting": {"group": "vllm.v1.engine.EngineCoreOutputs"},
     "sola_sched.simulator.baselines.rules": {"group": "vllm.v1.engine.EngineCoreOutputs"},
     "sola_sched.simulator.engine": {
         "batch": "vllm.v1.engine.EngineCoreOutputs",
         "output": "vllm.v1.engine.EngineCoreOutput",
     },
-    "sola_sched.vllm_adapter.plugin_swap": {
+    "sola_sched.vllm_adapter.swap.plugin_swap": {
         "args": "vllm.engine.arg_utils.EngineArgs",
         "self": "vllm.engine.arg_utils.EngineArgs",
     },

@@ -23,7 +23,7 @@ _LEAVES = ("kernels", "kv_swap", "length_predictor")
 #: Modules that only engines with KV swapping need, and the class that hands hooks over to them.
 SWAPPING = (
     "sola_sched.kv_swap",
-    "sola_sched.vllm_adapter.swapping",
+    "sola_sched.vllm_adapter.swap.swapping",
     "sola_sched.simulator.swap_link",
 )
 _SCHEDULER = "sola_sched.vllm_adapter.scheduler"

@@ -1,6 +1,6 @@
 """Output-length prediction; each predictor is a module of its own, loaded when it is imported.
 
 May import: errors, config, prediction.
-Third party: faiss (index), huggingface_hub, numpy, safetensors (embed), scipy,
-sentence_transformers (embed), tokenizers, torch, tqdm, transformers.
+Third party: faiss (retrieval.*), huggingface_hub, numpy, safetensors (retrieval.*), scipy,
+sentence_transformers (retrieval.*), tokenizers, torch, tqdm, transformers.
 """

@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sola_sched.length_predictor.corpus import Corpus
-from sola_sched.length_predictor.decoder import train_decoder
-from sola_sched.length_predictor.features import count_matrix, describe
-from sola_sched.length_predictor.index import DEFAULT_CAPACITY, NeighbourStore
-from sola_sched.length_predictor.lexical import LexicalModel
-from sola_sched.length_predictor.lexical_predictor import LexicalPredictor
-from sola_sched.length_predictor.predictor import (
+from sola_sched.length_predictor.lexical.features import count_matrix, describe
+from sola_sched.length_predictor.lexical.lexical import LexicalModel
+from sola_sched.length_predictor.lexical.lexical_predictor import LexicalPredictor
+from sola_sched.length_predictor.retrieval.decoder import train_decoder
+from sola_sched.length_predictor.retrieval.index import DEFAULT_CAPACITY, NeighbourStore
+from sola_sched.length_predictor.retrieval.predictor import (
     Encoder,
     RetrievalPredictor,
     Vectors,

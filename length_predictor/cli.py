@@ -15,16 +15,10 @@ import numpy as np
 from sola_sched.config.output_file import require_writable, require_writable_folder
 from sola_sched.errors import ConfigError, DatasetError, EncoderError, PredictorFileError
 from sola_sched.length_predictor import corpus as corpora
-from sola_sched.length_predictor import tables
 from sola_sched.length_predictor.building import build_lexical, build_retrieval, encode_all
 from sola_sched.length_predictor.corpus import Corpus
-from sola_sched.length_predictor.embed import (
-    DEFAULT_ENCODER,
-    MAX_TOKENS,
-    PRECISIONS,
-    SentenceEncoder,
-)
-from sola_sched.length_predictor.evaluation import (
+from sola_sched.length_predictor.evaluation import tables
+from sola_sched.length_predictor.evaluation.evaluation import (
     NEEDS_ENCODER,
     PREDICTORS,
     TRAINS_ENCODER,
@@ -32,9 +26,15 @@ from sola_sched.length_predictor.evaluation import (
     latency_ms,
     make,
 )
-from sola_sched.length_predictor.index import DEFAULT_CAPACITY, use_one_thread
-from sola_sched.length_predictor.lexical_predictor import LexicalPredictor
-from sola_sched.length_predictor.predictor import RetrievalPredictor
+from sola_sched.length_predictor.lexical.lexical_predictor import LexicalPredictor
+from sola_sched.length_predictor.retrieval.embed import (
+    DEFAULT_ENCODER,
+    MAX_TOKENS,
+    PRECISIONS,
+    SentenceEncoder,
+)
+from sola_sched.length_predictor.retrieval.index import DEFAULT_CAPACITY, use_one_thread
+from sola_sched.length_predictor.retrieval.predictor import RetrievalPredictor
 from sola_sched.length_predictor.storage import (
     load_lexical,
     load_retrieval,
@@ -252,7 +252,7 @@ def _held_out(name: str, data: Path | None, known: set[str]) -> Corpus:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    from sola_sched.length_predictor.proxy import ProxyModel
+    from sola_sched.length_predictor.evaluation.proxy import ProxyModel
 
     if args.threads < 1:
         raise ConfigError(f"'--threads' must be >= 1 (got {args.threads}).")

@@ -22,12 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sola_sched.errors import PredictorFileError
-from sola_sched.length_predictor.decoder import Decoder
-from sola_sched.length_predictor.lexical import LexicalModel
-from sola_sched.length_predictor.lexical_predictor import LexicalPredictor
+from sola_sched.length_predictor.lexical.lexical import LexicalModel
+from sola_sched.length_predictor.lexical.lexical_predictor import LexicalPredictor
+from sola_sched.length_predictor.retrieval.decoder import Decoder
 
 if TYPE_CHECKING:  # brings FAISS, which a lexical predictor does without
-    from sola_sched.length_predictor.predictor import Encoder, RetrievalPredictor
+    from sola_sched.length_predictor.retrieval.predictor import Encoder, RetrievalPredictor
 
 MAGIC = b"SOLALEN\n"
 VERSION = 1
@@ -179,8 +179,8 @@ def load_retrieval(
     Raises:
         PredictorFileError: As ``read_file``, or another encoder made it, or it has no store.
     """
-    from sola_sched.length_predictor.index import NeighbourStore
-    from sola_sched.length_predictor.predictor import RetrievalPredictor
+    from sola_sched.length_predictor.retrieval.index import NeighbourStore
+    from sola_sched.length_predictor.retrieval.predictor import RetrievalPredictor
 
     header, arrays = read_file(path)
     _require_retrieval(header, path)

@@ -145,7 +145,7 @@ def test_the_commands_of_the_readme_exist() -> None:
 def test_extras_are_added_to_what_is_installed() -> None:
     """`.[...]` works in a clone alone, which a page that names it has to say."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    sources = [*ROOT.glob("sola_sched/**/*.py"), *ROOT.glob("length_predictor/*.py")]
+    sources = [*ROOT.glob("sola_sched/**/*.py"), *ROOT.glob("length_predictor/**/*.py")]
     named: set[str] = set()
     for path in (*PAGES, *sources):
         text = path.read_text(encoding="utf-8")

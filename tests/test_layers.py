@@ -159,7 +159,7 @@ def test_module_imports_point_down_only(module: str, is_package: bool, path: Pat
         ("sola_sched.kernels.reference", "import sola_sched.vllm_adapter.scheduler"),
         ("sola_sched.kv_swap.host_pool", "import triton"),
         ("sola_sched.kv_swap.host_pool", "import vllm"),
-        ("sola_sched.length_predictor.embed", "import faiss"),
+        ("sola_sched.length_predictor.lexical.features", "import faiss"),
         ("sola_sched.vllm_adapter.scheduler", "import ray"),
         ("sola_sched.vllm_adapter.scheduler", "import sola_sched.simulator.engine"),
         ("sola_sched.bench.report.table", "import vllm"),
@@ -177,7 +177,7 @@ def test_rule_rejects_an_upward_or_heavy_import(module: str, source: str) -> Non
         ("sola_sched.kernels.int8_kv", "import torch, triton"),
         ("sola_sched.kv_swap.transfer", "from sola_sched.kernels import int8_kv"),
         ("sola_sched.kv_swap.connector", "import vllm"),
-        ("sola_sched.length_predictor.index", "import faiss"),
+        ("sola_sched.length_predictor.retrieval.index", "import faiss"),
         ("sola_sched.vllm_adapter.scheduler", "import vllm\nimport sola_sched.planner"),
         ("sola_sched.bench.backends.engine", "import vllm"),
         (

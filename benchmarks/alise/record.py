@@ -21,7 +21,7 @@ from harness.resumable import Row
 from harness.setup import Outcome, Setup
 from sola_sched.length_predictor.building import build_lexical, build_retrieval, encode_all
 from sola_sched.length_predictor.corpus import Corpus, load
-from sola_sched.length_predictor.embed import SentenceEncoder
+from sola_sched.length_predictor.retrieval.embed import SentenceEncoder
 from sola_sched.prediction.length import LengthPrediction
 
 NUM_TRAIN, NUM_TEST = 12_000, 2_000

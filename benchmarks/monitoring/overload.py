@@ -22,8 +22,8 @@ from typing import Any
 
 import aiohttp
 
-from cluster.clients import get_json, wait_for
-from cluster.servers import free_port
+from gateway.clients import get_json, wait_for
+from gateway.servers import free_port
 from harness.command import RESULTS, ROOT
 from harness.files import replace_text
 from harness.markdown import markdown
@@ -79,7 +79,7 @@ async def _run(folder: Path, part_s: float, pictures: Path) -> list[Row]:
     arguments = {
         "max_num_seqs": _SLOTS, "max_num_batched_tokens": 512, "served_model_name": "tiny",
         "enforce_eager": True, "load_format": "dummy",
-        "scheduler_cls": "cluster.slow_scheduler.SlowScheduler",
+        "scheduler_cls": "gateway.slow_scheduler.SlowScheduler",
         "additional_config": {"sola_sched": sola}, "enable_prefix_caching": False,
     }  # fmt: skip
     taken = folder / "taken"

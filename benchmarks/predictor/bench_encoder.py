@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/predictor/bench_encoder.py [--old FILE]
 
 `fp32` is sentence-transformers' torch backend as it is, `int8` the same with the network of
-`length_predictor/int8.py`. `--old` adds the encoder of an earlier commit, whose source is had by
-`git show COMMIT:length_predictor/embed.py > FILE`.
+`length_predictor/retrieval/int8.py`. `--old` adds the encoder of an earlier commit, whose source
+is had by `git show COMMIT:length_predictor/retrieval/embed.py > FILE`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import numpy as np
 
 from sola_sched.length_predictor.building import build_retrieval
 from sola_sched.length_predictor.corpus import Corpus, load
-from sola_sched.length_predictor.embed import PRECISIONS, SentenceEncoder
-from sola_sched.length_predictor.evaluation import Served, evaluate
-from sola_sched.length_predictor.index import use_one_thread
-from sola_sched.length_predictor.predictor import Encoder, Vectors
+from sola_sched.length_predictor.evaluation.evaluation import Served, evaluate
+from sola_sched.length_predictor.retrieval.embed import PRECISIONS, SentenceEncoder
+from sola_sched.length_predictor.retrieval.index import use_one_thread
+from sola_sched.length_predictor.retrieval.predictor import Encoder, Vectors
 
 _BATCH = 16
 _NUM_TIMED = 160

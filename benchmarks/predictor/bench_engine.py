@@ -27,7 +27,7 @@ from harness.markdown import markdown
 from harness.resumable import Row
 from harness.setup import Outcome, Setup
 from sola_sched.bench.backends.model import cached_model
-from sola_sched.length_predictor.client import PredictionClient, make_client
+from sola_sched.length_predictor.process.client import PredictionClient, make_client
 
 _WARM_UP_STEPS = 200
 _OUTPUT_TOKENS = (40, 160)

@@ -14,7 +14,7 @@ import numpy as np
 from harness.markdown import markdown
 from harness.setup import Outcome, Setup
 from sola_sched.errors import ConfigError
-from sola_sched.length_predictor.scoring import score
+from sola_sched.length_predictor.evaluation.scoring import score
 from sola_sched.prediction.length import NUM_LEVELS
 
 _TEMPERATURES = (0.0, 0.3, 0.5, 0.7)

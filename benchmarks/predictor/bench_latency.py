@@ -24,9 +24,9 @@ from harness.resumable import Row
 from harness.setup import Outcome, Setup
 from sola_sched.errors import ConfigError
 from sola_sched.length_predictor.corpus import load
-from sola_sched.length_predictor.embed import SentenceEncoder
-from sola_sched.length_predictor.features import describe
-from sola_sched.length_predictor.index import use_one_thread
+from sola_sched.length_predictor.lexical.features import describe
+from sola_sched.length_predictor.retrieval.embed import SentenceEncoder
+from sola_sched.length_predictor.retrieval.index import use_one_thread
 from sola_sched.length_predictor.storage import load_lexical, load_retrieval
 
 _NUM_PROMPTS = 200
@@ -61,7 +61,7 @@ def timed(call: Callable[[Any], Any], inputs: Sequence[Any]) -> dict[str, float]
 
 def measure(path: Path, data: Path | None) -> list[dict[str, Any]]:
     """Rows of everything that is timed."""
-    from sola_sched.length_predictor.proxy import ProxyModel
+    from sola_sched.length_predictor.evaluation.proxy import ProxyModel
 
     rng = np.random.default_rng(0)
     prompts = {}
@@ -113,7 +113,7 @@ def measure(path: Path, data: Path | None) -> list[dict[str, Any]]:
 
 def store_prompts(store: Any, texts: Sequence[str]) -> Any:
     """Prompts that the store knows."""
-    from sola_sched.length_predictor.predictor import prompt_key
+    from sola_sched.length_predictor.retrieval.predictor import prompt_key
 
     return (text for text in texts if store.num_of(prompt_key(text)))
 
@@ -124,9 +124,9 @@ def memory_mb(kind: str, path: Path) -> float:
         "import sys\n"
         "from pathlib import Path\n"
         "kind, path = sys.argv[1], Path(sys.argv[2])\n"
-        "from sola_sched.length_predictor.service import ServiceSettings, make_predictor\n"
+        "from sola_sched.length_predictor.process.service import ServiceSettings, make_predictor\n"
         "if kind == 'proxy':\n"
-        "    from sola_sched.length_predictor.proxy import ProxyModel\n"
+        "    from sola_sched.length_predictor.evaluation.proxy import ProxyModel\n"
         "    ProxyModel().quantiles(['Hello'])\n"
         "else:\n"
         "    make_predictor(ServiceSettings(kind, '', path=str(path))).predict(['Hello'])\n"

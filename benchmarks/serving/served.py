@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.clients import cpu_s, wait_for
-from cluster.servers import free_port
+from gateway.clients import cpu_s, wait_for
+from gateway.servers import free_port
 from serving.process import Answers, EngineProcess, mean_and_quiet, prompt_of
 
 

@@ -108,9 +108,9 @@ def watched_engine(arguments: Mapping[str, Any]) -> Iterator[tuple[Any, Clocks]]
 
     from sola_sched.kv_swap.connector import SolaKVSwapConnector
     from sola_sched.reports.telemetry import Telemetry
-    from sola_sched.vllm_adapter.reporting import Reporting
-    from sola_sched.vllm_adapter.swapping import Swapping
-    from sola_sched.vllm_adapter.telemetry_sender import TelemetrySender
+    from sola_sched.vllm_adapter.reports.reporting import Reporting
+    from sola_sched.vllm_adapter.reports.telemetry_sender import TelemetrySender
+    from sola_sched.vllm_adapter.swap.swapping import Swapping
 
     clocks = Clocks(Clock(), Clock())
     with (

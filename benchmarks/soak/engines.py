@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.clients import QUIET
+from gateway.clients import QUIET
 from harness.command import ROOT
 from soak.paths import FOLDER, ROLE, SESSION
 

@@ -123,7 +123,7 @@ def _metrics() -> tuple[str, str]:
 def _swapping() -> tuple[str, str]:
     from vllm.platforms import current_platform
 
-    from sola_sched.vllm_adapter.plugin_swap import missing_hooks
+    from sola_sched.vllm_adapter.swap.plugin_swap import missing_hooks
 
     missing = missing_hooks()
     if missing:
@@ -134,7 +134,7 @@ def _swapping() -> tuple[str, str]:
 
 
 def _encoder() -> tuple[str, str]:
-    from sola_sched.length_predictor.embed import DEFAULT_ENCODER, find_encoder
+    from sola_sched.length_predictor.retrieval.embed import DEFAULT_ENCODER, find_encoder
 
     try:
         find_encoder(DEFAULT_ENCODER)

@@ -37,7 +37,7 @@ def read_options(additional_config: Any) -> SolaConfig:
             Path(config.predictor_path), config.predictor, is_written=config.predictor_save_s > 0
         )
     if config.predictor == "retrieval":
-        from sola_sched.length_predictor.embed import DEFAULT_ENCODER, find_encoder
+        from sola_sched.length_predictor.retrieval.embed import DEFAULT_ENCODER, find_encoder
 
         find_encoder(config.predictor_encoder or DEFAULT_ENCODER)
     return config

@@ -39,7 +39,7 @@ from sola_sched.cost.grid import (
 from sola_sched.cost.model import CostModel
 from sola_sched.errors import ProfileError
 from sola_sched.vllm_adapter.engine_facts import facts_of
-from sola_sched.vllm_adapter.step_shape import shape_of
+from sola_sched.vllm_adapter.steps.step_shape import shape_of
 
 _MAX_BATCH = 256
 _PROGRAM = "python -m sola_sched.profile"

@@ -14,10 +14,10 @@ from sola_sched.config.doubts import doubts
 from sola_sched.vllm_adapter.support import support_of
 
 if TYPE_CHECKING:
-    from sola_sched.vllm_adapter.planning import Planning
-    from sola_sched.vllm_adapter.reporting import Reporting
+    from sola_sched.vllm_adapter.reports.reporting import Reporting
+    from sola_sched.vllm_adapter.requests.targets import Targets
     from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
-    from sola_sched.vllm_adapter.targets import Targets
+    from sola_sched.vllm_adapter.steps.planning import Planning
 
 logger = init_logger("vllm.sola_sched")
 

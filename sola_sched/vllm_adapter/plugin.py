@@ -11,7 +11,7 @@ from sola_sched.front_end.metrics import register_metrics
 from sola_sched.front_end.options import print_option_errors_plainly
 from sola_sched.front_end.refusals import register_refusals
 from sola_sched.front_end.request_checks import register_request_checks
-from sola_sched.vllm_adapter.plugin_swap import register_swap
+from sola_sched.vllm_adapter.swap.plugin_swap import register_swap
 
 
 def register() -> None:

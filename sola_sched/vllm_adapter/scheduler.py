@@ -36,26 +36,26 @@ from vllm.v1.request import Request
 from sola_sched.colocation.lease import Lease
 from sola_sched.config.live_options import LiveOptions
 from sola_sched.core.monitor import StateMonitor
-from sola_sched.length_predictor.client import PredictionClient, make_client
 from sola_sched.length_predictor.histogram import LengthHistogram
+from sola_sched.length_predictor.process.client import PredictionClient, make_client
 from sola_sched.planner import Planner, make_planner
 from sola_sched.reports.log import IntervalLog
 from sola_sched.vllm_adapter import first_start
-from sola_sched.vllm_adapter.arrival_times import ArrivalTimes
-from sola_sched.vllm_adapter.booking import Booking, tells_of_failed_loads
 from sola_sched.vllm_adapter.changing import make_changing
 from sola_sched.vllm_adapter.guard import Guard
-from sola_sched.vllm_adapter.guarded_queue import GuardedQueue
-from sola_sched.vllm_adapter.planning import Planning, cost_model_of
-from sola_sched.vllm_adapter.prefix_lookups import PrefixLookups
-from sola_sched.vllm_adapter.rejecting import Rejecting
-from sola_sched.vllm_adapter.reporting import Reporting
-from sola_sched.vllm_adapter.sessions import Sessions
-from sola_sched.vllm_adapter.steering import Steering
+from sola_sched.vllm_adapter.reports.reporting import Reporting
+from sola_sched.vllm_adapter.requests.arrival_times import ArrivalTimes
+from sola_sched.vllm_adapter.requests.booking import Booking, tells_of_failed_loads
+from sola_sched.vllm_adapter.requests.prefix_lookups import PrefixLookups
+from sola_sched.vllm_adapter.requests.rejecting import Rejecting
+from sola_sched.vllm_adapter.requests.sessions import Sessions
+from sola_sched.vllm_adapter.requests.targets import Targets
+from sola_sched.vllm_adapter.steps.guarded_queue import GuardedQueue
+from sola_sched.vllm_adapter.steps.planning import Planning, cost_model_of
+from sola_sched.vllm_adapter.steps.steering import Steering
+from sola_sched.vllm_adapter.steps.turns import make_turns
 from sola_sched.vllm_adapter.support import refuse_others, support_of
-from sola_sched.vllm_adapter.swapping import make_swapping
-from sola_sched.vllm_adapter.targets import Targets
-from sola_sched.vllm_adapter.turns import make_turns
+from sola_sched.vllm_adapter.swap.swapping import make_swapping
 from sola_sched.vllm_adapter.versions import WAITS_FOR_INPUT, Seams, check_version
 
 if TYPE_CHECKING:

@@ -63,7 +63,7 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> Any:
          ("attain/planner.py", "vllm_adapter/scheduler.py", "report/table.py",
           "vllm_adapter/plugin.py")),
         ("sola", ("prediction/length.py", "cost/execution.py", "prediction/trust.py",
-                  "core/ewt.py", "vllm_adapter/swapping.py", "attain/planner.py",
+                  "core/ewt.py", "vllm_adapter/swap/swapping.py", "attain/planner.py",
                   "harness/sweep.py"),
          ("report/table.py", "bench/cli.py", "report/results.py", "bound/upper.py",
           "vllm_adapter/plugin.py", "harness/command.py", "harness/resumable.py")),
@@ -101,7 +101,7 @@ OF_PLUGIN = (
     "core/services.py", "core/state.py", "core/table.py", "core/traffic.py", "cost/execution.py",
     "reports/__init__.py", "reports/fates.py", "reports/refusals.py",
     "vllm_adapter/first_start.py", "vllm_adapter/names.py", "vllm_adapter/plugin.py",
-    "vllm_adapter/plugin_swap.py", "vllm_adapter/support.py",
+    "vllm_adapter/swap/plugin_swap.py", "vllm_adapter/support.py",
 )  # fmt: skip
 
 

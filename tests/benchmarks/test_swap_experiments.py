@@ -24,7 +24,7 @@ _SWAP = f"{_ALISE},swap.mode=raw,swap.host_gib=8"
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     """Tokens by request of every step of the runs that follow."""
-    from sola_sched.vllm_adapter.booking import Booking
+    from sola_sched.vllm_adapter.requests.booking import Booking
 
     seen: list[dict[str, int]] = []
     record = Booking._record

@@ -127,7 +127,7 @@ def test_without_the_option_there_is_no_lease(model_dir: Path) -> None:
 def test_data_parallel_ranks_take_no_turns() -> None:
     from types import SimpleNamespace
 
-    from sola_sched.vllm_adapter.turns import refuse_ranks
+    from sola_sched.vllm_adapter.steps.turns import refuse_ranks
 
     with pytest.raises(ConfigError, match=r"'turns' must be off with data parallelism \(got 4"):
         refuse_ranks(SimpleNamespace(data_parallel_size=4))

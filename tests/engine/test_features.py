@@ -17,7 +17,7 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
-from sola_sched.vllm_adapter.plugin_swap import missing_hooks
+from sola_sched.vllm_adapter.swap.plugin_swap import missing_hooks
 
 pytestmark = pytest.mark.vllm
 

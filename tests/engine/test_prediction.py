@@ -18,7 +18,7 @@ import engine_harness
 from engine_harness import STOCK, EngineRequest, make_workload
 from tiny_llama import write_byte_tokenizer, write_tiny_llama
 
-from sola_sched.length_predictor import client as client_module
+from sola_sched.length_predictor.process import client as client_module
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

@@ -15,7 +15,7 @@ from needs import NEEDS_SWAPPING
 
 from sola_sched.config.swap import CONNECTOR, SwapConfig
 from sola_sched.kv_swap.support import reason_against, without_int8
-from sola_sched.vllm_adapter.plugin_swap import _reason_against
+from sola_sched.vllm_adapter.swap.plugin_swap import _reason_against
 
 pytestmark = [pytest.mark.vllm, NEEDS_SWAPPING]
 

@@ -14,7 +14,7 @@ import pytest
 from sola_sched.cost.model import Coefficients, CostModel
 from sola_sched.errors import ConfigError, EncoderError, PredictorFileError, ProfileError
 from sola_sched.front_end.options import print_option_errors_plainly, read_options
-from sola_sched.length_predictor.lexical_predictor import LexicalPredictor
+from sola_sched.length_predictor.lexical.lexical_predictor import LexicalPredictor
 from sola_sched.length_predictor.storage import save_predictor
 
 ROOT = Path(__file__).parents[2]

@@ -26,11 +26,11 @@ from sola_sched.planner.alise import AlisePlanner
 from sola_sched.planner.attain import AttainPlanner
 from sola_sched.planner.doubling import DoublingPlanner
 from sola_sched.planner.paper import PaperPlanner
-from sola_sched.vllm_adapter import planning
-from sola_sched.vllm_adapter.rejecting import Rejecting
+from sola_sched.vllm_adapter.requests.rejecting import Rejecting
 from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
-from sola_sched.vllm_adapter.steering import Steering
-from sola_sched.vllm_adapter.swapping import Swapping
+from sola_sched.vllm_adapter.steps import planning
+from sola_sched.vllm_adapter.steps.steering import Steering
+from sola_sched.vllm_adapter.swap.swapping import Swapping
 from sola_sched.vllm_adapter.versions import Seams
 
 

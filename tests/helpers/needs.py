@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sola_sched.vllm_adapter.plugin_swap import missing_hooks
+from sola_sched.vllm_adapter.swap.plugin_swap import missing_hooks
 
 #: More of vLLM than every supported release has.
 NEEDS_SWAPPING = pytest.mark.skipif(

@@ -9,7 +9,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 import sola_sched
 from sola_sched.reports import carrier
 from sola_sched.reports.telemetry import TelemetryReport
-from sola_sched.vllm_adapter.telemetry_sender import TelemetrySender
+from sola_sched.vllm_adapter.reports.telemetry_sender import TelemetrySender
 
 
 class TellingScheduler(sola_sched.Scheduler):

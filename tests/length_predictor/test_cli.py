@@ -21,8 +21,8 @@ from sola_sched.errors import DatasetError
 from sola_sched.length_predictor import cli, corpus
 from sola_sched.length_predictor.building import build_lexical
 from sola_sched.length_predictor.corpus import Corpus, load
-from sola_sched.length_predictor.evaluation import copy_of, evaluate, make, warm_up_split
-from sola_sched.length_predictor.scoring import score
+from sola_sched.length_predictor.evaluation.evaluation import copy_of, evaluate, make, warm_up_split
+from sola_sched.length_predictor.evaluation.scoring import score
 
 pytestmark = pytest.mark.usefixtures("short_training")
 

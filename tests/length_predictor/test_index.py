@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 faiss = pytest.importorskip("faiss", reason="needs faiss-cpu")
 
-from sola_sched.length_predictor import index  # noqa: E402
-from sola_sched.length_predictor.index import MAX_PER_PROMPT, NeighbourStore  # noqa: E402
+from sola_sched.length_predictor.retrieval import index  # noqa: E402
+from sola_sched.length_predictor.retrieval.index import MAX_PER_PROMPT, NeighbourStore  # noqa: E402
 
 DIM = 16
 #: Vectors are kept as half floats, whose relative error is 2^-11; a dot product of two unit vectors

@@ -12,10 +12,15 @@ from hypothesis import strategies as st
 from prompts import TASKS, make_corpus
 
 from sola_sched.length_predictor.calibration import Recalibration
-from sola_sched.length_predictor.features import MAX_CHARS, NUM_BUCKETS, describe, word_matrix
-from sola_sched.length_predictor.lexical import LexicalModel, prior_quantiles
-from sola_sched.length_predictor.lexical_predictor import LexicalPredictor
-from sola_sched.length_predictor.scoring import score
+from sola_sched.length_predictor.evaluation.scoring import score
+from sola_sched.length_predictor.lexical.features import (
+    MAX_CHARS,
+    NUM_BUCKETS,
+    describe,
+    word_matrix,
+)
+from sola_sched.length_predictor.lexical.lexical import LexicalModel, prior_quantiles
+from sola_sched.length_predictor.lexical.lexical_predictor import LexicalPredictor
 from sola_sched.prediction.length import LEVELS
 
 #: The made-up lengths spread by a factor of e^0.2 around what the words say.
@@ -38,7 +43,7 @@ def test_any_text_has_features(text: str) -> None:
 
 def test_features_are_the_same_in_every_process() -> None:
     code = (
-        "from sola_sched.length_predictor.features import describe;"
+        "from sola_sched.length_predictor.lexical.features import describe;"
         "print(describe('Write a poem about the sea?').buckets.tolist())"
     )
 

@@ -11,15 +11,15 @@ from prompts import WordEncoder, make_corpus
 pytest.importorskip("faiss", reason="needs faiss-cpu")
 
 from sola_sched.length_predictor.building import build_retrieval
-from sola_sched.length_predictor.decoder import Decoder, train_decoder
-from sola_sched.length_predictor.features import count_matrix, describe
-from sola_sched.length_predictor.index import NeighbourStore
-from sola_sched.length_predictor.predictor import (
+from sola_sched.length_predictor.evaluation.scoring import score
+from sola_sched.length_predictor.lexical.features import count_matrix, describe
+from sola_sched.length_predictor.retrieval.decoder import Decoder, train_decoder
+from sola_sched.length_predictor.retrieval.index import NeighbourStore
+from sola_sched.length_predictor.retrieval.predictor import (
     MIN_SIMILARITY,
     RetrievalPredictor,
     weighted_quantiles,
 )
-from sola_sched.length_predictor.scoring import score
 from sola_sched.prediction.length import LEVELS
 
 

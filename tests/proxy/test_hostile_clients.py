@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from cluster.hostile import beside
-from cluster.hostile_clients import KINDS
+from gateway.hostile import beside
+from gateway.hostile_clients import KINDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
 

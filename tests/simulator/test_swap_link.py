@@ -24,7 +24,7 @@ from sola_sched.kv_swap.jobs import Job, Piece
 from sola_sched.simulator import StepTimeModel, VirtualEngine, VirtualRequest
 from sola_sched.simulator.swap_link import LinkSpeed, SwapLink
 from sola_sched.vllm_adapter.scheduler import Scheduler
-from sola_sched.vllm_adapter.swapping import Swapping
+from sola_sched.vllm_adapter.swap.swapping import Swapping
 
 pytestmark = pytest.mark.vllm
 

@@ -18,8 +18,8 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_qu
 from vllm.v1.request import Request
 
 from sola_sched.core.queues import PlannedQueue
-from sola_sched.vllm_adapter.guarded_queue import GuardedQueue
-from sola_sched.vllm_adapter.steering import place_of
+from sola_sched.vllm_adapter.steps.guarded_queue import GuardedQueue
+from sola_sched.vllm_adapter.steps.steering import place_of
 
 pytestmark = pytest.mark.vllm
 

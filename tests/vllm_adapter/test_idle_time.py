@@ -19,7 +19,7 @@ import sola_sched
 from sola_sched.cost.fit import StepShape
 from sola_sched.simulator import VirtualRequest
 from sola_sched.simulator.host import make_request
-from sola_sched.vllm_adapter.turns import Turns
+from sola_sched.vllm_adapter.steps.turns import Turns
 
 pytestmark = pytest.mark.vllm
 

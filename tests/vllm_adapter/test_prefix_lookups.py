@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 
 import sola_sched
 from sola_sched.simulator import VirtualEngine, VirtualRequest
-from sola_sched.vllm_adapter.prefix_lookups import BLOCKS_PER_STEP
+from sola_sched.vllm_adapter.requests.prefix_lookups import BLOCKS_PER_STEP
 
 pytestmark = pytest.mark.vllm
 

@@ -16,7 +16,7 @@ from virtual_runs import make_small_engine, warm_up
 
 import sola_sched
 from sola_sched.simulator import VirtualEngine, VirtualRequest
-from sola_sched.vllm_adapter.request_spans import SPAN, RequestSpans
+from sola_sched.vllm_adapter.reports.request_spans import SPAN, RequestSpans
 
 pytestmark = pytest.mark.vllm
 

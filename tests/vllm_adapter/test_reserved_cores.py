@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from needs import NEEDS_SWAPPING
 
 from sola_sched.config.swap import CONNECTOR
-from sola_sched.vllm_adapter import plugin_swap
+from sola_sched.vllm_adapter.swap import plugin_swap
 
 pytestmark = [pytest.mark.vllm, NEEDS_SWAPPING]
 

@@ -15,7 +15,7 @@ import sola_sched
 from sola_sched.config.slo import DEFAULT_CLASS, SloTarget
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.simulator import VirtualEngine, VirtualRequest
-from sola_sched.vllm_adapter.targets import Targets
+from sola_sched.vllm_adapter.requests.targets import Targets
 
 pytestmark = pytest.mark.vllm
 

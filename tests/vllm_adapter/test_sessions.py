@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 
 import sola_sched
 from sola_sched.simulator import VirtualRequest
-from sola_sched.vllm_adapter.steering import Steering
+from sola_sched.vllm_adapter.steps.steering import Steering
 
 pytestmark = pytest.mark.vllm
 

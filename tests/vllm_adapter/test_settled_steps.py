@@ -13,8 +13,8 @@ from virtual_runs import make_small_engine, make_workload, step_until, warm_up
 
 from sola_sched.core.state import StepPlan, StepState
 from sola_sched.simulator import VirtualEngine, VirtualRequest
-from sola_sched.vllm_adapter import planning
 from sola_sched.vllm_adapter.scheduler import Scheduler
+from sola_sched.vllm_adapter.steps import planning
 
 pytestmark = pytest.mark.vllm
 

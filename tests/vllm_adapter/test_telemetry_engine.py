@@ -14,7 +14,7 @@ from telling_scheduler import TellingScheduler
 from virtual_model import TINY_MODEL
 
 from sola_sched.simulator import StepTimeModel, StepTrace, VirtualEngine, VirtualRequest
-from sola_sched.vllm_adapter.telemetry_sender import TelemetrySender
+from sola_sched.vllm_adapter.reports.telemetry_sender import TelemetrySender
 
 pytestmark = pytest.mark.vllm
 
@@ -92,7 +92,9 @@ def test_a_failure_of_the_metrics_is_logged_once_and_harms_nobody(
     monkeypatch.setattr("sola_sched.reports.telemetry.Telemetry.planned", fail)
     engine = make_engine(ttft_s=0.3, tpot_s=0.05)
     log = []
-    monkeypatch.setattr("sola_sched.vllm_adapter.telemetry_sender.logger.exception", log.append)
+    monkeypatch.setattr(
+        "sola_sched.vllm_adapter.reports.telemetry_sender.logger.exception", log.append
+    )
     records = engine.run(workload(20))
 
     assert all(record.is_finished for record in records)
@@ -113,7 +115,8 @@ def test_reports_are_made_only_where_a_front_end_takes_them(
     monkeypatch: pytest.MonkeyPatch, plugins: list[str] | None, log_stats: bool, is_heard: bool
 ) -> None:
     monkeypatch.setattr(
-        "sola_sched.vllm_adapter.telemetry_sender.envs", SimpleNamespace(VLLM_PLUGINS=plugins)
+        "sola_sched.vllm_adapter.reports.telemetry_sender.envs",
+        SimpleNamespace(VLLM_PLUGINS=plugins),
     )
 
     assert TelemetrySender(log_stats=log_stats)._counts.is_heard == is_heard

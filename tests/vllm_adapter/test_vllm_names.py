@@ -25,15 +25,16 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 import sola_sched
 from sola_sched.errors import IncompatibleVllmError
 from sola_sched.simulator import StepTimeModel, VirtualEngine, VirtualRequest
-from sola_sched.vllm_adapter import swapping
 from sola_sched.vllm_adapter.names import EITHER, PARTS, SCHEDULER, Part, lacking
+from sola_sched.vllm_adapter.swap import swapping
 
 pytestmark = pytest.mark.vllm
 
 PACKAGES = Path(vllm.__file__).parents[1]
 TOOLS = ("sola_sched.bench", "sola_sched.simulator", "sola_sched.profile", "sola_sched.serving")
 #: Programs, and what runs in the API server's process.
-OUTSIDE_A_STEP = (*TOOLS, "sola_sched.vllm_adapter.plugin", "sola_sched.front_end")
+PLUGINS = ("sola_sched.vllm_adapter.plugin", "sola_sched.vllm_adapter.swap.plugin_swap")
+OUTSIDE_A_STEP = (*TOOLS, *PLUGINS, "sola_sched.front_end")
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def test_a_new_use_and_a_rename_are_found_by_themselves() -> None:
 
     def with_a_new_use(path: str) -> str | None:
         text = ours(path)
-        if path == "sola_sched/vllm_adapter/swapping_ahead.py":
+        if path == "sola_sched/vllm_adapter/swap/swapping_ahead.py":
             assert text is not None
             line = "connector, manager = self._swapping.connector, scheduler.kv_cache_manager\n"
             assert line in text

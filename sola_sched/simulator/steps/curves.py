@@ -22,7 +22,7 @@ from scipy.optimize import nnls
 
 from sola_sched.cost.fit import StepShape
 from sola_sched.errors import ProfileError
-from sola_sched.vllm_adapter.step_shape import shape_of
+from sola_sched.vllm_adapter.steps.step_shape import shape_of
 
 #: Terms beside the curves, with the unit of their coefficient.
 LINEAR = {

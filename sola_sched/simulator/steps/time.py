@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from sola_sched.cost.fit import StepShape
 from sola_sched.cost.model import CostModel
 from sola_sched.simulator.steps.curves import META_KEY, StepCurves, batch_of
-from sola_sched.vllm_adapter.step_shape import shape_of
+from sola_sched.vllm_adapter.steps.step_shape import shape_of
 
 
 class StepCounts(NamedTuple):

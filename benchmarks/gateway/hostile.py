@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from cluster.hostile_clients import KINDS, PATH
+from gateway.hostile_clients import KINDS, PATH
 from harness.markdown import markdown
 from harness.setup import Outcome, Setup
 

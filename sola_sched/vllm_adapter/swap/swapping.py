@@ -15,7 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 from sola_sched.config.swap import CONNECTOR
 from sola_sched.core.state import WAITING, StepPlan, StepState
 from sola_sched.vllm_adapter.names import lacking
-from sola_sched.vllm_adapter.swapping_ahead import SwappingAhead
+from sola_sched.vllm_adapter.swap.swapping_ahead import SwappingAhead
 from sola_sched.vllm_adapter.versions import Seams
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """The predictor's process: reads requests from its scheduler, answers, learns, and asks nobody.
 
-Started by `client.PredictionClient` as ``python -m sola_sched.length_predictor.service``. It runs
-at the lowest priority on one thread. Everything arrives on one socket; an end of file there means
-that the scheduler is gone, and so is this process then.
+Started by `client.PredictionClient` as ``python -m sola_sched.length_predictor.process.service``.
+It runs at the lowest priority on one thread. Everything arrives on one socket; an end of file there
+means that the scheduler is gone, and so is this process then.
 
 One turn of the loop: read all that has arrived; predict one batch; or, with nothing to predict,
 learn from what has finished. If more wait than `_MAX_QUEUED`, the oldest get the answer of their
@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from sola_sched.errors import EncoderError, PredictorFileError
-from sola_sched.length_predictor import protocol
-from sola_sched.length_predictor.lexical_predictor import LexicalPredictor, Pending
-from sola_sched.length_predictor.protocol import ServiceSettings
-from sola_sched.length_predictor.text import Decode, SharedStart, load_tokenizer, readable
+from sola_sched.length_predictor.lexical.lexical_predictor import LexicalPredictor, Pending
+from sola_sched.length_predictor.process import protocol
+from sola_sched.length_predictor.process.protocol import ServiceSettings
+from sola_sched.length_predictor.process.text import Decode, SharedStart, load_tokenizer, readable
 
 # Encoded at once: more is not much faster a prompt, and the first would wait for the last.
 _BATCH = 8
@@ -191,11 +191,11 @@ def make_predictor(settings: ServiceSettings) -> Any:
         from sola_sched.length_predictor.storage import load_lexical
 
         return load_lexical(path)
-    from sola_sched.length_predictor.embed import DEFAULT_ENCODER, SentenceEncoder
+    from sola_sched.length_predictor.retrieval.embed import DEFAULT_ENCODER, SentenceEncoder
 
     encoder = SentenceEncoder(settings.encoder or DEFAULT_ENCODER)
-    from sola_sched.length_predictor.index import use_one_thread
-    from sola_sched.length_predictor.predictor import RetrievalPredictor
+    from sola_sched.length_predictor.retrieval.index import use_one_thread
+    from sola_sched.length_predictor.retrieval.predictor import RetrievalPredictor
     from sola_sched.length_predictor.storage import load_retrieval
 
     use_one_thread()

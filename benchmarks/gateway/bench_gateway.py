@@ -21,8 +21,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from cluster import servers
-from cluster.clients import QUIET, Bench, Traffic, cpu_s, get_json, wait_for
+from gateway import servers
+from gateway.clients import QUIET, Bench, Traffic, cpu_s, get_json, wait_for
 from harness.markdown import markdown
 from harness.setup import Outcome, Setup
 

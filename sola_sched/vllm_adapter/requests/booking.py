@@ -21,10 +21,10 @@ from sola_sched.vllm_adapter.versions import WAITS_FOR_INPUT
 
 if TYPE_CHECKING:
     from sola_sched.reports.log import IntervalLog
-    from sola_sched.vllm_adapter.arrival_times import ArrivalTimes
-    from sola_sched.vllm_adapter.prefix_lookups import PrefixLookups
+    from sola_sched.vllm_adapter.requests.arrival_times import ArrivalTimes
+    from sola_sched.vllm_adapter.requests.prefix_lookups import PrefixLookups
+    from sola_sched.vllm_adapter.requests.targets import Targets
     from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
-    from sola_sched.vllm_adapter.targets import Targets
 
 _id_of = operator.attrgetter("request_id")
 _tokens_of = operator.attrgetter("new_token_ids")

@@ -11,17 +11,17 @@ from sola_sched.reports import load, load_text
 from sola_sched.reports.fates import engine_facts
 from sola_sched.reports.log import IntervalLog, engine_stats
 from sola_sched.reports.missed_log import MissedLog
-from sola_sched.vllm_adapter.telemetry_sender import TelemetrySender
+from sola_sched.vllm_adapter.reports.telemetry_sender import TelemetrySender
 from sola_sched.vllm_adapter.versions import Seams
 
 if TYPE_CHECKING:
-    from sola_sched.vllm_adapter.arrival_times import ArrivalTimes
-    from sola_sched.vllm_adapter.planning import Planning
-    from sola_sched.vllm_adapter.request_spans import RequestSpans
+    from sola_sched.vllm_adapter.reports.request_spans import RequestSpans
+    from sola_sched.vllm_adapter.requests.arrival_times import ArrivalTimes
+    from sola_sched.vllm_adapter.requests.targets import Targets
     from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
-    from sola_sched.vllm_adapter.steering import Steering
-    from sola_sched.vllm_adapter.swapping import Swapping
-    from sola_sched.vllm_adapter.targets import Targets
+    from sola_sched.vllm_adapter.steps.planning import Planning
+    from sola_sched.vllm_adapter.steps.steering import Steering
+    from sola_sched.vllm_adapter.swap.swapping import Swapping
 
 logger = init_logger("vllm.sola_sched")
 
@@ -180,7 +180,7 @@ def _spans(endpoint: str | None) -> RequestSpans | None:
     """Spans of requests, where vLLM sends its own to an endpoint: it has the packages then."""
     if endpoint is None:
         return None
-    from sola_sched.vllm_adapter.request_spans import RequestSpans
+    from sola_sched.vllm_adapter.reports.request_spans import RequestSpans
 
     return RequestSpans()
 

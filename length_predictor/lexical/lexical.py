@@ -21,7 +21,7 @@ import scipy.sparse
 from numpy.typing import NDArray
 from scipy.sparse.linalg import lsqr
 
-from sola_sched.length_predictor.features import (
+from sola_sched.length_predictor.lexical.features import (
     NUM_BUCKETS,
     NUM_COUNTS,
     PromptFeatures,

@@ -23,18 +23,18 @@ from sola_sched.length_predictor.building import (
     encode_all,
 )
 from sola_sched.length_predictor.corpus import Corpus
-from sola_sched.length_predictor.embed import SentenceEncoder
-from sola_sched.length_predictor.features import count_matrix, describe
+from sola_sched.length_predictor.evaluation.scoring import score
 from sola_sched.length_predictor.histogram import LengthHistogram
-from sola_sched.length_predictor.index import NeighbourStore
-from sola_sched.length_predictor.lexical import LexicalModel
-from sola_sched.length_predictor.lexical_predictor import LexicalPredictor
-from sola_sched.length_predictor.predictor import (
+from sola_sched.length_predictor.lexical.features import count_matrix, describe
+from sola_sched.length_predictor.lexical.lexical import LexicalModel
+from sola_sched.length_predictor.lexical.lexical_predictor import LexicalPredictor
+from sola_sched.length_predictor.retrieval.embed import SentenceEncoder
+from sola_sched.length_predictor.retrieval.index import NeighbourStore
+from sola_sched.length_predictor.retrieval.predictor import (
     Encoder,
     RetrievalPredictor,
     Vectors,
 )
-from sola_sched.length_predictor.scoring import score
 from sola_sched.prediction.length import LEVELS, NUM_LEVELS
 
 FloatArray = NDArray[np.float64]
@@ -223,7 +223,7 @@ def make(
 
 @functools.lru_cache(maxsize=1)
 def _trained(corpus: Corpus, seconds: float, report: Report) -> Any:
-    from sola_sched.length_predictor.proxy import ProxyModel
+    from sola_sched.length_predictor.evaluation.proxy import ProxyModel
 
     model = ProxyModel()
     model.fit(corpus, seconds=seconds, report=report)

@@ -23,8 +23,8 @@ from dataclasses import asdict
 from typing import Any
 
 from sola_sched.config.sola_config import SolaConfig
-from sola_sched.length_predictor import protocol
-from sola_sched.length_predictor.protocol import ServiceSettings
+from sola_sched.length_predictor.process import protocol
+from sola_sched.length_predictor.process.protocol import ServiceSettings
 from sola_sched.prediction.length import LengthPrediction
 
 logger = logging.getLogger("vllm.sola_sched")
@@ -62,7 +62,7 @@ class PredictionClient:
             sys.executable,
             "-P",
             "-m",
-            "sola_sched.length_predictor.service",
+            "sola_sched.length_predictor.process.service",
         ),
     ) -> None:
         self.settings = settings

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.clients import QUIET, Traffic, get_json, wait_for
+from gateway.clients import QUIET, Traffic, get_json, wait_for
 
 _HERE = Path(__file__).resolve().parent
 #: Seconds that a step of the two replicas takes more than this machine needs.

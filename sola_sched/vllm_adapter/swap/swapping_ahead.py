@@ -12,7 +12,7 @@ from sola_sched.vllm_adapter.versions import Seams
 
 if TYPE_CHECKING:
     from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
-    from sola_sched.vllm_adapter.swapping import Swapping
+    from sola_sched.vllm_adapter.swap.swapping import Swapping
 
 #: Copies of running requests under way at once: more would only fill the link.
 _MAX_AHEAD = 4

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sola_sched.errors import EncoderError
-from sola_sched.length_predictor.features import head_and_tail
+from sola_sched.length_predictor.lexical.features import head_and_tail
 
 if TYPE_CHECKING:  # takes seconds to import
     from sentence_transformers import SentenceTransformer
@@ -151,7 +151,7 @@ class SentenceEncoder:
         self.dim = int(self._model.get_embedding_dimension() or 0)
         self.num_bytes = sum(each.nbytes for each in self._model.parameters())
         if precision == "int8":
-            from sola_sched.length_predictor.int8 import Int8Network
+            from sola_sched.length_predictor.retrieval.int8 import Int8Network
 
             network = Int8Network(self._model[0].model, max_tokens)
             self._model[0].model = network

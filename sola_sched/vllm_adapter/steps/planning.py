@@ -21,17 +21,17 @@ from sola_sched.core.state import EngineLimits, StepPlan, StepState
 from sola_sched.cost.model import CostModel
 from sola_sched.planner import pass_through
 from sola_sched.reports.log import waits_for_slots_alone
-from sola_sched.vllm_adapter.adapter_slots import leave_out, with_late_rejected
 from sola_sched.vllm_adapter.engine_facts import differences, facts_of
-from sola_sched.vllm_adapter.steering import BETWEEN_PREFILLS, NEUTRAL, SETTLED
+from sola_sched.vllm_adapter.steps.adapter_slots import leave_out, with_late_rejected
+from sola_sched.vllm_adapter.steps.steering import BETWEEN_PREFILLS, NEUTRAL, SETTLED
 from sola_sched.vllm_adapter.versions import Seams
 
 if TYPE_CHECKING:
-    from sola_sched.vllm_adapter.booking import Booking
-    from sola_sched.vllm_adapter.prefix_lookups import PrefixLookups
+    from sola_sched.vllm_adapter.requests.booking import Booking
+    from sola_sched.vllm_adapter.requests.prefix_lookups import PrefixLookups
     from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
-    from sola_sched.vllm_adapter.steering import Steering
-    from sola_sched.vllm_adapter.swapping import Swapping
+    from sola_sched.vllm_adapter.steps.steering import Steering
+    from sola_sched.vllm_adapter.swap.swapping import Swapping
 
 logger = init_logger("vllm.sola_sched")
 

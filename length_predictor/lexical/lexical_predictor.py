@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sola_sched.length_predictor.calibration import Recalibration
-from sola_sched.length_predictor.features import PromptFeatures, describe
-from sola_sched.length_predictor.lexical import LexicalModel
+from sola_sched.length_predictor.lexical.features import PromptFeatures, describe
+from sola_sched.length_predictor.lexical.lexical import LexicalModel
 from sola_sched.prediction.length import LengthPrediction
 
 FloatArray = NDArray[np.float64]

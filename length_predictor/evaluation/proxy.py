@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sola_sched.length_predictor.corpus import Corpus
-from sola_sched.length_predictor.embed import DEFAULT_ENCODER, find_encoder, load_model
+from sola_sched.length_predictor.retrieval.embed import DEFAULT_ENCODER, find_encoder, load_model
 from sola_sched.prediction.length import LEVELS, NUM_LEVELS
 
 FloatArray = NDArray[np.float64]
@@ -119,7 +119,7 @@ class ProxyModel:
 
     def quantize(self) -> None:
         """Turn the network to INT8 and one graph, which those papers do not do."""
-        from sola_sched.length_predictor.int8 import Int8Network
+        from sola_sched.length_predictor.retrieval.int8 import Int8Network
 
         self._model[0].model = Int8Network(self.network, MAX_TOKENS)
 

@@ -25,15 +25,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sola_sched.length_predictor.calibration import Recalibration
-from sola_sched.length_predictor.decoder import Decoder
-from sola_sched.length_predictor.features import PromptFeatures, count_matrix, describe
-from sola_sched.length_predictor.index import NeighbourStore
-from sola_sched.length_predictor.lexical import LexicalModel
-from sola_sched.length_predictor.lexical_predictor import (
+from sola_sched.length_predictor.lexical.features import PromptFeatures, count_matrix, describe
+from sola_sched.length_predictor.lexical.lexical import LexicalModel
+from sola_sched.length_predictor.lexical.lexical_predictor import (
     LexicalPredictor,
     Pending,
     predictions,
 )
+from sola_sched.length_predictor.retrieval.decoder import Decoder
+from sola_sched.length_predictor.retrieval.index import NeighbourStore
 from sola_sched.prediction.length import LEVELS, NUM_LEVELS, LengthPrediction
 
 FloatArray = NDArray[np.float64]

@@ -15,12 +15,12 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request, RequestStatus
 
 from sola_sched.core.state import PREFILL, IntArray, StepPlan
-from sola_sched.vllm_adapter.guarded_queue import GuardedQueue
+from sola_sched.vllm_adapter.steps.guarded_queue import GuardedQueue
 from sola_sched.vllm_adapter.versions import WAITS_FOR_INPUT, Seams
 
 if TYPE_CHECKING:
-    from sola_sched.vllm_adapter.booking import Booking
-    from sola_sched.vllm_adapter.rejecting import Rejecting
+    from sola_sched.vllm_adapter.requests.booking import Booking
+    from sola_sched.vllm_adapter.requests.rejecting import Rejecting
     from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
 
 #: vLLM's order of waiting requests under its priority policy.

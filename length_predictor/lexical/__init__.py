@@ -1,0 +1,1 @@
+"""Output lengths from the words of a prompt."""

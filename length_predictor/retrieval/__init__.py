@@ -1,0 +1,1 @@
+"""Output lengths from similar past prompts, as in ALISE's Algorithm 1: encoder, FAISS, decoder."""
