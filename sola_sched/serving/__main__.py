@@ -27,8 +27,8 @@ from sola_sched.errors import ConfigError
 from sola_sched.proxy.keys import add_key_file, add_keys, keys_of
 from sola_sched.proxy.limits import add_limits, as_arguments, limits_of
 from sola_sched.proxy.listener import add_admin, serve_until_ended, warn_of
-from sola_sched.serving.gateway.options import GatewayOptions
-from sola_sched.serving.gateway.server import Gateway
+from sola_sched.serving.gateway import Gateway
+from sola_sched.serving.options import GatewayOptions
 from sola_sched.serving.policies import DEFAULT, NAMES, make_router
 from sola_sched.serving.slo_headers import ClientRules
 

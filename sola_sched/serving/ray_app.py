@@ -28,8 +28,8 @@ from sola_sched.proxy.limits import Limits
 from sola_sched.proxy.listener import ADMIN_HOST, Listener, listening, warn_of
 from sola_sched.serving import membership
 from sola_sched.serving.arrivals import ARRIVALS
-from sola_sched.serving.gateway.options import GatewayOptions
-from sola_sched.serving.gateway.server import Gateway
+from sola_sched.serving.gateway import Gateway
+from sola_sched.serving.options import GatewayOptions
 from sola_sched.serving.policies import DEFAULT, NAMES, make_router
 from sola_sched.serving.ray_router import URL
 from sola_sched.serving.ray_scaling import autoscaling_of

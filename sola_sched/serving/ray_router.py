@@ -26,10 +26,10 @@ from sola_sched.cluster.view import Refusal, RoutedRequest
 from sola_sched.config.flags import is_loopback
 from sola_sched.errors import SloError
 from sola_sched.serving import membership
-from sola_sched.serving.gateway.call import Call, Lengths, ids_and_chars
-from sola_sched.serving.gateway.feed import follow
-from sola_sched.serving.gateway.replicas import Attempt, Replica, Replicas
+from sola_sched.serving.call import Call, Lengths, ids_and_chars
+from sola_sched.serving.feed import follow
 from sola_sched.serving.policies import DEFAULT, make_router
+from sola_sched.serving.replicas import Attempt, Replica, Replicas
 from sola_sched.serving.slo_headers import with_slo_headers
 
 logger = logging.getLogger(__name__)

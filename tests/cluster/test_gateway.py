@@ -12,8 +12,8 @@ from fake_replica import FakeReplica, output_of
 from gateway_clients import Client, gateway_before, run, until
 
 from sola_sched.cluster.routers import RoundRobin
-from sola_sched.serving.gateway.call import Call, Lengths
-from sola_sched.serving.gateway.replicas import Attempt, Replicas
+from sola_sched.serving.call import Call, Lengths
+from sola_sched.serving.replicas import Attempt, Replicas
 
 WHOLE = output_of("hello", 12)
 

@@ -16,8 +16,8 @@ from fake_replica import FakeReplica
 from gateway_clients import QUICK, Client, gateway_before, until
 
 from sola_sched.cluster.routers import JoinShortestQueue, LeastPredictedTtft, RoundRobin
-from sola_sched.serving.gateway.feed import LOAD_PATH, SILENT_S
-from sola_sched.serving.gateway.server import Gateway
+from sola_sched.serving.feed import LOAD_PATH, SILENT_S
+from sola_sched.serving.gateway import Gateway
 
 
 def test_reports_reach_the_router() -> None:

@@ -21,7 +21,7 @@ from aiohttp.test_utils import TestServer
 from gateway_clients import QUICK
 
 from sola_sched.cluster.routers import RoundRobin
-from sola_sched.serving.gateway.server import Gateway
+from sola_sched.serving.gateway import Gateway
 
 
 def _event(kind: str, **fields: Any) -> bytes:

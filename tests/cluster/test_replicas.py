@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from sola_sched.cluster.all_routers import ALL_ROUTERS
 from sola_sched.cluster.view import InstanceView
 from sola_sched.errors import ConfigError
-from sola_sched.serving.gateway.replicas import Replica, Replicas
 from sola_sched.serving.policies import make_router
+from sola_sched.serving.replicas import Replica, Replicas
 
 
 class Clock:

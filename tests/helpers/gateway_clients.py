@@ -16,8 +16,8 @@ from listeners import Handler, serving, upstream
 from sola_sched.cluster.routers import RoundRobin
 from sola_sched.cluster.view import Router
 from sola_sched.proxy.listener import Listener, listening
-from sola_sched.serving.gateway.options import GatewayOptions
-from sola_sched.serving.gateway.server import Gateway
+from sola_sched.serving.gateway import Gateway
+from sola_sched.serving.options import GatewayOptions
 
 #: Waits of tests: long against what an event loop needs, short against a test's patience.
 QUICK = GatewayOptions(stall_s=0.4, patience_s=0.6, avoid_s=0.05, connect_s=1.0)

@@ -19,7 +19,7 @@ from sola_sched.cluster.routers import RoundRobin
 from sola_sched.colocation.door import Door
 from sola_sched.colocation.sleeping import SleepOptions
 from sola_sched.proxy.front import Front
-from sola_sched.serving.gateway.server import Gateway
+from sola_sched.serving.gateway import Gateway
 
 
 class Server:

@@ -24,11 +24,11 @@ from sola_sched.proxy.limits import Limits
 from sola_sched.proxy.owners import Owners
 from sola_sched.proxy.paths import Passage, target
 from sola_sched.proxy.upstream import Upstream
-from sola_sched.serving.gateway.call import Call, Lengths, request_id_of
-from sola_sched.serving.gateway.delivery import Delivery
-from sola_sched.serving.gateway.feed import follow
-from sola_sched.serving.gateway.options import GatewayOptions
-from sola_sched.serving.gateway.replicas import Replica, Replicas
+from sola_sched.serving.call import Call, Lengths, request_id_of
+from sola_sched.serving.delivery import Delivery
+from sola_sched.serving.feed import follow
+from sola_sched.serving.options import GatewayOptions
+from sola_sched.serving.replicas import Replica, Replicas
 from sola_sched.serving.slo_headers import ClientRules
 
 #: What is counted, and shown as `sola_gateway_NAME_total`.

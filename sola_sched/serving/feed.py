@@ -17,7 +17,7 @@ import aiohttp
 from sola_sched.cluster.view import InstanceView
 from sola_sched.errors import ReportError
 from sola_sched.reports.load_text import from_json
-from sola_sched.serving.gateway.replicas import ANY_STEPS, Replica, Replicas
+from sola_sched.serving.replicas import ANY_STEPS, Replica, Replicas
 
 logger = logging.getLogger(__name__)
 

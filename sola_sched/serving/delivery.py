@@ -25,10 +25,10 @@ from sola_sched.proxy.json_object import encoded, replaced
 from sola_sched.proxy.owners import Owners, of_response, response_id
 from sola_sched.proxy.upstream import Upstream, reason
 from sola_sched.serving.arrivals import ATTEMPT_HEADER
-from sola_sched.serving.gateway.call import Call, Lengths
-from sola_sched.serving.gateway.options import GatewayOptions
-from sola_sched.serving.gateway.outgoing import Client, Outgoing
-from sola_sched.serving.gateway.replicas import Attempt, Replica, Replicas
+from sola_sched.serving.call import Call, Lengths
+from sola_sched.serving.options import GatewayOptions
+from sola_sched.serving.outgoing import Client, Outgoing
+from sola_sched.serving.replicas import Attempt, Replica, Replicas
 from sola_sched.serving.resuming import events
 from sola_sched.serving.resuming.asked import Asked
 from sola_sched.serving.resuming.plans import Plan, continuation, ending, replay, ways
