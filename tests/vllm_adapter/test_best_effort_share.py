@@ -92,7 +92,10 @@ SETTINGS: dict[str, Any] = {
 def check_share(
     share: float, slo_s: float, overload: float, prompt: int, options: dict[str, Any], seed: int
 ) -> None:
-    """Under lasting overload the lost get their share of engine time, oldest first."""
+    """Under lasting overload the lost get their share, oldest first.
+
+    It is one of engine time, and of the slots while all of these are taken.
+    """
     sola = {"ttft_s": slo_s, "tpot_s": 0.5, "best_effort_share": share}
     engine = make_small_engine(sola_sched.Scheduler, sola=sola, **options)
     mean_prompt_s = STEP_TIME.per_prefill_token_s * 1.125 * prompt
@@ -101,6 +104,7 @@ def check_share(
     arrival, lost = starts.arrival_s, starts.lost
     left = {r.req_id: r.prompt_len or 0 for r in workload}
     last_s = max(arrival.values())
+    num_slots = options["max_num_seqs"]
     busy_s = lost_s = 0.0
 
     def note(trace: StepTrace) -> None:
@@ -109,7 +113,7 @@ def check_share(
             return
         starts.note(trace, trace.scheduled_s)
         if any(trace.scheduled_s - arrived_s > slo_s for arrived_s in starts.to_start_s.values()):
-            busy_s += trace.end_s - trace.start_s
+            step_s, step_lost_s = trace.end_s - trace.start_s, 0.0
             num_decodes = sum(left[name] <= 0 for name in trace.output.num_scheduled_tokens)
             decode_s = STEP_TIME.base_s + STEP_TIME.per_decode_s * num_decodes
             for name, tokens in trace.output.num_scheduled_tokens.items():
@@ -118,9 +122,15 @@ def check_share(
                     lost.add(name)
                 if name in lost:
                     is_decode = left[name] <= 0
-                    lost_s += tokens * (
+                    step_lost_s += tokens * (
                         STEP_TIME.per_decode_s if is_decode else STEP_TIME.per_prefill_token_s
                     )
+            running = [request.request_id for request in engine.scheduler.running]
+            if len(running) == num_slots:
+                part = sum(name in lost for name in running) / num_slots
+                step_lost_s = max(step_lost_s, step_s * part)
+            busy_s += step_s
+            lost_s += step_lost_s
         for name, tokens in trace.output.num_scheduled_tokens.items():
             is_first_token = 0 < left[name] <= tokens
             left[name] -= tokens
@@ -138,6 +148,10 @@ def check_share(
 @example(  # one prompt of 40 tokens a step does not use up a share of 0.4
     share=0.4, slo_s=0.3, overload=3.0, prompt=40, seed=1156,
     options={"max_num_seqs": 256, "max_num_batched_tokens": 256, "async_scheduling": False},
+)  # fmt: skip
+@example(  # all slots are taken half of the time: the lost have 0.53 of them, 0.29 of the time
+    share=0.4, slo_s=0.3, overload=2.0, prompt=40, seed=10971,
+    options={"max_num_seqs": 32, "max_num_batched_tokens": 2048, "async_scheduling": True},
 )  # fmt: skip
 @settings(max_examples=3, **SETTINGS)
 def test_the_best_effort_share_is_honoured_whatever_is_short(**case: Any) -> None:
