@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
+from scipy import stats
 
 from harness.markdown import markdown
 from harness.points import BOUND, HINDSIGHT
@@ -21,6 +22,8 @@ OURS, REJECT = "sola", "sola:overload=reject"
 #: Shares of stock's rate at which the references are run.
 _ASKED = {HINDSIGHT: (1.25,), BOUND: (0.9, 1.0, 1.25, 2.0)}
 _FIRST_RATE_PER_S, _QUICK_SHARE = 4.0, 1.25
+#: Of the requests by which a lead is judged: no setting is chosen by them.
+FRESH_SEEDS = tuple(range(100, 110))
 
 
 def published(setup: Setup) -> Outcome:
@@ -38,10 +41,11 @@ def published(setup: Setup) -> Outcome:
         shares |= {name: found.best(_settings(setup, name, place)) for name in names}
         shares |= {OURS: found.best([OURS]), "reject": found.best([REJECT])}
         rows += found.rows
-        lines.append([place.name, f"{found.rate_per_s:.3g}", *_line(shares), *found.references()])
+        line = [place.name, f"{found.rate_per_s:.3g}", *_line(shares)]
+        lines.append([*line, found.judged_lead(shares), *found.references()])
         settings.append([place.name, *(short(best) for best, _ in shares.values())])
     head = ["point", "req/s", "stock", *names, "sola", "reject", "closest", "lead", "reject's lead",
-            HINDSIGHT, BOUND]  # fmt: skip
+            "judged lead (95 %)", HINDSIGHT, BOUND]  # fmt: skip
     heads = (head, ["settings", "stock", *names, "sola", "reject"])
     return Outcome(rows, "\n\n".join(map(markdown, heads, (lines, settings))))
 
@@ -63,6 +67,20 @@ class _Point:
         best = max(tried, key=lambda row: row["attainment"])["scheduler"]
         runs = [row for row in tried if row["scheduler"] == best] + self._run((best,), others)
         return str(best), _mean(runs)
+
+    def judged_lead(self, shares: Mapping[str, tuple[str, float]]) -> str:
+        """Of ours over the closest, in points, by `FRESH_SEEDS`; the interval is Student's."""
+        closest = _closest(shares)
+        if closest is None or self._setup.is_quick:
+            return "-"
+        ours, theirs = (
+            np.array([row["attainment"] for row in self._run((scheduler,), FRESH_SEEDS)])
+            for scheduler in (shares[OURS][0], shares[closest][0])
+        )
+        leads = 100 * (ours - theirs)
+        most = stats.t.ppf(0.975, len(leads) - 1) * stats.sem(leads)
+        mean = leads.mean()
+        return f"{mean:+.1f} ({mean - most:+.1f} to {mean + most:+.1f})"
 
     def references(self) -> list[str]:
         """Hindsight and bound, where they are asked for."""
@@ -118,12 +136,17 @@ def _line(shares: dict[str, tuple[str, float]]) -> list[str]:
     """What each attains, who is closest of those that serve everybody, and the leads."""
     ours, reject = shares[OURS][1], shares["reject"][1]
     share = {name: value for name, (_, value) in shares.items() if name in RIVALS}
-    serving = {name: value for name, value in share.items() if RIVALS[name].serves_all}
-    refusing = [value for name, value in share.items() if name not in serving]
-    closest = max(serving, key=lambda name: serving[name], default="-")
-    lead = f"{100 * (ours - serving[closest]):+.1f}" if serving else "-"
+    refusing = [value for name, value in share.items() if not RIVALS[name].serves_all]
+    closest = _closest(shares)
+    lead = "-" if closest is None else f"{100 * (ours - share[closest]):+.1f}"
     over = f"{100 * (reject - max(refusing)):+.1f}" if refusing else "-"
-    return [*(f"{100 * value:.1f}" for _, value in shares.values()), closest, lead, over]
+    return [*(f"{100 * value:.1f}" for _, value in shares.values()), closest or "-", lead, over]
+
+
+def _closest(shares: Mapping[str, tuple[str, float]]) -> str | None:
+    """Of those that serve everybody, the one that attains most; None if there is none."""
+    serving = [name for name in shares if name in RIVALS and RIVALS[name].serves_all]
+    return max(serving, key=lambda name: shares[name][1], default=None)
 
 
 def _mean(rows: Sequence[Row]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from tiny_sim import SLO, busy_workload, make_backend
 
 from harness import sweep
 from harness.command import main
+from harness.resumable import Row
+from harness.setup import Setup
 from registry import EXPERIMENTS
-from rivals.points import EVEN, MEASURED, told
+from rivals import experiment
+from rivals.points import EVEN, MEASURED, PLACES, told
 from rivals.runs import Case, key_of, run_case
 from rivals.settings import RIVALS, short
 from sola_sched.bench.backends.base import parse_scheduler
@@ -74,6 +78,28 @@ def test_the_experiment_runs_without_data(
     num_rows = len((tmp_path / "published-quick.jsonl").read_text().splitlines())
     assert main(EXPERIMENTS, argv) == 0
     assert len((tmp_path / "published-quick.jsonl").read_text().splitlines()) == num_rows
+
+
+def test_a_lead_is_judged_by_requests_that_chose_no_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leads of 0 and 2 points in turn: 1, and 2.26 times a standard error of a third."""
+    seen: list[Case] = []
+
+    def rows(setup: Setup, cases: Sequence[Case], title: str) -> list[Row]:
+        seen.extend(cases)
+        ours = [0.9 if case.scheduler == "theirs" else 0.9 + 0.02 * (case.seed % 2)
+                for case in cases]  # fmt: skip
+        return [{"attainment": value} for value in ours]
+
+    monkeypatch.setattr(experiment, "_rows", rows)
+    place = next(place for place in PLACES if place.rate_per_s)
+    point = experiment._Point(Setup(None, tmp_path, seeds=(0, 1, 2)), place)
+    shares = {"sola": ("ours", 0.0), "EDF": ("worse", 0.5), "QoServe": ("theirs", 0.8),
+              "SCORPIO": ("refuses", 1.0)}  # fmt: skip
+    assert point.judged_lead(shares) == "+1.0 (+0.2 to +1.8)"
+    assert {case.scheduler for case in seen} == {"ours", "theirs"}
+    assert not {case.seed for case in seen} & {0, 1, 2}
 
 
 def case(scheduler: str, machine: str = EVEN) -> Case:
