@@ -75,7 +75,7 @@ def _is_over(step):
 
 @compiled
 def _may_spend(step):
-    """Whether credit is to be spent now: others can wait for it, much is saved, or it is a lot."""
+    """Whether credit is spent now: others can wait for it, much is saved, or the share is large."""
     tuning = step.tuning
     if tuning.share > tuning.small_share or step.account.credit_s >= tuning.most_saved_s:
         return True
