@@ -40,9 +40,9 @@ def published(setup: Setup) -> Outcome:
         shares = {"stock": found.best(STOCK)}
         shares |= {name: found.best(_settings(setup, name, place)) for name in names}
         shares |= {OURS: found.best([OURS]), "reject": found.best([REJECT])}
-        rows += found.rows
         line = [place.name, f"{found.rate_per_s:.3g}", *_line(shares)]
         lines.append([*line, found.judged_lead(shares), *found.references()])
+        rows += found.rows
         settings.append([place.name, *(short(best) for best, _ in shares.values())])
     head = ["point", "req/s", "stock", *names, "sola", "reject", "closest", "lead", "reject's lead",
             "judged lead (95 %)", HINDSIGHT, BOUND]  # fmt: skip
