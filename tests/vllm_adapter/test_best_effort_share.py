@@ -94,8 +94,8 @@ def check_share(
 ) -> None:
     """Under lasting overload the lost get their share, oldest first.
 
-    It is one of engine time. What they hold of the slots while somebody waits for one is charged
-    to it as well.
+    It is one of engine time. What they hold of the slots, or of memory, while somebody waits for
+    these is charged to it as well.
     """
     sola = {"ttft_s": slo_s, "tpot_s": 0.5, "best_effort_share": share}
     engine = make_small_engine(sola_sched.Scheduler, sola=sola, **options)
@@ -126,10 +126,14 @@ def check_share(
                     lost_s += tokens * (
                         STEP_TIME.per_decode_s if is_decode else STEP_TIME.per_prefill_token_s
                     )
-            running = [request.request_id for request in engine.scheduler.running]
-            if len(running) + len(engine.scheduler.waiting) > num_slots:
-                part = sum(name in lost for name in running) / num_slots
-                lost_s += (trace.end_s - trace.start_s) * part
+            running, waiting = engine.scheduler.running, engine.scheduler.waiting
+            held = [request for request in running if request.request_id in lost]
+            part = 0.0
+            if len(running) + len(waiting) > num_slots:
+                part = len(held) / num_slots
+            if sum(request.num_tokens for request in waiting) > 16 * engine.num_free_blocks:
+                part = max(part, sum(request.num_tokens for request in held) / (16 * 1999))
+            lost_s += (trace.end_s - trace.start_s) * part
         for name, tokens in trace.output.num_scheduled_tokens.items():
             is_first_token = 0 < left[name] <= tokens
             left[name] -= tokens
@@ -151,6 +155,10 @@ def check_share(
 @example(  # slots are short: the lost have 0.21 of the time and 0.22 of the slots
     share=0.4, slo_s=0.8, overload=3.0, prompt=150, seed=1800,
     options={"max_num_seqs": 64, "max_num_batched_tokens": 256, "async_scheduling": True},
+)  # fmt: skip
+@example(  # memory is short
+    share=0.4, slo_s=0.3, overload=2.0, prompt=400, seed=934217,
+    options={"max_num_seqs": 256, "max_num_batched_tokens": 256, "async_scheduling": False},
 )  # fmt: skip
 @settings(max_examples=3, **SETTINGS)
 def test_the_best_effort_share_is_honoured_whatever_is_short(**case: Any) -> None:
