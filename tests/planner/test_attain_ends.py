@@ -133,3 +133,18 @@ def test_an_end_that_is_far_away_changes_nothing(seed: int) -> None:
             plan.token_budget = len(state.running) * state.tokens_per_decode
         plans.append(as_lists(plan))
     assert plans[0] == plans[1]
+
+
+def test_an_upper_class_whose_ends_are_past_sets_no_pace_for_the_others() -> None:
+    """One is due at this very moment, one is overdue: they run all the same."""
+    b = StateBuilder()
+    by_end = SloTarget(1.0, 0.1, e2e_s=2.0)
+    b.decode("due now", first_ago_s=2.0, out=10, slo=by_end, priority=-1)
+    b.decode("overdue", first_ago_s=3.0, out=10, slo=by_end, priority=-1)
+    b.decode("on course", first_ago_s=0.5, out=20, slo=SloTarget(1.0, 0.1))
+    b.waiting("lost", waited_s=5.0, prompt=500, slo=SloTarget(1.0, 0.1))
+    planner = make_attain()
+    state = b.build()
+    plan = planner.plan(state)
+    assert plan.run is None or len(plan.run) == 3
+    assert planner._at["pace_s"][0] == pytest.approx(0.1)

@@ -67,7 +67,7 @@ def judge_decodes(step):
         decode = decodes[place]
         request = requests[decode.row]
         if decode.is_lost and at.has_ranks and rank_of(step.lifts, request) < at.lowest:
-            decode.bank_s = decode.sustain_s = np.inf
+            decode.bank_s = decode.token_s = decode.sustain_s = np.inf
             decode.is_lost = False
         if decode.is_lost and min(request.due_s, request.tpot_s, request.e2e_due_s) < np.inf:
             _note_lost(at, request, np.nan)
