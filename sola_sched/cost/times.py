@@ -80,6 +80,14 @@ def chunk_s(at, new, has):
 
 
 @compiled
+def chunks_s(at, new, has, most):
+    """What chunks of at most `most` tokens add to steps that run anyway, in all, seconds."""
+    chunk = min(new, most)
+    ctx = has + 0.5 * (new - chunk)  # tokens computed before its chunk, for a token on average
+    return at.gamma[MIXED] * (new * (at.a0 * ctx + at.b0 * chunk + at.c0))
+
+
+@compiled
 def chunk_alone_s(at, new, has):
     """Time of a step of one chunk and nothing else, seconds."""
     return at.gamma[PREFILL] * (new * (at.a0 * has + at.b0 * new + at.c0) + at.d0)

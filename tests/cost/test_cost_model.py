@@ -15,6 +15,8 @@ from step_costs import (
     shapes,
 )
 
+from sola_sched.compiled.functions import as_it_stands
+from sola_sched.cost import times
 from sola_sched.cost.model import MAX_TOKENS, CostModel, StepShape
 
 
@@ -37,6 +39,15 @@ def test_mixed_step_pays_the_shared_constant_once() -> None:
 
     assert model.paper_step_s(shape) == pytest.approx(phases)
     assert model.step_s(shape) == pytest.approx(phases - 7.5e-3)
+
+
+@pytest.mark.parametrize("has", [0, 3000])
+def test_a_prompt_in_chunks_takes_what_its_chunks_take(has: int) -> None:
+    chunk_s, chunks_s = map(as_it_stands, (times.chunk_s, times.chunks_s))
+    at = make_model()._times
+    for most, starts in ((256, range(0, 1024, 256)), (4096, [0])):
+        each = [chunk_s(at, min(most, 1024), has + start) for start in starts]
+        assert chunks_s(at, 1024, has, most) == pytest.approx(sum(each))
 
 
 def test_step_without_work_takes_no_time() -> None:

@@ -6,11 +6,12 @@ The builder's cost model: a step takes 10 ms + 1 ms per decode + 0.1 ms per pref
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from random_states import random_builder
-from states import StateBuilder, make_attain
+from states import StateBuilder, make_attain, make_cost
 
 from sola_sched.config.slo import SloTarget
 from sola_sched.config.sola_config import SolaConfig
@@ -136,6 +137,20 @@ def test_when_not_all_fit_the_costliest_is_given_up() -> None:
     plan = make_attain().plan(b.build())
     assert b.names(plan.admit)[:3] == ["short 0", "short 1", "short 2"]
     assert plan.problem == "overload"
+    assert plan.token_budget == 3 * 1000  # none of those that the step has left are for it
+
+
+def test_a_long_prompt_takes_as_long_as_its_chunks() -> None:
+    """The model has learned from short chunks: by it 6,000 tokens at once take 1,320 ms."""
+    b = StateBuilder(max_num_tokens=8192)
+    b.decode("a", first_ago_s=0.0, out=1)
+    b.waiting("long", waited_s=0.1, prompt=6000)
+    cost = CostModel.from_coefficients(replace(make_cost().coefficients, b0=2e-8))
+    planner = make_attain()
+    plan = planner.plan(b.build(cost=cost))
+    assert b.names(plan.admit) == ["long"]
+    service_s = planner.step.prefills[0].service_s
+    assert service_s == pytest.approx(0.6 + 2e-8 * 6000 * 770, rel=0.02)  # 770 in 100 ms
 
 
 def test_the_chunk_is_the_largest_that_keeps_every_decode_on_course() -> None:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from sola_sched.compiled.functions import compiled
-from sola_sched.cost.times import most_tokens
+from sola_sched.cost.times import chunk_s, most_tokens
 from sola_sched.planner.attain.lost import most_lent_s
 from sola_sched.planner.attain.pace import open_slots, token_room
 from sola_sched.planner.attain.records import MAY, ORDER
@@ -22,11 +22,13 @@ def let_in(step):
 
     Lists them in `MAY`: `num_served` of them, in the order of service, with `chunk` tokens in all;
     then `num_offered` waiting ones beyond the chunk, in case a prefix cache leaves budget over.
+    While some are on time the others are only offered, but for strict ranks: they would lengthen
+    the step for a first token that is late anyway.
     Sets `has_backlog`, whether some that can be on time must wait for a later step.
     """
     at, may = step.at, step.lists[MAY]
-    count = _list_admissible(step)
-    is_cut = _serve(step, count)
+    count, num_on_time = _list_admissible(step)
+    is_cut = _serve(step, count if at.has_ranks else num_on_time or count)
     at.has_backlog = is_cut or at.num_served < at.num_jobs
     # Budget is left over if those served hit a cache, not if they have begun.
     at.num_offered, is_one_starting = 0, False
@@ -86,8 +88,10 @@ def _serve(step, count):
         if tokens < end and at.chunks_prefills:
             return True
     is_first_in = at.num_served > 0 and may[0] == first
-    if not is_first_in and at.mixed_s + step.prefills[first].service_s <= most_lent_s(step):
-        may[0], at.num_served, at.chunk = first, 1, int(step.prefills[first].chunk)
+    urgent = step.prefills[first]
+    whole_s = at.mixed_s + chunk_s(at, urgent.chunk, urgent.has)
+    if not is_first_in and whole_s <= most_lent_s(step):
+        may[0], at.num_served, at.chunk = first, 1, int(urgent.chunk)
     return is_cut
 
 
@@ -97,7 +101,7 @@ def _serve(step, count):
 @compiled
 def _list_admissible(step):
     """List in `MAY` those of `ORDER` that have begun, and its first waiting ones that find slots
-    and memory; how many."""
+    and memory; how many, and how many of them are on time."""
     at, line, may = step.at, step.lists[ORDER], step.lists[MAY]
     num_starts = 0
     if at.has_ranks or not step.account.is_blocked:
@@ -107,7 +111,7 @@ def _list_admissible(step):
     if is_short:
         is_any = _add_growing(step, needs)
     capacity = step.tuning.planned_memory * at.num_blocks * at.block_size
-    num_may = 0
+    num_may = num_on_time = 0
     for i in range(at.num_order):
         place = line[i]
         if place >= at.num_started:
@@ -121,7 +125,8 @@ def _list_admissible(step):
                 continue
         may[num_may] = place
         num_may += 1
-    return num_may
+        num_on_time += i < at.num_on_time
+    return num_may, num_on_time
 
 
 @compiled

@@ -8,7 +8,7 @@ import numpy as np
 
 from sola_sched.compiled.functions import compiled
 from sola_sched.core.state import DECODE
-from sola_sched.cost.times import chunk_overhead_s, chunk_s, decode_s
+from sola_sched.cost.times import chunk_overhead_s, chunks_s, decode_s, most_tokens
 from sola_sched.planner.attain.held import wait_for_first
 from sola_sched.planner.attain.records import GIVING, PREEMPT, insert, is_in, rank_of
 
@@ -222,11 +222,12 @@ def judge_prefills(step):
     at, tuning, requests, prefills = step.at, step.tuning, step.requests, step.prefills
     at.num_feasible = at.num_hopeless = at.num_kept = 0
     wait_for_first(step)
+    chunk = _usual_chunk(at)
     for place in range(at.num_prefills):
         prefill = prefills[place]
         request = requests[prefill.row]
         prefill.rank = rank_of(step.lifts, request) if at.has_ranks else 0
-        _judge_prefill(at, tuning, prefill, request)
+        _judge_prefill(at, tuning, prefill, request, chunk)
         if not prefill.is_feasible and prefill.rank < at.lowest:
             # What an upper one has lost still goes before a lower one.
             prefill.due_s, prefill.is_feasible = np.inf, True
@@ -238,7 +239,20 @@ def judge_prefills(step):
 
 
 @compiled
-def _judge_prefill(at, tuning, prefill, request):
+def _usual_chunk(at):
+    """Tokens of a chunk in a step as long as the tightest TPOT, >= 1.
+
+    A long prompt is computed in such chunks. What the model says of one that is much longer than
+    those it has learned from may be off by half.
+    """
+    if math.isinf(at.pace_s):
+        return float(at.max_num_tokens)
+    tokens = most_tokens(at, at.pace_s, at.num_alive, at.ctx_alive, 0.0)
+    return max(1.0, min(tokens, float(at.max_num_tokens)))
+
+
+@compiled
+def _judge_prefill(at, tuning, prefill, request, chunk):
     """Lost is who misses its deadline by more than a share `1 - prefill_margin` of its time."""
     is_first, left_s = request.num_output == 0, _limit_s(at, tuning, prefill, request)
     if is_first:
@@ -246,7 +260,7 @@ def _judge_prefill(at, tuning, prefill, request):
     done = float(request.num_computed)
     todo = max(float(request.prefill_target) - done, 1.0)
     prefill.new, prefill.has, prefill.chunk = todo, done, todo
-    prefill.service_s = chunk_s(at, todo, done)
+    prefill.service_s = chunks_s(at, todo, done, chunk)
     prefill.weight_s = prefill.service_s / request.weight
     if at.max_chunk:  # the steps that a long prompt takes before its last one count
         prefill.chunk = min(todo, float(at.max_chunk))
