@@ -151,6 +151,8 @@ def test_a_long_prompt_takes_as_long_as_its_chunks() -> None:
     assert b.names(plan.admit) == ["long"]
     service_s = planner.step.prefills[0].service_s
     assert service_s == pytest.approx(0.6 + 2e-8 * 6000 * 770, rel=0.02)  # 770 in 100 ms
+    planner.plan(b.build(cost=cost, chunks_prefills=False))
+    assert planner.step.prefills[0].service_s == pytest.approx(0.6 + 2e-8 * 6000**2, rel=0.02)
 
 
 def test_the_chunk_is_the_largest_that_keeps_every_decode_on_course() -> None:

@@ -242,10 +242,10 @@ def judge_prefills(step):
 def _usual_chunk(at):
     """Tokens of a chunk in a step as long as the tightest TPOT, >= 1.
 
-    A long prompt is computed in such chunks. What the model says of one that is much longer than
-    those it has learned from may be off by half.
+    A long prompt is computed in such chunks, or whole where the engine cuts none. What the model
+    says of one that is much longer than those it has learned from may be off by half.
     """
-    if math.isinf(at.pace_s):
+    if math.isinf(at.pace_s) or not at.chunks_prefills:
         return float(at.max_num_tokens)
     tokens = most_tokens(at, at.pace_s, at.num_alive, at.ctx_alive, 0.0)
     return max(1.0, min(tokens, float(at.max_num_tokens)))
