@@ -17,7 +17,7 @@ from sharing.targets import MIXES, services_of
 from sola_sched.cluster.sharing.placement import Cluster, Group, Placement
 from sola_sched.cluster.sharing.queue import SharedRequest
 from sola_sched.cluster.sharing.turns import DoublingBudget, LeastSlack, RoundRobin, TurnRule
-from sola_sched.plan.descriptions import make_arrivals
+from sola_sched.plan.inputs.descriptions import make_arrivals
 from sola_sched.simulator.sharing.cluster import Arrival, Setting, SharedCluster
 from sola_sched.simulator.sharing.hardware import Hardware
 

@@ -18,7 +18,7 @@ from sola_sched.cluster.sharing.turns import (
     RoundRobin,
     SkipJoin,
 )
-from sola_sched.plan.descriptions import make_arrivals, make_service
+from sola_sched.plan.inputs.descriptions import make_arrivals, make_service
 from sola_sched.simulator.sharing.cluster import Setting, SharedCluster
 from sola_sched.simulator.sharing.hardware import Hardware
 

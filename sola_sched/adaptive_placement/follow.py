@@ -23,7 +23,8 @@ from sola_sched.cluster.sharing.seats import Move, Seat, moves, seat
 from sola_sched.cluster.sharing.unserved import Score
 from sola_sched.config.flags import url_of
 from sola_sched.errors import ConfigError, DeploymentError, InfeasibleError
-from sola_sched.plan.deploy import (
+from sola_sched.plan.inputs.descriptions import make_service
+from sola_sched.plan.outputs.deploy import (
     LOOPBACK,
     Application,
     admin_port_of,
@@ -38,7 +39,6 @@ from sola_sched.plan.deploy import (
     ports,
     service_of,
 )
-from sola_sched.plan.descriptions import make_service
 from sola_sched.simulator.sharing.cluster import Arrival, Setting
 
 logger = logging.getLogger(__name__)

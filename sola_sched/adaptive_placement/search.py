@@ -12,8 +12,8 @@ from sola_sched.cluster.sharing.placement import Cluster, Group, Placement
 from sola_sched.cluster.sharing.search import Problem, search
 from sola_sched.cluster.sharing.turns import LeastSlack
 from sola_sched.cluster.sharing.unserved import Score, score
-from sola_sched.plan.deploy import FIRST_PORT, LOOPBACK
-from sola_sched.plan.descriptions import LENGTH_STD, make_arrivals, make_service
+from sola_sched.plan.inputs.descriptions import LENGTH_STD, make_arrivals, make_service
+from sola_sched.plan.outputs.deploy import FIRST_PORT, LOOPBACK
 from sola_sched.simulator.sharing.cluster import Arrival, Evaluator, Setting
 from sola_sched.simulator.sharing.hardware import Hardware
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from sola_sched.errors import DeploymentError
-from sola_sched.plan.deploy import Application, serve_config
+from sola_sched.plan.outputs.deploy import Application, serve_config
 
 _PATH = "/api/serve/applications/"
 #: Most that a part of an answer may take.

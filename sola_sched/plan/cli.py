@@ -27,21 +27,26 @@ from sola_sched.errors import (
     ProfileError,
     SloError,
 )
-from sola_sched.plan import html
-from sola_sched.plan.args import build_parser, check_args, parse_prices
-from sola_sched.plan.commands import commands, served_name
-from sola_sched.plan.configurations import (
+from sola_sched.plan.inputs.args import build_parser, check_args, parse_prices
+from sola_sched.plan.inputs.load import Load, make_load
+from sola_sched.plan.inputs.models import COMPUTED, origin, planned_for, profile
+from sola_sched.plan.outputs import html
+from sola_sched.plan.outputs.commands import commands, served_name
+from sola_sched.plan.outputs.report import LEGEND, plot, table
+from sola_sched.plan.search.cheapest import rate_margin, search
+from sola_sched.plan.search.configurations import (
     Configuration,
     configurations,
     steps_said,
 )
-from sola_sched.plan.evaluate import TARGETS, Outcome, prefill_share, run_fast, run_real
-from sola_sched.plan.fast_error import OF_ONE_MODEL, unchecked
-from sola_sched.plan.impossible import ImpossibleError, explain, require_gpus, require_possible
-from sola_sched.plan.load import Load, make_load
-from sola_sched.plan.models import COMPUTED, origin, planned_for, profile
-from sola_sched.plan.report import LEGEND, plot, table
-from sola_sched.plan.search import rate_margin, search
+from sola_sched.plan.search.evaluate import TARGETS, Outcome, prefill_share, run_fast, run_real
+from sola_sched.plan.search.fast_error import OF_ONE_MODEL, unchecked
+from sola_sched.plan.search.impossible import (
+    ImpossibleError,
+    explain,
+    require_gpus,
+    require_possible,
+)
 from sola_sched.plan.services import plan_services, wants_services
 from sola_sched.simulator.cluster.records import ClusterRecord
 from sola_sched.simulator.steps.roofline import MODELS

@@ -30,12 +30,12 @@ from sola_sched.cluster.sharing.unserved import ServiceOutcome, score
 from sola_sched.config.flags import natural_int, positive_int
 from sola_sched.config.output_file import require_writable
 from sola_sched.errors import ConfigError, InfeasibleError
-from sola_sched.plan import html
-from sola_sched.plan.args import add_gpus, parse_prices
-from sola_sched.plan.deploy import serve_config_of
-from sola_sched.plan.descriptions import KEYS, make_arrivals, make_service, parse_service
-from sola_sched.plan.fast_error import OF_SERVICES, unchecked
-from sola_sched.plan.impossible import require_possible_services
+from sola_sched.plan.inputs.args import add_gpus, parse_prices
+from sola_sched.plan.inputs.descriptions import KEYS, make_arrivals, make_service, parse_service
+from sola_sched.plan.outputs import html
+from sola_sched.plan.outputs.deploy import serve_config_of
+from sola_sched.plan.search.fast_error import OF_SERVICES, unchecked
+from sola_sched.plan.search.impossible import require_possible_services
 from sola_sched.simulator.sharing.cluster import Arrival, Evaluator, Setting, SharedCluster
 from sola_sched.simulator.sharing.hardware import GPUS, Hardware
 

@@ -19,7 +19,7 @@ from sola_sched.adaptive_placement.search import Options
 from sola_sched.adaptive_placement.serve_api import ServeApi
 from sola_sched.cluster.sharing.placement import Cluster
 from sola_sched.errors import DeploymentError, InfeasibleError
-from sola_sched.plan.deploy import engines_of
+from sola_sched.plan.outputs.deploy import engines_of
 
 CHAT = {"name": "chat", "model": "llama-3-8b", "rate": 1, "ttft": 1500, "tpot": 80,
         "prompt": 200, "output": 60}  # fmt: skip

@@ -24,7 +24,7 @@ from sola_sched.adaptive_placement.search import Options
 from sola_sched.adaptive_placement.serve_api import ServeApi
 from sola_sched.cluster.sharing.placement import Cluster
 from sola_sched.errors import DeploymentError
-from sola_sched.plan import deploy
+from sola_sched.plan.outputs import deploy
 
 pytestmark = [
     pytest.mark.ray,

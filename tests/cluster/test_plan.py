@@ -11,14 +11,15 @@ import pytest
 from html_report import Report
 
 from sola_sched.errors import DatasetError
-from sola_sched.plan import cli, html, report
-from sola_sched.plan.args import build_parser
+from sola_sched.plan import cli
 from sola_sched.plan.cli import main
-from sola_sched.plan.configurations import Configuration
-from sola_sched.plan.evaluate import Outcome
-from sola_sched.plan.fast_error import OF_ONE_MODEL, OF_SERVICES, unchecked
-from sola_sched.plan.load import make_load
-from sola_sched.plan.report import table
+from sola_sched.plan.inputs.args import build_parser
+from sola_sched.plan.inputs.load import make_load
+from sola_sched.plan.outputs import html, report
+from sola_sched.plan.outputs.report import table
+from sola_sched.plan.search.configurations import Configuration
+from sola_sched.plan.search.evaluate import Outcome
+from sola_sched.plan.search.fast_error import OF_ONE_MODEL, OF_SERVICES, unchecked
 from sola_sched.simulator.cluster.cluster import VirtualCluster
 
 BASE = ["--model", "llama-3-8b", "--disable-tqdm", "--num-prompts", "150"]

@@ -12,8 +12,8 @@ import pytest
 from sola_sched.bench.values import parse_slo_class
 from sola_sched.config.slo import SloTarget
 from sola_sched.config.sola_config import SolaConfig
-from sola_sched.plan.commands import commands, served_name
-from sola_sched.plan.configurations import Configuration
+from sola_sched.plan.outputs.commands import commands, served_name
+from sola_sched.plan.search.configurations import Configuration
 from sola_sched.serving.__main__ import make_parser
 
 SLO = SloTarget(ttft_s=1.0, tpot_s=0.06)

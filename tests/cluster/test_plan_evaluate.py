@@ -7,10 +7,10 @@ import math
 import pytest
 
 from sola_sched.config.slo import SloTarget
-from sola_sched.plan.configurations import configurations
-from sola_sched.plan.evaluate import run_fast
-from sola_sched.plan.impossible import ImpossibleError, require_possible
-from sola_sched.plan.load import Load
+from sola_sched.plan.inputs.load import Load
+from sola_sched.plan.search.configurations import configurations
+from sola_sched.plan.search.evaluate import run_fast
+from sola_sched.plan.search.impossible import ImpossibleError, require_possible
 from sola_sched.simulator.steps.time import DecodeOnly, StepCounts
 from sola_sched.workloads.workload import RequestSpec, Workload
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from command_help import assert_explained
 
-from sola_sched.plan.args import build_parser
-from sola_sched.plan.load import make_load
+from sola_sched.plan.inputs.args import build_parser
+from sola_sched.plan.inputs.load import make_load
 
 SLO = ["--model", "llama-3-8b", "--gpu", "a100=1", "--slo", "ttft:1000", "tpot:60"]
 

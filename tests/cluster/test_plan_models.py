@@ -11,10 +11,10 @@ import pytest
 from sola_sched.cost.file import Coefficients, write_profile
 from sola_sched.errors import ConfigError
 from sola_sched.plan.cli import main
-from sola_sched.plan.configurations import configurations, steps_said
-from sola_sched.plan.model_config import model_of, read_model
-from sola_sched.plan.models import planned_for, profile
-from sola_sched.plan.pools import decode_profile
+from sola_sched.plan.inputs.model_config import model_of, read_model
+from sola_sched.plan.inputs.models import planned_for, profile
+from sola_sched.plan.search.configurations import configurations, steps_said
+from sola_sched.plan.search.pools import decode_profile
 from sola_sched.simulator.steps.gpus import ALL_GPUS
 from sola_sched.simulator.steps.roofline import MODELS
 from sola_sched.simulator.steps.time import MeasuredStepTime, StepCounts
@@ -207,7 +207,7 @@ def test_experts_are_stored_all_and_computed_in_part() -> None:
 
 
 def _planned(model: Any) -> Any:
-    from sola_sched.plan.models import PlannedModel
+    from sola_sched.plan.inputs.models import PlannedModel
 
     return PlannedModel(model.name, model)
 

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from sola_sched.plan.configurations import Configuration, configurations
-from sola_sched.plan.evaluate import Outcome, excess
-from sola_sched.plan.search import search
+from sola_sched.plan.search.cheapest import search
+from sola_sched.plan.search.configurations import Configuration, configurations
+from sola_sched.plan.search.evaluate import Outcome, excess
 
 
 class Made:

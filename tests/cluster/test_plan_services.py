@@ -15,8 +15,8 @@ from html_report import Report
 
 from sola_sched.errors import ConfigError
 from sola_sched.plan.cli import main
-from sola_sched.plan.descriptions import make_service
-from sola_sched.plan.fast_error import OF_SERVICES, unchecked
+from sola_sched.plan.inputs.descriptions import make_service
+from sola_sched.plan.search.fast_error import OF_SERVICES, unchecked
 
 CHAT = "name=chat,model=llama-3-8b,rate=2,ttft=1500,tpot=80,prompt=200,output=60"
 CODE = "name=code,model=llama-2-7b,rate=0.2,ttft=3000,tpot=100,prompt=400,output=40"

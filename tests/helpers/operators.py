@@ -5,7 +5,7 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from sola_sched.config.flags import url_of
-from sola_sched.plan.deploy import admin_port_of
+from sola_sched.plan.outputs.deploy import admin_port_of
 
 
 def admin_of(url: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sola_sched.config.slo import SloTarget
-from sola_sched.plan.configurations import Configuration
+from sola_sched.plan.search.configurations import Configuration
 from sola_sched.workloads.workload import SloClass
 
 _FIRST_PORT = 8001

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from sola_sched.plan.configurations import Configuration
-from sola_sched.plan.evaluate import Outcome
+from sola_sched.plan.search.configurations import Configuration
+from sola_sched.plan.search.evaluate import Outcome
 
 #: A GPU type and degree is tried with other options while its cost is within this of the best's.
 _NEAR = 1.5

@@ -11,10 +11,10 @@ import numpy as np
 
 from sola_sched.cluster.all_routers import ALL_ROUTERS
 from sola_sched.core import metrics
-from sola_sched.plan import pools
-from sola_sched.plan.configurations import Configuration, to_json
-from sola_sched.plan.load import Load
-from sola_sched.plan.models import PlannedModel, profile
+from sola_sched.plan.inputs.load import Load
+from sola_sched.plan.inputs.models import PlannedModel, profile
+from sola_sched.plan.search import pools
+from sola_sched.plan.search.configurations import Configuration, to_json
 from sola_sched.simulator.cluster.cluster import VirtualCluster
 from sola_sched.simulator.cluster.engine import ClusterEngine, ClusterRequest
 from sola_sched.simulator.cluster.fast.instance import FastInstance, FastSloInstance

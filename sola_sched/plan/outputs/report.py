@@ -7,7 +7,7 @@ from itertools import cycle
 from pathlib import Path
 
 from sola_sched.bench.report.plots import pyplot, save
-from sola_sched.plan.evaluate import Outcome
+from sola_sched.plan.search.evaluate import Outcome
 
 #: Of GPU types, told apart by their marks too.
 _COLOURS = ("#1f5f8b", "#d1495b", "#2a9d8f", "#e07a1f", "#6c757d")

@@ -11,8 +11,8 @@ from typing import Any
 from sola_sched.bench.report import page
 from sola_sched.bench.report.page import Figure, Lines, Section, Table, axis
 from sola_sched.bench.report.results import environment
-from sola_sched.plan.evaluate import Outcome
-from sola_sched.plan.report import HEAD, LEGEND, cells, shown
+from sola_sched.plan.outputs.report import HEAD, LEGEND, cells, shown
+from sola_sched.plan.search.evaluate import Outcome
 
 #: Of GPU types; neighbours in the list are told apart by anybody, by their marks too.
 _COLOURS = (page.OTHERS[0], page.OURS[2], page.OTHERS[1], page.OURS[1], page.OTHERS[2])

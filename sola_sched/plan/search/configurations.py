@@ -9,7 +9,7 @@ from typing import Any
 
 from sola_sched.bench.backends.base import SchedulerSpec, parse_scheduler
 from sola_sched.errors import ConfigError
-from sola_sched.plan.models import (
+from sola_sched.plan.inputs.models import (
     COMPUTED,
     KERNELS,
     MEASURED_HERE,

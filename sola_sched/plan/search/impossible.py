@@ -8,10 +8,10 @@ import numpy as np
 
 from sola_sched.cluster.sharing.services import Service
 from sola_sched.errors import ConfigError, InfeasibleError
-from sola_sched.plan.configurations import Configuration
-from sola_sched.plan.evaluate import TARGETS, Outcome, excess
-from sola_sched.plan.load import Load
-from sola_sched.plan.models import PlannedModel, profile
+from sola_sched.plan.inputs.load import Load
+from sola_sched.plan.inputs.models import PlannedModel, profile
+from sola_sched.plan.search.configurations import Configuration
+from sola_sched.plan.search.evaluate import TARGETS, Outcome, excess
 from sola_sched.simulator.cluster.step_model import BatchTime
 from sola_sched.simulator.sharing.hardware import Hardware
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from sola_sched.errors import ConfigError
-from sola_sched.plan.model_config import read_model
+from sola_sched.plan.inputs.model_config import read_model
 from sola_sched.simulator.steps.gpus import ALL_GPUS
 from sola_sched.simulator.steps.measured import SUFFIX
 from sola_sched.simulator.steps.profile import (
