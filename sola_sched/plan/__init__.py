@@ -4,6 +4,5 @@
 writes the answer; `services` does all three for several services.
 
 May import: errors, config, workloads, cost, prediction, core, cluster, simulator, bench.
-Third party: huggingface_hub (inputs.model_config), matplotlib, numpy, tqdm,
-  transformers (inputs.model_config).
+Third party: huggingface_hub (inputs.*), matplotlib, numpy, tqdm, transformers (inputs.*).
 """
