@@ -1,10 +1,10 @@
-"""Which tables in docs/results come from the policy as it is: by the commits that they tell."""
+"""Which tables of a release come from the policy as it is: by the commits that they tell."""
 
 from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness.markdown import markdown
@@ -13,26 +13,37 @@ from harness.markdown import markdown
 POLICY = tuple(
     f"sola_sched/{name}" for name in ("planner/attain", "core", "cost", "prediction", "compiled")
 )
+#: In the order in which they want work.
+AGES = ("older", "not told", "present")
 _COMMIT = re.compile(r"\b[0-9a-f]{7,12}\b")
 
 
-def ages(tables: Path, root: Path, durations: dict[str, str]) -> str:
-    """A line for each table: its commits, and whether the policy has changed since.
+def ages(tables: Path, root: Path, durations: Mapping[str, str]) -> str:
+    """A line for each table of a release: its commits, and whether the policy has changed since.
 
     Args:
         tables: Folder of the tables.
         root: Of the checkout.
-        durations: How long each experiment takes, by name.
+        durations: How long each experiment of a release takes, by name.
     """
     lines = []
-    for path in sorted(tables.glob("*.md")):
-        found = commits(path.read_text(encoding="utf-8"))
-        age = "not told"
-        if found:
-            age = "older" if any(changed_since(each, root) for each in found) else "present"
-        lines.append([path.stem, ", ".join(found), age, durations.get(path.stem, "")])
-    lines.sort(key=lambda line: ("older", "not told", "present").index(line[2]))
+    for name, duration in durations.items():
+        found = told_by(tables / f"{name}.md")
+        lines.append([name, ", ".join(found), age_of(found, root), duration])
+    lines.sort(key=lambda line: AGES.index(line[2]))
     return markdown(("table", "commits of `sola_sched`'s rows", "policy", "takes"), lines)
+
+
+def age_of(found: Sequence[str], root: Path) -> str:
+    """One of `AGES`: of a table whose rows of ours are of these commits."""
+    if not found:
+        return "not told"
+    return "older" if any(changed_since(each, root) for each in found) else "present"
+
+
+def told_by(table: Path) -> list[str]:
+    """The commits that a table tells; none of one that is not there."""
+    return commits(table.read_text(encoding="utf-8")) if table.is_file() else []
 
 
 def commits(text: str) -> list[str]:

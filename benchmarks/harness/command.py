@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import ages, options, provenance
+from harness import ages, options, provenance, release
 from harness.options import Refused
 from harness.setup import Outcome, Setup
 from sola_sched.errors import ConfigError, DatasetError, ProfileError, SloError
@@ -19,8 +19,10 @@ from sola_sched.length_predictor.corpus import DATA_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-#: Tables that were made with the options by default.
+#: Tables that were made with the options by default: those of a release, and those of experiments
+#: that were made once, to decide something or to repeat a paper's figure.
 TABLES = ROOT / "docs" / "results"
+EXPERIMENT_TABLES = ROOT / "docs" / "experiments"
 EXIT_USAGE = 2
 _COMMAND = "python benchmarks/run.py"
 _QUICK_REQUESTS = 60
@@ -35,7 +37,7 @@ class Experiment:
     """One name of the command line.
 
     Attributes:
-        name: As on the command line; its table is ``docs/results/NAME.md``.
+        name: As on the command line; its table is ``NAME.md`` in `tables`.
         summary: One line.
         duration: How long it takes without rows, on two cores of a common machine.
         function: ``module:function``, called with a `Setup`, gives an `Outcome`.
@@ -44,6 +46,7 @@ class Experiment:
         defaults: Of its options, with which its table was made.
         figure: ``module:function`` that draws into a folder, called with name, setup and outcome.
         untold: What is known of rows that tell no commit.
+        in_release: Whether a release makes its table anew.
     """
 
     name: str
@@ -55,6 +58,12 @@ class Experiment:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     figure: str = ""
     untold: str = ""
+    in_release: bool = False
+
+    @property
+    def tables(self) -> Path:
+        """Folder of its table."""
+        return TABLES if self.in_release else EXPERIMENT_TABLES
 
     def arguments(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parsed.
@@ -122,8 +131,10 @@ def main(experiments: Sequence[Experiment], argv: Sequence[str]) -> int:
             return _tables(experiments)
         elif argv[0] == "ages":
             options.parse("ages: which tables are of the policy as it is", (), {}, argv[1:])
-            takes = {experiment.name: experiment.duration for experiment in experiments}
+            takes = {each.name: each.duration for each in experiments if each.in_release}
             print(ages.ages(TABLES, ROOT, takes))
+        elif argv[0] == "release":
+            return release.make(experiments, argv[1:], TABLES, ROOT)
         elif argv[0] not in by_name:
             raise Refused(f"there is no experiment {argv[0]!r}; `{_COMMAND}` lists them.")
         else:
@@ -156,6 +167,9 @@ def listing(experiments: Sequence[Experiment]) -> str:
         lines.append(f"{each.name:{width}}  {each.duration:>8}  {each.summary}")
     lines.append(f"{'tables':{width}}  {'minutes':>8}  every table, of the rows that are stored")
     lines.append(f"{'ages':{width}}  {'1 s':>8}  which tables are of the policy as it is")
+    lines.append(
+        f"{'release':{width}}  {'a night':>8}  makes those that are not, one after another"
+    )
     return "\n".join(lines)
 
 
@@ -174,9 +188,9 @@ def run(experiment: Experiment, argv: Sequence[str]) -> Outcome:
         print(f"Figure {figure}.")
     path = args.results / f"{experiment.name}{'-quick' if setup.is_quick else ''}.md"
     if experiment.is_published(args):
-        path = TABLES / path.name
+        path = experiment.tables / path.name
     elif args.results == RESULTS and not setup.is_quick:
-        print(f"Not kept: options or data are not those of {TABLES / path.name}.")
+        print(f"Not kept: options or data are not those of {experiment.tables / path.name}.")
         return outcome
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{heading(experiment, outcome)}\n\n{outcome.table.rstrip()}\n", "utf-8")

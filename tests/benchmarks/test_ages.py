@@ -50,7 +50,8 @@ def test_a_table_is_old_once_the_policy_has_changed(tmp_path: Path) -> None:
 
     assert not changed_since(new, tmp_path)
     assert changed_since("0123456", tmp_path)
-    lines = ages(tmp_path, tmp_path, {"b": "5 min"}).splitlines()[2:]
-    assert [line.split(" | ")[0].strip("| ") for line in lines] == ["b", "c", "a"]
-    assert [line.split(" | ")[2] for line in lines] == ["older", "not told", "present"]
+    takes = dict.fromkeys(("a", "b", "c", "d"), "5 min")
+    lines = ages(tmp_path, tmp_path, takes).splitlines()[2:]
+    assert [line.split(" | ")[0].strip("| ") for line in lines] == ["b", "c", "d", "a"]
+    assert [line.split(" | ")[2] for line in lines] == ["older", "not told", "not told", "present"]
     assert lines[0].endswith("| 5 min |")

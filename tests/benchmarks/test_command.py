@@ -29,7 +29,7 @@ def echo(setup: Setup) -> Outcome:
 
 ECHO = Experiment(
     "echo", "tells its options", "1 s", f"{__name__}:echo", ("seeds", "num_requests", "quick"),
-    "echo.jsonl", {"seeds": (0, 1), "num_requests": 500},
+    "echo.jsonl", {"seeds": (0, 1), "num_requests": 500}, in_release=True,
 )  # fmt: skip
 
 
@@ -38,6 +38,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     """Where rows and tables go by default."""
     monkeypatch.setattr(command, "RESULTS", tmp_path / "rows")
     monkeypatch.setattr(command, "TABLES", tmp_path / "tables")
+    monkeypatch.setattr(command, "EXPERIMENT_TABLES", tmp_path / "experiments")
     monkeypatch.setitem(sys.modules, __name__, sys.modules[echo.__module__])
     return tmp_path / "rows", tmp_path / "tables"
 
@@ -51,7 +52,7 @@ def test_without_a_name_every_experiment_is_listed_with_its_time() -> None:
     )  # fmt: skip
 
     lines = done.stdout.splitlines()[2:]
-    assert [line.split()[0] for line in lines] == [*BY_NAME, "tables", "ages"]
+    assert [line.split()[0] for line in lines] == [*BY_NAME, "tables", "ages", "release"]
     for line, each in zip(lines, EXPERIMENTS, strict=False):
         assert each.duration in line
         assert each.summary in line
@@ -146,7 +147,18 @@ def test_tables_makes_those_whose_rows_are_there(folders: tuple[Path, Path]) -> 
     assert [path.name for path in folders[1].iterdir()] == ["echo.md"]
 
 
-def test_every_stored_file_belongs_to_an_experiment_that_makes_its_table() -> None:
-    tables = {f"{name}.md" for name in BY_NAME}
+def test_the_table_of_an_experiment_that_is_in_no_release_lies_apart(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    once = dataclasses.replace(ECHO, name="once", in_release=False)
 
-    assert {path.name for path in command.TABLES.glob("*.md")} <= tables
+    assert main([ECHO, once], ["once"]) == 0
+
+    assert (tmp_path / "experiments" / "once.md").is_file()
+    assert not folders[1].exists()
+
+
+def test_every_table_belongs_to_an_experiment_and_lies_where_that_puts_it() -> None:
+    for folder in (command.TABLES, command.EXPERIMENT_TABLES):
+        kept = {path.stem for path in folder.glob("*.md")}
+        assert kept <= {name for name, each in BY_NAME.items() if each.tables == folder}
