@@ -7,7 +7,7 @@ import numpy as np
 from sola_sched.compiled.functions import compiled
 from sola_sched.core import state
 from sola_sched.cost.times import chunk_s, decode_s
-from sola_sched.planner.attain.entry import tokens_within
+from sola_sched.planner.attain.admission import tokens_within
 from sola_sched.planner.attain.held import has_spare
 from sola_sched.planner.attain.lost import is_overdue, is_rejected
 from sola_sched.planner.attain.pace import free_slots, token_room
@@ -41,8 +41,8 @@ def serve_lost(step):
     was_blocked, account.is_blocked = account.is_blocked, False
     at.lost_run = at.num_chosen = at.lost_tokens = 0
     at.is_alone = at.is_blocked = False
-    num_held, num_places = _list_lost(step)
-    if not num_held and not num_places:
+    num_lost, num_places = _list_lost(step)
+    if not num_lost and not num_places:
         # Credit is earned by those who wait for it, not kept for a burst.
         account.credit_s, account.unseen_s = min(account.credit_s, 0.0), 0.0
         return
@@ -50,24 +50,26 @@ def serve_lost(step):
     account.credit_s = min(tuning.most_credit_s, account.credit_s + tuning.share * passed_s)
     account.unseen_s = 0.0
     _find_leftovers(step)
-    if num_held:
-        _add_decodes(step, num_held, num_places > 0, passed_s)
+    if num_lost:
+        _choose_decodes(step, num_lost, num_places > 0, passed_s)
     if num_places:
-        if has_spare(step) and (at.num_jobs or not _is_over(step)):
+        if has_spare(step) and (at.num_jobs or not _has_traffic_stopped(step)):
             # Whoever comes meanwhile waits for the end of the step.
             longer_s = tuning.for_lost * (at.pace_s - at.decode_s)
             longer_s -= at.received_s + chunk_s(at, float(at.chunk), 0.0)
             at.spare_s = min(at.spare_s, longer_s)
-        _add_prefills(step, num_places)
+        _choose_prefills(step, num_places)
     if at.is_blocked:  # what others get from slack while the oldest finds no room is no debt
-        account.is_blocked = was_blocked or _is_full(step) or is_overdue(step, step.lists[NEAR, 0])
+        account.is_blocked = (
+            was_blocked or _is_credit_full(step) or is_overdue(step, step.lists[NEAR, 0])
+        )
     else:  # the share is a minimum, not an extra
         account.credit_s = max(account.credit_s - at.received_s, -tuning.most_credit_s)
 
 
 @compiled
-def _is_over(step):
-    """Whether nobody has come for so long that hardly anybody will during the step."""
+def _has_traffic_stopped(step):
+    """Whether no request has come for `num_gaps` mean gaps between arrivals."""
     at = step.at
     gap_s = (at.last_came_s - at.first_came_s) / at.num_came if at.num_came else 0.0
     return at.now_s - at.last_came_s > step.tuning.num_gaps * gap_s
@@ -83,7 +85,8 @@ def _may_spend(step):
 
 
 @compiled
-def _is_full(step):
+def _is_credit_full(step):
+    """Whether the credit has, nearly, reached its bound."""
     return step.account.credit_s >= _FULL * step.tuning.most_credit_s
 
 
@@ -93,25 +96,26 @@ def _list_lost(step):
 
     Those first whose longest wait is over, by its end; the others by arrival.
     """
-    at, num_held, num_places = step.at, 0, 0
+    at, num_lost, num_places = step.at, 0, 0
     keys = np.empty((at.num_decodes - at.num_alive, 2))
     for place in range(at.num_decodes):
         step.decodes[place].is_safe = False
         if step.decodes[place].is_lost:
-            rank, key = _turn(step, step.decodes[place].row)
-            num_held = insert(step.lists[LOST], keys, num_held, place, rank, key)
+            rank, key = _service_order(step, step.decodes[place].row)
+            num_lost = insert(step.lists[LOST], keys, num_lost, place, rank, key)
     line = step.lists[NEAR]
     keys = np.empty((min(step.tuning.num_lost, len(line)), 2))
     for place in range(at.num_prefills):
         if not step.prefills[place].is_feasible and not is_rejected(step, place):
-            rank, key = _turn(step, step.prefills[place].row)
+            rank, key = _service_order(step, step.prefills[place].row)
             num_places = insert(line, keys, num_places, place, rank, key)
-    return num_held, num_places
+    return num_lost, num_places
 
 
 @compiled
-def _turn(step, row):
-    """When it is whose turn, by two numbers."""
+def _service_order(step, row):
+    """The key by which the lost are served: the end of the longest wait, once it is over; else
+    arrival, behind all of those."""
     request = step.requests[row]
     if request.served_by_s <= step.at.now_s:
         return 0, request.served_by_s
@@ -129,7 +133,7 @@ def _blocks(step, place):
 def _find_leftovers(step):
     """What the others of the step leave over: time, tokens, slots and blocks.
 
-    `slots` and `free` are free, `held_slots` and `held_blocks` those of decodes that sit out;
+    `slots` and `free` are free, `lost_slots` and `lost_blocks` those of the lost decodes;
     `num_starts` others start, and `starting` are their blocks.
     """
     at, may = step.at, step.lists[MAY]
@@ -143,15 +147,15 @@ def _find_leftovers(step):
         at.spare_s = at.limit_s - at.decode_s - chunk_s(at, float(at.chunk), 0.0)
     at.slots = free_slots(at) - at.num_starts
     at.free = at.num_free_blocks - at.starting
-    at.held_slots, ctx = at.num_decodes - at.num_alive, 0
+    at.lost_slots, ctx = at.num_decodes - at.num_alive, 0
     for place in range(at.num_decodes):
         if step.decodes[place].is_lost:
             ctx += step.decodes[place].ctx
-    at.held_blocks = ctx / at.block_size
+    at.lost_blocks = ctx / at.block_size
 
 
 @compiled
-def _add_decodes(step, num_held, are_prefills, passed_s):
+def _choose_decodes(step, num_lost, are_prefills, passed_s):
     """Let the first of the lost decodes go on in what is left over.
 
     Those whose turn is before any lost prefill's also on credit, and without if their longest wait
@@ -160,19 +164,21 @@ def _add_decodes(step, num_held, are_prefills, passed_s):
     also pays for these, as the same share of the time that has passed; whoever cannot pay goes on
     until one of those takes its place. With swapping only where slots are short: see `_mark_safe`.
     """
-    at, account, num_older, count = step.at, step.account, num_held, 0
+    at, account, num_older, count = step.at, step.account, num_lost, 0
     if are_prefills:
-        first, num_older = _turn(step, step.prefills[step.lists[NEAR, 0]].row), 0
-        for i in range(num_held):
-            num_older += _turn(step, step.decodes[step.lists[LOST, i]].row) <= first
-    can = max(0, min(at.room // at.tokens_per_decode, num_held + min(0, at.slots)))
+        first, num_older = _service_order(step, step.prefills[step.lists[NEAR, 0]].row), 0
+        for i in range(num_lost):
+            num_older += _service_order(step, step.decodes[step.lists[LOST, i]].row) <= first
+    can = max(0, min(at.room // at.tokens_per_decode, num_lost + min(0, at.slots)))
     if at.free < at.num_decodes:
         can = 0
     ctx = 0
     while count < max(can, num_older):
         decode = step.decodes[step.lists[LOST, count]]
         cost_s = decode_s(at, 2.0, decode.ctx) - decode_s(at, 1.0, 0.0)
-        pays = count < num_older and (account.credit_s > 0.0 or not _turn(step, decode.row)[0])
+        pays = count < num_older and (
+            account.credit_s > 0.0 or not _service_order(step, decode.row)[0]
+        )
         is_room_wanted = count >= can and at.num_jobs > 0 and (at.slots < 0 or not at.keeps_kv)
         if cost_s <= at.spare_s:
             at.spare_s -= cost_s
@@ -187,8 +193,8 @@ def _add_decodes(step, num_held, are_prefills, passed_s):
         ctx += decode.ctx
         count += 1
     at.room -= count * at.tokens_per_decode
-    at.held_slots -= count
-    at.held_blocks -= ctx / at.block_size
+    at.lost_slots -= count
+    at.lost_blocks -= ctx / at.block_size
     at.lost_run = count
 
 
@@ -199,7 +205,7 @@ def _room_share(at, decode):
 
 
 @compiled
-def _add_prefills(step, count):
+def _choose_prefills(step, count):
     """The oldest of the lost prefills, and others that end in the step.
 
     The oldest also in part, on credit, and for the KV of decodes that sit out. No prompt passes an
@@ -208,7 +214,7 @@ def _add_prefills(step, count):
     at, places = step.at, step.lists[NEAR]
     oldest = first = places[0]
     blocks = _blocks(step, oldest)
-    slots, free = at.slots + at.held_slots, at.free + at.held_blocks
+    slots, free = at.slots + at.lost_slots, at.free + at.lost_blocks
     has_room = oldest < at.num_started or (slots > 0 and free > blocks)
     at.is_blocked = not has_room and (slots + at.num_starts <= 0 or free + at.starting <= blocks)
     if at.is_blocked:
@@ -308,13 +314,13 @@ def _on_credit(step, place):
         return 0
     need, has = int(prefill.chunk), prefill.has
     tokens = _tokens_in(step, prefill, at.limit_s, at.room + at.chunk)
-    if not tokens and (must or _is_full(step)):
+    if not tokens and (must or _is_credit_full(step)):
         tokens = min(need, step.tuning.tile) if at.chunks_prefills else need
     price_s = chunk_s(at, float(tokens), has)
     if place >= at.num_started and step.requests[prefill.row].num_preemptions:
         # Its place in memory is worth what computing the KV that comes back would be.
         price_s = chunk_s(at, tokens + has, 0.0)
-    if not tokens or (account.credit_s < price_s and not must and not _is_full(step)):
+    if not tokens or (account.credit_s < price_s and not must and not _is_credit_full(step)):
         return 0
     account.credit_s -= price_s
     return tokens
@@ -331,8 +337,8 @@ def find_victims(step):
     left over; no more than are needed.
     """
     at, num_before = step.at, step.at.num_preempt
-    num_held = _list_giving(step)
-    if not num_held:
+    num_giving = _list_giving(step)
+    if not num_giving:
         return
     blocks = 1
     for place in range(at.num_decodes):
@@ -343,7 +349,7 @@ def find_victims(step):
         target = step.requests[step.lists[ADMIT, i]].prefill_target
         blocks += -(-target // at.block_size)
     count, short, freed = max(0, at.num_admit - free_slots(at)), blocks - at.num_free_blocks, 0
-    for i in range(num_held):
+    for i in range(num_giving):
         if i >= count and freed >= short:
             break
         row = step.lists[GIVING, i]
@@ -387,9 +393,9 @@ def _list_giving(step):
 def _mark_safe(step):
     """Mark the lost decodes that run and that no other request displaces.
 
-    Those that `_add_decodes` has marked. With swapping, where memory is what is short, running on
-    what is left over of the time must not keep it from those on time: the first by arrival stay,
-    up to the share of the memory that the share of the time is.
+    Those that `_choose_decodes` has marked. With swapping, where memory is what is short, running
+    on what is left over of the time must not keep it from those on time: the first by arrival
+    stay, up to the share of the memory that the share of the time is.
     """
     at, room = step.at, step.tuning.share * step.at.num_blocks * step.at.block_size
     if not at.keeps_kv or at.num_admit > free_slots(at):

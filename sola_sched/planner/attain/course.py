@@ -10,9 +10,9 @@ from sola_sched.compiled.functions import compiled, entry
 from sola_sched.core.lengths import expected_left
 from sola_sched.core.state import PREFILL
 from sola_sched.cost.times import copy_times, decode_s
+from sola_sched.planner.attain.admission import let_in
 from sola_sched.planner.attain.best_effort import find_victims, serve_lost
-from sola_sched.planner.attain.entry import let_in
-from sola_sched.planner.attain.held import find_room, hold_decodes
+from sola_sched.planner.attain.held import hold_decodes, note_room
 from sola_sched.planner.attain.lost import (
     gather,
     is_rejected,
@@ -36,7 +36,8 @@ from sola_sched.planner.attain.records import (
 #: What `look` finds: nothing to decide; a pipeline to run; one for which equally likely output
 #: lengths of all are wanted as well.
 SETTLED, OPEN, WANTS_LIKELY = range(3)
-#: What a plan is about, as in `StepPlan.problem`.
+#: What a plan is about, as in `StepPlan.problem`: all jobs are on time; some are not; nobody could
+#: take part; decodes are held. (Where nothing is to decide, `AttainPlanner` says "decode".)
 PROBLEMS = ("attain", "overload", "stalled", "prompts")
 _ATTAIN, _OVERLOAD, _STALLED, _PROMPTS = range(len(PROBLEMS))
 
@@ -65,7 +66,7 @@ def look(
     for row in waiting:
         need += max(requests[row].prefill_target, requests[row].num_computed + 1)
     used = 1.0 - (step.at.num_free_blocks - need / step.at.block_size) / max(1, step.at.num_blocks)
-    find_room(step, need)
+    note_room(step, need)
     return WANTS_LIKELY if len(waiting) and used > step.tuning.memory_threshold else OPEN
 
 
@@ -134,9 +135,9 @@ def decide(
 
 @compiled
 def _put_together(step):
-    """The plan of a step with decodes."""
+    """Write the plan: `RUN`, `ADMIT`, `PREEMPT`, `REJECT`, `budget`; what it is about."""
     at, lists, decodes = step.at, step.lists, step.decodes
-    _add_prefills(step, False)
+    _list_prefills(step, False)
     find_victims(step)
     for place in range(at.num_decodes):
         if not decodes[place].is_lost and not (at.is_holding and decodes[place].is_held):
@@ -146,14 +147,14 @@ def _put_together(step):
         if not is_in(lists[PREEMPT], at.num_preempt, row):
             _run(step, row)
     num_decodes = at.num_run
-    _add_prefills(step, True)
+    _list_prefills(step, True)
     if step.tuning.rejects:
         for place in range(at.num_started, at.num_prefills):
             if is_rejected(step, place):
                 lists[REJECT, at.num_reject] = step.prefills[place].row
                 at.num_reject += 1
     for i in range(at.num_served, at.num_served + at.num_offered):
-        _add(step, lists[MAY, i], False)
+        _list_prefill(step, lists[MAY, i], False)
     if not at.num_run and not at.num_admit:
         at.num_preempt = 0
         return _STALLED
@@ -173,16 +174,16 @@ def _run(step, row):
 
 
 @compiled
-def _add_prefills(step, have_begun):
+def _list_prefills(step, have_begun):
     """Put those prefills of the step into the plan that have, or have not, begun."""
     for i in range(step.at.num_served):
-        _add(step, step.lists[MAY, i], have_begun)
+        _list_prefill(step, step.lists[MAY, i], have_begun)
     for i in range(step.at.num_chosen):
-        _add(step, step.lists[CHOSEN, i], have_begun)
+        _list_prefill(step, step.lists[CHOSEN, i], have_begun)
 
 
 @compiled
-def _add(step, place, have_begun):
+def _list_prefill(step, place, have_begun):
     at, row = step.at, step.prefills[place].row
     if place < at.num_started and have_begun:
         _run(step, row)

@@ -10,10 +10,11 @@ from sola_sched.planner.attain.records import NEAR, ORDER
 
 
 @compiled
-def find_room(step, need):
-    """Whether all that wait, with so many tokens, would find slots and memory.
+def note_room(step, need):
+    """Set `has_room`: all that wait, `need` tokens in all, would find slots and memory now.
 
-    Outputs that end later hold theirs longer: that costs nothing while nobody waits for them.
+    Decodes are held only then: their outputs end later and keep slots and memory longer, which
+    costs nothing while nobody waits for these.
     """
     at = step.at
     num_blocks = need / at.block_size
@@ -85,8 +86,8 @@ def hold_decodes(step):
     """Mark the decodes that sit the step out.
 
     All, where one of its prompts would be late with them or a step with them takes a large share
-    of its TTFT target, if then nobody's token is late. Otherwise those that are due two steps
-    later, where the step has no time for all prompts that can be on time.
+    of its TTFT target, if then nobody's token is late. Otherwise, while the step has no time for
+    all jobs, those whose next token is due at least a TPOT after its end.
     """
     at, total_s = step.at, 0.0
     _take_all(at)

@@ -253,7 +253,10 @@ def _usual_chunk(at):
 
 @compiled
 def _judge_prefill(at, tuning, prefill, request, chunk):
-    """Lost is who misses its deadline by more than a share `1 - prefill_margin` of its time."""
+    """Find what a prefill costs, when it is due, and whether it is feasible.
+
+    It is not if `prefill_margin` times what it needs is more than the time that is left.
+    """
     is_first, left_s = request.num_output == 0, _limit_s(at, tuning, prefill, request)
     if is_first:
         left_s = min(left_s, request.due_s - at.now_s)
@@ -277,7 +280,7 @@ def _judge_prefill(at, tuning, prefill, request, chunk):
 
 @compiled
 def _limit_s(at, tuning, prefill, request):
-    """Time left until it must end, but for its TTFT, seconds; -inf if it is lost."""
+    """Time left until it must end for its other targets than TTFT, seconds; -inf if it is lost."""
     limit_s = np.inf
     if request.num_output:  # displaced after its first token: steps as usual bring it on course
         target_s = tuning.keep * request.tpot_s

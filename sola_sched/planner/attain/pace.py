@@ -37,7 +37,7 @@ def find_pace(step):
     at.num_on_time = _keep_on_time(step, kept)
     if at.num_on_time < at.num_jobs and tuning.lends:
         is_anybody_lost = at.num_alive < at.num_decodes or at.num_hopeless > 0
-        if not is_anybody_lost or (tuning.lends_past_lost and _is_sustained(step)):
+        if not is_anybody_lost or (tuning.lends_past_lost and _can_serve_arrivals(step)):
             need_s = _all_on_time_s(step)
             if need_s < most_lent_s(step):
                 at.num_on_time, at.limit_s = at.num_jobs, need_s
@@ -49,7 +49,7 @@ def find_pace(step):
 
 
 @compiled
-def _is_sustained(step):
+def _can_serve_arrivals(step):
     """Whether what comes can be served at the pace of the tightest target, and TPOT is tight.
 
     As a fluid: by Little's law so many decodes run then, which take their share of the time, and
@@ -71,7 +71,7 @@ def _is_sustained(step):
 
 @compiled
 def _find_jobs(step):
-    """List in `NEAR` the first prefills that can be on time, by class and deadline; count all."""
+    """List in `NEAR` the first prefills that can be on time, by rank and deadline; count all."""
     at, line = step.at, step.lists[NEAR]
     keys = np.empty((min(step.tuning.num_examined, len(line)), 2))
     at.num_jobs = at.num_near = 0
@@ -121,7 +121,7 @@ def _keep(step, share, lead_s, kept):
 
     Source: Moore and Hodgson (1968), for the fewest late jobs on one machine: take the jobs by
     deadline and, whenever the last one taken would be late, give up the one that costs most time
-    for what it is worth. Nobody is given up for one of a lower class.
+    for what it is worth. Nobody is given up for one of a lower rank.
 
     Args:
         share: Share of its time that the machine has for them.
@@ -141,7 +141,7 @@ def _keep(step, share, lead_s, kept):
                 costs_most = worst < 0 or other.weight_s > prefills[jobs[worst]].weight_s
                 if kept[i] and other.rank == job.rank and costs_most:
                     worst = i
-            if worst < 0:  # what a higher class has kept is too much by itself
+            if worst < 0:  # what an upper rank has kept is too much by itself
                 break
             kept[worst] = False
             num_kept -= 1
@@ -167,7 +167,7 @@ def _all_on_time_s(step):
 
 @compiled
 def _put_in_order(step, kept):
-    """List `NEAR` in `ORDER`: by class, those on time by deadline, then the others by cost."""
+    """List `NEAR` in `ORDER`: by rank, those on time by deadline, then the others by cost."""
     at, near = step.at, step.lists[NEAR]
     keys = np.empty((at.num_near, 2))
     for i in range(at.num_near):
@@ -193,5 +193,5 @@ def free_slots(at):
 
 @compiled
 def open_slots(at):
-    """Slots that nobody holds who can still meet its targets."""
+    """Slots that nobody holds, and those of the lost, who can be displaced."""
     return at.max_num_running - at.num_alive - at.num_kept

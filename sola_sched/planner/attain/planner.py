@@ -41,10 +41,11 @@ _NO_REQUESTS = records_of(REQUEST, 0)
 
 
 class AttainPlanner:
-    """As many requests as possible meet both of their targets; see the package's docstring.
+    """As many requests as possible meet all of their targets; see the package's docstring.
 
     Args:
-        config: `tile`, `safety`, `best_effort_share` and `overload` are used.
+        config: `tile`, `safety`, `best_effort_share` and `overload` are used. A longest wait is in
+            the record of each request, as `served_by_s`.
         tuning: The constants.
     """
 

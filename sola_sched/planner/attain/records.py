@@ -25,13 +25,13 @@ from sola_sched.planner.attain.tuning import AttainTuning
 #: - slack_s, bear_s, pace_s: the longest next step that keeps, or brings, all of them on course;
 #:   the longest bare step that all of them sustain; the least of their `token_s`. inf without any.
 #: - mixed_s: time of a step of them and a chunk, but for the chunk.
-#: - has_room: as `held` finds it. is_holding: decodes marked so sit out.
+#: - has_room: of `held.note_room`. is_holding: decodes marked so sit out.
 #: - num_taking, ctx_taking, taking_s, least_s: as num_alive, ctx_alive, decode_s and mixed_s, of
 #:   the decodes that take part.
 #: - num_feasible, num_hopeless, num_kept: prefills that are so; those with a slot that are
 #:   feasible.
 #: - num_jobs: prefills that can be on time. limit_s, num_on_time, can_wait_s: of `pace`.
-#: - num_served, num_offered, chunk, has_backlog: of `entry`.
+#: - num_served, num_offered, chunk, has_backlog: of `admission`.
 #: - lost_run ... starting: of `best_effort`.
 #: - num_run, num_admit, num_preempt, num_reject, budget: of the plan; num_run is -1 for all as
 #:   they stand.
@@ -56,7 +56,7 @@ STEP = np.dtype([
     ("num_served", "i8"), ("num_offered", "i8"), ("chunk", "i8"), ("has_backlog", "?"),
     ("lost_run", "i8"), ("num_chosen", "i8"), ("lost_tokens", "i8"), ("is_alone", "?"),
     ("is_blocked", "?"), ("spare_s", "f8"), ("received_s", "f8"), ("room", "i8"), ("slots", "i8"),
-    ("free", "f8"), ("held_slots", "i8"), ("held_blocks", "f8"), ("num_starts", "i8"),
+    ("free", "f8"), ("lost_slots", "i8"), ("lost_blocks", "f8"), ("num_starts", "i8"),
     ("starting", "f8"),
     ("num_run", "i8"), ("num_admit", "i8"), ("num_preempt", "i8"), ("num_reject", "i8"),
     ("budget", "i8"),
@@ -118,9 +118,13 @@ TUNING = np.dtype([
     *((field.name, type(field.default)) for field in fields(AttainTuning)),
 ], align=True)  # fmt: skip
 
-#: Rows of `Step.lists`. Places of prefills: those looked at, those in order of service, those that
-#: may start, those of the lost in the step. Places of decodes: the lost ones. Rows of the table:
-#: as in `StepPlan`.
+#: Rows of `Step.lists`.
+#:
+#: - Places of prefills: NEAR, the first jobs, and from `best_effort` on the first of the lost;
+#:   ORDER, those jobs in the order of service; MAY, those that are served or offered; CHOSEN, those
+#:   of the lost in the step.
+#: - Places of decodes: LOST, the lost ones.
+#: - Rows of the table: RUN to REJECT as in `StepPlan`; GIVING, those that may leave.
 NEAR, ORDER, MAY, CHOSEN, LOST, RUN, ADMIT, PREEMPT, REJECT, GIVING = range(10)
 NUM_LISTS = 10
 

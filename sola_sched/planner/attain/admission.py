@@ -106,7 +106,7 @@ def _list_admissible(step):
     num_starts = 0
     if at.has_ranks or not step.account.is_blocked:
         num_starts = open_slots(at)
-    needs, is_any = np.zeros((3, _NUM_CLASSES)), False
+    needs, is_any = np.zeros((3, _NUM_BINS)), False
     is_short = _is_memory_short(step, num_starts)
     if is_short:
         is_any = _add_growing(step, needs)
@@ -141,8 +141,8 @@ def _is_memory_short(step, num_starts):
     return used > step.tuning.memory_threshold and len(step.likely) > 0
 
 
-#: Output lengths that are left are sorted into so many classes, eight for each factor of two.
-_NUM_CLASSES = 18 * 8
+#: Output lengths that are left are sorted into so many bins, eight for each factor of two.
+_NUM_BINS = 18 * 8
 
 
 @compiled
@@ -163,7 +163,7 @@ def _add(step, row, ahead, place, needs):
     """Count a request, with each of the equally likely values of what it will still add."""
     request = step.requests[row]
     for left in step.likely[place]:
-        at = min(_NUM_CLASSES - 1, int(8.0 * math.log2(max(left, 1.0))))
+        at = min(_NUM_BINS - 1, int(8.0 * math.log2(max(left, 1.0))))
         needs[0, at] += request.num_prompt + request.num_output + ahead
         needs[1, at] += 1.0
         needs[2, at] += left
@@ -176,7 +176,7 @@ def _peak_tokens(needs):
     Requests with nearly the same left end together here, at the mean of it.
     """
     used = num = peak = 0.0
-    for at in range(_NUM_CLASSES - 1, -1, -1):
+    for at in range(_NUM_BINS - 1, -1, -1):
         if needs[1, at]:
             used += needs[0, at]
             num += needs[1, at]
