@@ -106,8 +106,9 @@ def _compiled() -> tuple[str, str]:
     if kept_code.is_ready():
         return WORKS, f"kept in {kept_code.folder()}"
     if not os.access(kept_code.folder(), os.W_OK):
-        return OFF, f"nothing can be kept in {kept_code.folder()}: every start compiles, some 20 s"
-    return OFF, "is compiled beside the first start on this machine, some 20 s"
+        where = kept_code.folder()
+        return OFF, f"nothing can be kept in {where}: every start compiles, half a minute of a core"
+    return OFF, "is compiled beside the first start on this machine, half a minute of a core"
 
 
 def _metrics() -> tuple[str, str]:
