@@ -277,16 +277,6 @@ class StateMonitor:
         """
         return self._steps.num_expected
 
-    @property
-    def prefill_share(self) -> float:
-        """As in `StepState`."""
-        return self._steps.averages.prefill_share
-
-    @property
-    def accepted_per_decode(self) -> float:
-        """As in `StepState`."""
-        return self._steps.averages.accepted_per_decode
-
     def completed(self, rows: IntArray | None = None, num_tokens: IntArray | None = None) -> None:
         """The oldest step in flight completed and delivered tokens.
 

@@ -217,10 +217,6 @@ class StepState:
         """Equally likely values [n, 5] of the output tokens left (>= 1), as in `remaining`."""
         return np.stack([self._remaining_at(q, rows, num_ahead) for q in LIKELY], axis=1)
 
-    def most_remaining(self, rows: IntArray, num_ahead: IntArray | int = 0) -> FloatArray:
-        """The largest of the values of `likely_remaining` [n]."""
-        return self._remaining_at(LIKELY[-1], rows, num_ahead)
-
     def _remaining_at(self, q: float, rows: IntArray, num_ahead: IntArray | int) -> FloatArray:
         table = self.table
         output, limit = table.num_output[rows] + num_ahead, table.max_tokens[rows]

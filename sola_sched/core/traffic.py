@@ -18,7 +18,12 @@ class RecentTraffic:
         self._num_prompt = self._num_output = 0
 
     def came(self, arrival_s: float, num_prompt_tokens: int) -> None:
-        """A request came, with so many tokens of its prompt to compute."""
+        """A request came, with so many tokens of its prompt to compute.
+
+        One that another engine had before, or that was long on its way, came when the last one did.
+        """
+        if self._came:
+            arrival_s = max(arrival_s, self._came[-1][0])
         if len(self._came) == NUM_REMEMBERED:
             self._num_prompt -= self._came[0][1]
         self._came.append((arrival_s, num_prompt_tokens))

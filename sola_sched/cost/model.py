@@ -12,7 +12,7 @@ and Eq. 5 for the online correction, per kind of step:
 Departures from the paper, and why:
 
 - A mixed step costs C^p + C^d - overlap, not C^p + C^d: weights are read and kernels are launched
-  once, so the constant that both phases share is counted once. ``paper_step_s`` is the plain sum.
+  once, so the constant that both phases share is counted once.
 - gamma is kept for prefill-only, decode-only and mixed steps, not for two phases: a mixed step's
   time cannot be attributed to its phases. A kind that was hardly seen yet leans on the others.
 - One step moves gamma by at most a factor 1 + alpha: idle gaps, garbage collection and
@@ -43,7 +43,6 @@ from sola_sched.cost.fit import (
     StepShape,
     features_of,
     fit_coefficients,
-    kind_of,
 )
 from sola_sched.cost.gamma import Gamma
 from sola_sched.cost.memory import NUM_KINDS, all_steps, has_forgotten, last_steps, new_memory
@@ -239,17 +238,6 @@ class CostModel:
         the prediction monotone when the gammas of the kinds differ.
         """
         return float(online.step_s(self.model, *map(float, shape)))
-
-    def paper_step_s(self, shape: StepShape) -> float:
-        """Predicted time as published: C^p + C^d, each with its constant."""
-        kind = kind_of(shape)
-        if kind is None:
-            return 0.0
-        of, (decodes, ctx, *chunks) = self._times, shape
-        seconds = of.c1 + as_it_stands(times.decodes_base_s)(of, decodes, ctx) if decodes else 0.0
-        if shape.prefill_tokens > 0:
-            seconds += of.d0 + as_it_stands(times.chunks_base_s)(of, *chunks)
-        return float(of.gamma[kind] * seconds)
 
     def max_prefill_tokens(
         self,

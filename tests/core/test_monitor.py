@@ -215,7 +215,7 @@ def test_several_tokens_per_step_are_learned() -> None:
         monitor.scheduled(rows(row), rows(), rows())
         clock.now += 0.01
         monitor.completed(rows(row), rows(3))
-    assert monitor.accepted_per_decode == pytest.approx(3.0, rel=0.01)
+    assert state_of(monitor).accepted_per_decode == pytest.approx(3.0, rel=0.01)
 
 
 def test_a_request_that_ended_in_flight_is_not_expected_to_answer() -> None:

@@ -34,6 +34,14 @@ def test_nothing_is_known_of_what_has_not_come_or_not_ended() -> None:
     assert traffic.means() == pytest.approx((1, 1.5, 1.5, 10.0, math.nan), nan_ok=True)
 
 
+def test_one_that_another_engine_had_for_minutes_does_not_set_the_time_back() -> None:
+    traffic = made(100, 4.0)
+    traffic.came(-300.0, 500)  # a gateway sends it again; it counts from its first arrival
+    assert traffic.means() == pytest.approx((101, 0.0, 24.75, 500.0, 50.0))
+    traffic.came(25.0, 500)
+    assert traffic.means() == pytest.approx((102, 0.0, 25.0, 500.0, 50.0))
+
+
 @given(
     lengths=st.lists(
         st.tuples(st.integers(1, 5000), st.integers(1, 900)),

@@ -37,7 +37,6 @@ def test_mixed_step_pays_the_shared_constant_once() -> None:
     shape = make_shape(num_decodes=10, ctx=5000, chunk=100, has=50)
     phases = model.prefill_s(100.0, 50.0) + model.decode_s(10.0, 5000.0)
 
-    assert model.paper_step_s(shape) == pytest.approx(phases)
     assert model.step_s(shape) == pytest.approx(phases - 7.5e-3)
 
 
@@ -52,7 +51,6 @@ def test_a_prompt_in_chunks_takes_what_its_chunks_take(has: int) -> None:
 
 def test_step_without_work_takes_no_time() -> None:
     assert make_model().step_s(make_shape()) == 0.0
-    assert make_model().paper_step_s(make_shape()) == 0.0
 
 
 def test_arrays_give_the_scalars_elementwise_without_overflow() -> None:
