@@ -204,14 +204,16 @@ class Door:
                 )
             return name or next(iter(self._urls))
         try:
-            if is_form(request.headers):
-                model: Any = value_of(data, request.headers["Content-Type"], "model")
+            if passage.takes_form and is_form(request.headers):
+                value = value_of(data, request.headers["Content-Type"], "model")
+                model: Any = None if value is None else value.decode()
             else:
                 model = JsonObject(data).get("model")
         except (ValueError, RecursionError) as error:
             raise RefusedError(
                 HTTPStatus.BAD_REQUEST,
-                f"the body must be a JSON object in UTF-8, or a form (got: {error}).",
+                f"the body must be a JSON object in UTF-8{' or a form' * passage.takes_form} "
+                f"(got: {error}).",
             ) from error
         if not isinstance(model, str) or model not in self._urls:
             known = ", ".join(map(repr, self._urls))

@@ -1,16 +1,32 @@
-"""Fields of a `multipart/form-data` body, found where they stand; files are not looked into."""
+"""Fields of a `multipart/form-data` body, found where they stand; files are not looked into.
+
+A form passes only where every parser reads the same fields in it: what Python's `email`, Starlette
+and others take in different ways, such as two names of one part, is refused. So is a form of more
+parts than any real one has, as each costs time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from email.message import Message
-from email.parser import BytesHeaderParser
+import re
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 MULTIPART = "multipart/form-data"
+#: All fields of a form of vLLM's are some forty; its server takes a thousand.
+MOST_PARTS = 256
 _LINE = b"\r\n"
 _HEAD_END = b"\r\n\r\n"
-_LONGEST_HEAD = 2**14
+_LONGEST_HEAD = 2**13
+_CHARSET = r"(?:\s*;\s*charset=\"?utf-8\"?)?"
+_CONTENT_TYPE = re.compile(
+    rf"{MULTIPART}{_CHARSET}\s*;\s*boundary=(\"?)([\w'()+,./:=?-]{{1,70}})\1{_CHARSET}\s*",
+    re.ASCII | re.IGNORECASE,
+)
+_HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n]*)")
+_DISPOSITION = b"content-disposition"
+_NAMED = re.compile(rb'form-data[ \t]*;[ \t]*name=(?:"([^"\\]*)"|([\w.[\]-]+))[ \t]*(?:;.*)?', re.I)
+#: What a parser may take for the name of a part, also within quotes.
+_ANY_NAME = re.compile(rb";[^\w;=]*name[^\w;=]*[*=]", re.I)
 
 
 class Field(NamedTuple):
@@ -37,46 +53,75 @@ def fields(data: bytes, content_type: str) -> Iterator[Field]:
     Raises:
         ValueError: The body is no such form.
     """
-    kind = Message()
-    kind["Content-Type"] = content_type
-    boundary = kind.get_boundary()
-    if not boundary:
-        raise ValueError("its Content-Type must name a boundary")
-    mark = b"--" + boundary.encode("latin-1")
-    position = 0 if data.startswith(mark) else data.find(_LINE + mark) + len(_LINE)
-    if not data.startswith(mark, position):
-        raise ValueError("its boundary must occur in it")
-    while not data.startswith(b"--", position + len(mark)):
+    mark = b"--" + boundary_of(content_type)
+    if not data.startswith(mark):
+        raise ValueError("a form must begin with its boundary")
+    num_parts = data.count(_LINE + mark)
+    if num_parts > MOST_PARTS:
+        raise ValueError(f"a form must have {MOST_PARTS} parts at most (it has {num_parts:,})")
+    position = len(mark)
+    while not data.startswith(b"--", position):
         head_end = data.find(_HEAD_END, position, position + _LONGEST_HEAD)
-        end = data.find(_LINE + mark, position + len(mark))
-        if not 0 <= head_end < end + len(_HEAD_END):
-            raise ValueError("each of its parts must have a head and an end")
-        head = BytesHeaderParser().parsebytes(data[position + len(mark) + len(_LINE) : head_end])
-        name = head.get_param("name", header="Content-Disposition")
-        start = min(head_end + len(_HEAD_END), end)
-        yield Field(name if isinstance(name, str) else "", start, end)
-        position = end + len(_LINE)
+        end = data.find(_LINE + mark, position)
+        if not 0 <= head_end <= end - len(_HEAD_END) or not data.startswith(_LINE, position):
+            raise ValueError("each part of a form must have a head and an end")
+        start = head_end + len(_HEAD_END)
+        yield Field(_name_in(data[position + len(_LINE) : head_end]), start, end)
+        position = end + len(_LINE + mark)
 
 
-def value_of(data: bytes, content_type: str, name: str) -> str | None:
-    """The last value of a field; None where there is none.
+def boundary_of(content_type: str) -> bytes:
+    """What stands between the parts.
 
     Raises:
-        ValueError: The body is no form, or the value no text.
+        ValueError: The value of `Content-Type` names none, or more than that.
     """
-    found = [each for each in fields(data, content_type) if each.name == name]
-    return data[found[-1].start : found[-1].end].decode() if found else None
+    found = _CONTENT_TYPE.fullmatch(content_type)
+    if found is None:
+        raise ValueError(
+            f"the Content-Type of a form must be '{MULTIPART}; boundary=...', with nothing else "
+            f"but charset=utf-8 (it is {content_type[:100]!r})"
+        )
+    return found[2].encode()
 
 
-def changed(data: bytes, content_type: str, name: str, change: Callable[[bytes], bytes]) -> bytes:
-    """The body with another value for each field of a name.
+def _name_in(head: bytes) -> str:
+    headers = [_HEADER.fullmatch(line) for line in head.split(_LINE)]
+    named = [h[2] for h in headers if h is not None and h[1].lower() == _DISPOSITION]
+    found = _NAMED.fullmatch(named[0]) if len(named) == 1 and None not in headers else None
+    if found is None or len(_ANY_NAME.findall(named[0])) != 1:
+        raise ValueError(
+            'each part of a form must have one name, as in Content-Disposition: form-data; name="n"'
+        )
+    return (found[1] or found[2] or b"").decode()
+
+
+def value_of(data: bytes, content_type: str, name: str) -> bytes | None:
+    """The value of a field; None where there is none.
 
     Raises:
-        ValueError: The body is no form.
+        ValueError: The body is no form, or has the field twice.
     """
-    parts, position = [], 0
-    for field in fields(data, content_type):
-        if field.name == name:
-            parts += [data[position : field.start], change(data[field.start : field.end])]
-            position = field.end
-    return b"".join([*parts, data[position:]])
+    field = _one(data, content_type, name)
+    return None if field is None else data[field.start : field.end]
+
+
+def with_value(data: bytes, content_type: str, name: str, value: bytes) -> bytes:
+    """The body with another value of a field, or with the field.
+
+    Raises:
+        ValueError: The body is no form, or has the field twice.
+    """
+    field = _one(data, content_type, name)
+    if field is not None:
+        return b"".join((data[: field.start], value, data[field.end :]))
+    head = f'Content-Disposition: form-data; name="{name}"'.encode()
+    first = _LINE.join((b"--" + boundary_of(content_type), head, b"", value, b""))
+    return first + data
+
+
+def _one(data: bytes, content_type: str, name: str) -> Field | None:
+    found = [field for field in fields(data, content_type) if field.name == name]
+    if len(found) > 1:
+        raise ValueError(f"a form must have {name!r} once (it has it {len(found)} times)")
+    return found[0] if found else None

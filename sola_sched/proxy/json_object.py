@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-#: Bytes of a value that is made an object of without a thought.
-_SHORT = 2**16
+#: Bytes of a value that is made an object of without a thought; most of one that should be short.
+LONGEST_VALUE = 2**16
 #: Elements, at most, of a longer one that is: a text or an image has few, a list of ids many.
 _FEW = 50_000
 #: Values that a proxy looks at; looking at others makes objects of the whole.
@@ -55,8 +55,8 @@ class JsonObject(Mapping[str, Any]):
         }
         for name in self._values.keys() - _MAY_BE_LONG:
             text = self._values[name]
-            if len(memoryview(text)) > _SHORT:
-                raise ValueError(f"{name!r} is longer than {_SHORT} bytes")
+            if len(memoryview(text)) > LONGEST_VALUE:
+                raise ValueError(f"{name!r} is longer than {LONGEST_VALUE} bytes")
             self._values[name] = json.loads(bytes(text))
 
     def __getitem__(self, name: str) -> Any:
@@ -94,7 +94,7 @@ class JsonObject(Mapping[str, Any]):
         if not isinstance(value, msgspec.Raw):
             return None
         text = bytes(value)
-        is_short = len(text) <= _SHORT or sum(map(text.count, (b",", b"[", b"{"))) <= _FEW
+        is_short = len(text) <= LONGEST_VALUE or sum(map(text.count, (b",", b"[", b"{"))) <= _FEW
         return None if is_short else text
 
     def replaced(self, **values: Any) -> JsonObject:

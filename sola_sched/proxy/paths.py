@@ -28,6 +28,8 @@ _POST = (
     RESPONSES, "/v1/responses/render", "/v1/score", "/v1/systemone", "/v2/embed", "/v2/rerank",
 )  # fmt: skip
 _GET = ("/v1/models", "/version")
+#: What takes a form; all others that take a body take JSON.
+_FORMS = frozenset(("/v1/audio/transcriptions", "/v1/audio/translations"))
 #: Methods of each path that passes, as vLLM writes the path.
 PASSED: dict[str, str] = {
     **dict.fromkeys(_POST, "POST"),
@@ -48,11 +50,13 @@ class Passage:
         path: Without a slash at its end.
         response_id: The stored response that it is about.
         is_repeatable: Whether it may be sent again after it has reached a server.
+        takes_form: Whether its body may be a form.
     """
 
     path: str
     response_id: str | None = None
     is_repeatable: bool = True
+    takes_form: bool = False
 
 
 def find(method: str, path: str, more: Set[str] = frozenset()) -> Passage:
@@ -68,7 +72,7 @@ def find(method: str, path: str, more: Set[str] = frozenset()) -> Passage:
     """
     path = path.rstrip("/")
     if path in more:
-        return Passage(path, None, method in _ASKS_ONLY)
+        return Passage(path, None, method in _ASKS_ONLY, takes_form=True)
     response_id = None
     allowed = PASSED.get(path)
     if allowed is None and (stored := _STORED.fullmatch(path)) is not None:
@@ -86,7 +90,8 @@ def find(method: str, path: str, more: Set[str] = frozenset()) -> Passage:
             f"the method must be {allowed} (got {method[:20]!r}).",
             {"Allow": allowed},
         )
-    return Passage(path, response_id, method in _ASKS_ONLY or not path.endswith("/cancel"))
+    is_repeatable = method in _ASKS_ONLY or not path.endswith("/cancel")
+    return Passage(path, response_id, is_repeatable, path in _FORMS)
 
 
 def target(request: web.Request, passage: Passage) -> str:

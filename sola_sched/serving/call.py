@@ -18,9 +18,9 @@ from sola_sched.errors import SloError
 from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.prediction.length import LengthPrediction
 from sola_sched.proxy.errors import RefusedError
-from sola_sched.proxy.form import changed, is_form
+from sola_sched.proxy.form import is_form, value_of, with_value
 from sola_sched.proxy.headers import FORWARDED_FOR, forwarded_for, passed_on
-from sola_sched.proxy.json_object import JsonObject
+from sola_sched.proxy.json_object import LONGEST_VALUE, JsonObject
 from sola_sched.proxy.owners import of_response
 from sola_sched.proxy.paths import RESPONSES, Passage
 from sola_sched.serving.arrivals import ATTEMPT_HEADER
@@ -131,12 +131,13 @@ class Call:
         passed[_REQUEST_ID] = request_id
         passed["Accept-Encoding"] = "identity"  # the gateway reads the events of a stream
         call = cls(method, path, passed, data, None, request_id, arrival_s)
+        takes_form = passage is not None and passage.takes_form
         if passage is not None:
             call.is_repeatable, call.stored_id = passage.is_repeatable, passage.response_id
         if method == "POST" and data:
             try:
-                if is_form(headers):
-                    call.data = _form_without(data, headers["Content-Type"], rules.dropped)
+                if takes_form and is_form(headers):
+                    call._read_form(headers, rules)
                 else:
                     call._read(JsonObject(data), headers, rules)
             except (ValueError, RecursionError) as error:
@@ -144,9 +145,24 @@ class Call:
                     raise
                 raise RefusedError(
                     HTTPStatus.BAD_REQUEST,
-                    f"the body must be a JSON object in UTF-8, or a form (got: {error}).",
+                    f"the body must be a JSON object in UTF-8{' or a form' * takes_form} "
+                    f"(got: {error}).",
                 ) from error
         return call
+
+    def _read_form(self, headers: Mapping[str, str], rules: ClientRules) -> None:
+        """Take in a body that is a form, of which only the free arguments are looked at.
+
+        Raises:
+            ValueError, RecursionError: It is none, or they are no right JSON.
+        """
+        kind = headers["Content-Type"]
+        text = value_of(self.data, kind, XARGS)
+        if text is not None and len(text) > LONGEST_VALUE:
+            raise ValueError(f"{XARGS!r} is longer than {LONGEST_VALUE} bytes")
+        own = None if text is None else json.loads(text.decode())
+        if (xargs := of_client({XARGS: own}, headers, rules)) is not None:
+            self.data = with_value(self.data, kind, XARGS, json.dumps(xargs).encode())
 
     def _read(self, body: JsonObject, headers: Mapping[str, str], rules: ClientRules) -> None:
         """Take in the body.
@@ -173,18 +189,6 @@ def request_id_of(headers: Mapping[str, str]) -> str:
     """What a client calls its request, or a new name."""
     name = headers.get(_REQUEST_ID, "")
     return name if 0 < len(name) <= _LONGEST_ID else uuid.uuid4().hex
-
-
-def _form_without(data: bytes, content_type: str, names: frozenset[str]) -> bytes:
-    """A form whose free arguments have none of these names."""
-
-    def without(value: bytes) -> bytes:
-        xargs = json.loads(value)
-        if isinstance(xargs, dict):
-            xargs = {key: each for key, each in xargs.items() if key not in names}
-        return json.dumps(xargs).encode()
-
-    return changed(data, content_type, XARGS, without)
 
 
 @dataclass
