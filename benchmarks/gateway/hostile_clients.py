@@ -88,6 +88,17 @@ async def _deep(hostile: Hostile) -> None:
     await hostile.again_and_again(_post(PATH, body), 5)
 
 
+async def _members(hostile: Hostile) -> None:
+    body = gzip.compress(b"") * 800_000
+    await hostile.again_and_again(_post(PATH, body, "Content-Encoding: gzip"), 5)
+
+
+async def _forms(hostile: Hostile) -> None:
+    body = gzip.compress(b"--a\r\n\r\n\r\n" * 1_800_000 + b"--a--")
+    lines = "Content-Encoding: gzip\r\nContent-Type: multipart/form-data; boundary=a"
+    await hostile.again_and_again(_post("/v1/audio/transcriptions", body, lines), 5)
+
+
 async def _half_heads(hostile: Hostile) -> None:
     await hostile.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-A: ", num=2000)
 
@@ -116,6 +127,8 @@ KINDS: dict[str, Callable[[Hostile], Awaitable[None]]] = {
     "bodies of 10 MB of numbers": _numbers,
     "bodies of 15 MB of lists": _lists,
     "bodies that nest 5,000,000 deep": _deep,
+    "16 MB of empty gzip members": _members,
+    "forms of 1,800,000 parts": _forms,
     "2,000 half heads": _half_heads,
     "200 half bodies of 1 MB": _half_bodies,
     "6,000 idle connections": _many_connections,

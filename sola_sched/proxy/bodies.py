@@ -18,6 +18,10 @@ _PLAIN = ("", "identity")
 _DEFLATED = ("deflate", "gzip", "x-gzip")
 #: `zlib` finds out itself whether it is gzip's format or its own.
 _EITHER_FORMAT = 47
+#: Of what was compressed in parts, each of which costs time. Compressors make one, some of 64 KiB.
+_MOST_MEMBERS = 1000
+#: Bytes that are inflated at once; those behind a member's end are copied.
+_PIECE = 2**16
 #: A request that is still being sent when the server ends has so long, seconds.
 _END_S = 5.0
 
@@ -122,26 +126,34 @@ class Bodies:
 
     def _inflated(self, body: bytes) -> bytes:
         """The body as it was before it was compressed."""
-        most = self._limits.max_body_bytes
-        parts: list[bytes] = []
-        room = most + 1
-        while body:  # of gzip there may be several after another
-            inflating = zlib.decompressobj(_EITHER_FORMAT)
-            try:
-                parts.append(inflating.decompress(body, room))
-            except zlib.error as error:
+        whole, room = bytearray(), self._limits.max_body_bytes
+        left, num_members = memoryview(body), 0
+        while left:  # of gzip there may be several after another
+            num_members += 1
+            if num_members > _MOST_MEMBERS:
                 raise RefusedError(
-                    HTTPStatus.BAD_REQUEST, f"a compressed body must be whole ({error})."
-                ) from error
-            room -= len(parts[-1])
-            if room <= 0:
-                raise self._too_long()
-            if not inflating.eof:
-                raise RefusedError(
-                    HTTPStatus.BAD_REQUEST, "a compressed body must be whole (its end is missing)."
+                    HTTPStatus.BAD_REQUEST,
+                    f"a compressed body must have {_MOST_MEMBERS} members at most.",
                 )
-            body = inflating.unused_data
-        return b"".join(parts)
+            inflating = zlib.decompressobj(_EITHER_FORMAT)
+            while not inflating.eof:
+                if not left:
+                    raise RefusedError(
+                        HTTPStatus.BAD_REQUEST,
+                        "a compressed body must be whole (its end is missing).",
+                    )
+                piece, left = left[:_PIECE], left[_PIECE:]
+                try:
+                    whole += inflating.decompress(piece, room + 1 - len(whole))
+                except zlib.error as error:
+                    raise RefusedError(
+                        HTTPStatus.BAD_REQUEST, f"a compressed body must be whole ({error})."
+                    ) from error
+                if len(whole) > room:
+                    raise self._too_long()
+            rest = len(inflating.unused_data)
+            left = memoryview(body)[len(body) - len(left) - rest :]
+        return bytes(whole)
 
     def _too_long(self) -> RefusedError:
         return RefusedError(

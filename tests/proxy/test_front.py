@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import logging
+import time
 import zlib
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
@@ -20,6 +21,8 @@ from listeners import HERE, RawClient, ask, post, run, serving, status_of
 from multidict import CIMultiDict
 
 from sola_sched.proxy.answers import Answer
+from sola_sched.proxy.bodies import Bodies
+from sola_sched.proxy.errors import RefusedError
 from sola_sched.proxy.front import Front, is_up
 from sola_sched.proxy.keys import Keys
 from sola_sched.proxy.limits import Limits
@@ -99,6 +102,19 @@ def test_compressed_bodies_are_inflated_and_broken_or_unknown_ones_refused() -> 
     lengths = [body_of(answer)["length"] for answer in answers[:5]]
     assert lengths == [len(body), 2 * len(body), len(body), len(body), 0]
     assert b"Accept-Encoding: gzip, deflate\r\n" in answers[-1]
+
+
+def test_a_body_of_many_compressed_parts_is_read_and_one_of_very_many_refused_at_once() -> None:
+    lines = [gzip.compress(b"x" * 90 + b"%9d\n" % i) for i in range(1000)]
+    bodies = Bodies(Limits())
+
+    begin_s = time.process_time()
+    whole = bodies._inflated(b"".join(lines))
+    with pytest.raises(RefusedError, match="1000 members at most"):
+        bodies._inflated(gzip.compress(b"") * 800_000)
+
+    assert (len(whole), whole[-4:]) == (100_000, b"999\n")
+    assert time.process_time() - begin_s < 1.0
 
 
 def test_a_body_that_is_not_as_its_headers_say_is_refused() -> None:
