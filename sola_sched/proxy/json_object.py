@@ -19,12 +19,14 @@ LONGEST_VALUE = 2**16
 _FEW = 50_000
 #: Values that a proxy looks at; looking at others makes objects of the whole.
 _LOOKED_AT = (
-    "background", "echo", "ignore_eos", "input", "max_completion_tokens", "max_tokens", "messages",
-    "model", "previous_response_id", "prompt", "prompt_embeds", "return_token_ids", "session_id",
-    "stream", "vllm_xargs",
+    "background", "echo", "extra_args", "ignore_eos", "input", "max_completion_tokens",
+    "max_tokens", "messages", "model", "previous_response_id", "prompt", "prompt_embeds",
+    "return_token_ids", "sampling_params", "session_id", "stream", "token_ids", "vllm_xargs",
 )  # fmt: skip
-#: Of these, the ones that may be long.
-_MAY_BE_LONG = frozenset(("input", "messages", "prompt", "prompt_embeds"))
+#: Of these, the one that is an object itself of which only a few values are looked at.
+_INNER = "sampling_params"
+#: The ones that may be long.
+_MAY_BE_LONG = frozenset(("input", "messages", "prompt", "prompt_embeds", "token_ids", _INNER))
 _ABSENT = msgspec.Raw()
 _Texts = msgspec.defstruct(
     "_Texts", [(name, msgspec.Raw, msgspec.field(default=_ABSENT)) for name in _LOOKED_AT]
@@ -66,7 +68,9 @@ class JsonObject(Mapping[str, Any]):
             return self._all()[name]
         value = self._values[name]
         if isinstance(value, msgspec.Raw):
-            value = self._values[name] = json.loads(bytes(value))
+            text = bytes(value)
+            is_inner = name == _INNER and text.startswith(b"{")
+            value = self._values[name] = JsonObject(text) if is_inner else json.loads(text)
         return value
 
     def __contains__(self, name: object) -> bool:
@@ -109,8 +113,17 @@ class JsonObject(Mapping[str, Any]):
         if not self._changes:
             return self._data
         before = self._data.rstrip()[:-1].rstrip()
-        more = json.dumps(self._changes, separators=(",", ":")).encode()[1:]
-        return before + (b"" if before.endswith(b"{") else b",") + more
+        more = b",".join(
+            b"%s:%s" % (json.dumps(name).encode(), _text(value))
+            for name, value in self._changes.items()
+        )
+        return b"".join((before, b"" if before.endswith(b"{") else b",", more, b"}"))
+
+
+def _text(value: Any) -> bytes:
+    if isinstance(value, JsonObject):
+        return value.encoded()
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def replaced(value: Mapping[str, Any], **values: Any) -> Mapping[str, Any]:

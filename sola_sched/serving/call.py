@@ -20,14 +20,23 @@ from sola_sched.prediction.length import LengthPrediction
 from sola_sched.proxy.errors import RefusedError
 from sola_sched.proxy.form import is_form, value_of, with_value
 from sola_sched.proxy.headers import FORWARDED_FOR, forwarded_for, passed_on
-from sola_sched.proxy.json_object import LONGEST_VALUE, JsonObject
+from sola_sched.proxy.json_object import LONGEST_VALUE, JsonObject, replaced
 from sola_sched.proxy.owners import of_response
 from sola_sched.proxy.paths import RESPONSES, Passage
 from sola_sched.serving.arrivals import ATTEMPT_HEADER
 from sola_sched.serving.resuming.asked import STREAM_PATHS, without_query
 from sola_sched.serving.resuming.plans import asks_for_ids
 from sola_sched.serving.resuming.values import flag, whole
-from sola_sched.serving.slo_headers import SLO_HEADERS, XARGS, ClientRules, of_client
+from sola_sched.serving.slo_headers import (
+    GENERATE,
+    SAMPLING,
+    SLO_HEADERS,
+    XARGS,
+    ClientRules,
+    of_client,
+    with_xargs,
+    xargs_of,
+)
 
 #: Characters of a token, until something better is known.
 _CHARS_PER_TOKEN = 4.0
@@ -45,7 +54,7 @@ _REQUEST_ID = "X-Request-Id"
 _LONGEST_ID = 128
 _SESSION_HEADER = "X-Session-ID"
 #: Where a body has its prompt, the first that there is.
-_PROMPTS = ("messages", "prompt", "input")
+_PROMPTS = ("messages", "prompt", "input", "token_ids")
 _ALL_BUT_CLOCK = ClientRules()
 
 
@@ -95,10 +104,21 @@ class Call:
         """What the replica has that this request has to go to; None where any will do."""
         if self.stored_id is not None:
             return of_response(self.stored_id)
-        body = self.body or {}
-        of_xargs = (body.get(XARGS) or {}).get("session_id")
-        session = body.get("session_id") or self.headers.get(_SESSION_HEADER) or of_xargs
+        own = (self.body or {}).get("session_id")
+        session = own or self.headers.get(_SESSION_HEADER) or self.xargs.get("session_id")
         return f"session {session}" if session else None
+
+    @property
+    def xargs(self) -> dict[str, Any]:
+        """Its free arguments."""
+        return xargs_of(self.body or {}, without_query(self.path))
+
+    @property
+    def sampling(self) -> Mapping[str, Any]:
+        """What limits its output."""
+        body = self.body or {}
+        found = body.get(SAMPLING) if without_query(self.path) == GENERATE else body
+        return found if isinstance(found, Mapping) else {}
 
     @classmethod
     def of(
@@ -160,19 +180,22 @@ class Call:
         text = value_of(self.data, kind, XARGS)
         if text is not None and len(text) > LONGEST_VALUE:
             raise ValueError(f"{XARGS!r} is longer than {LONGEST_VALUE} bytes")
-        own = None if text is None else json.loads(text.decode())
-        if (xargs := of_client({XARGS: own}, headers, rules)) is not None:
+        own = xargs_of({XARGS: None if text is None else json.loads(text.decode())}, "")
+        if (xargs := of_client(own, headers, rules)) is not None:
             self.data = with_value(self.data, kind, XARGS, json.dumps(xargs).encode())
 
-    def _read(self, body: JsonObject, headers: Mapping[str, str], rules: ClientRules) -> None:
+    def _read(
+        self, body: Mapping[str, Any], headers: Mapping[str, str], rules: ClientRules
+    ) -> None:
         """Take in the body.
 
         Raises:
             ValueError, RecursionError: It is not right JSON throughout.
         """
         self.headers.setdefault("Content-Type", "application/json")
-        if (xargs := of_client(body, headers, rules)) is not None:
-            body = body.replaced(**{XARGS: xargs})
+        path = without_query(self.path)
+        if (xargs := of_client(xargs_of(body, path), headers, rules)) is not None:
+            body = with_xargs(body, path, xargs)
         self.body = body
         self.num_ids, self.num_chars = ids_and_chars(body)
         if self.may_store:
@@ -182,7 +205,7 @@ class Call:
         if self.is_stream:
             self.wants_ids = flag(body.get("return_token_ids"))
             if asks_for_ids(body):
-                self.body = body.replaced(return_token_ids=True)
+                self.body = replaced(body, return_token_ids=True)
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:
@@ -215,10 +238,9 @@ class Lengths:
             num_resumed: Tokens that were sent already and are prompt now.
             avoid: Positions of replicas on which it has failed.
         """
-        body = call.body or {}
-        num_prompt = self.prompt_tokens(call)
-        most = _most_tokens(body)
-        if body.get("ignore_eos"):
+        num_prompt, sampling = self.prompt_tokens(call), call.sampling
+        most = _most_tokens(sampling)
+        if sampling.get("ignore_eos"):
             expected = float(most)
         else:
             of_class = np.array([self._histogram.class_of(num_prompt, most)])
@@ -230,15 +252,14 @@ class Lengths:
             req_id=name,
             prompt_tokens=num_prompt + done,
             length=LengthPrediction.exactly(max(1.0, expected - done), "histogram"),
-            slo=self._target(body),
+            slo=self._target(call),
             arrival_s=call.arrival_s,
             avoid=avoid,
         )
 
-    def _target(self, body: Mapping[str, Any]) -> SloTarget:
-        xargs = body.get(XARGS)
-        own = {k: xargs[k] for k in REQUEST_KEYS if k in xargs} if isinstance(xargs, dict) else {}
+    def _target(self, call: Call) -> SloTarget:
         try:
+            own = {key: value for key, value in call.xargs.items() if key in REQUEST_KEYS}
             return request_target(own, self.default_slo, self.classes)
         except SloError:  # the replica refuses it, or knows the class
             return self.default_slo
@@ -255,7 +276,7 @@ class Lengths:
 
     def learn_output(self, call: Call, num_tokens: int) -> None:
         """A request has ended with so many output tokens."""
-        most = _most_tokens(call.body or {})
+        most = _most_tokens(call.sampling)
         if num_tokens >= 1:
             self._histogram.observe(
                 self._histogram.class_of(self.prompt_tokens(call), most), num_tokens

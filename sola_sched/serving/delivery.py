@@ -21,7 +21,7 @@ from multidict import CIMultiDict
 from sola_sched.cluster.view import Refusal, RoutedRequest
 from sola_sched.config.slo import BEGAN_KEY, RESUMED_KEY, WAITED_KEY
 from sola_sched.proxy.headers import passed_back
-from sola_sched.proxy.json_object import encoded, replaced
+from sola_sched.proxy.json_object import encoded
 from sola_sched.proxy.owners import Owners, of_response, response_id
 from sola_sched.proxy.upstream import Upstream, reason
 from sola_sched.serving.arrivals import ATTEMPT_HEADER
@@ -30,11 +30,11 @@ from sola_sched.serving.options import GatewayOptions
 from sola_sched.serving.outgoing import Client, Outgoing
 from sola_sched.serving.replicas import Attempt, Replica, Replicas
 from sola_sched.serving.resuming import events
-from sola_sched.serving.resuming.asked import Asked
+from sola_sched.serving.resuming.asked import Asked, without_query
 from sola_sched.serving.resuming.plans import Plan, continuation, ending, replay, ways
 from sola_sched.serving.resuming.questions import Questions
 from sola_sched.serving.resuming.rewrite import DivergedError
-from sola_sched.serving.slo_headers import XARGS
+from sola_sched.serving.slo_headers import with_xargs, xargs_of
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +213,8 @@ class Delivery:
         if self._num_attempts == 1 and not self._has_waited:
             return encoded(self._body)
         now_s = self._replicas.clock()
-        xargs = dict(self._body.get(XARGS) or {})
+        path = without_query(self._path)
+        xargs = dict(xargs_of(self._body, path))
         since_s = self._call.arrival_s
         if self._num_resumed and self._first_token_s is not None:
             since_s = self._first_token_s
@@ -222,7 +223,7 @@ class Delivery:
             xargs[RESUMED_KEY] = self._num_resumed + (xargs.get(RESUMED_KEY) or 0)
         waited_ms = 1e3 * (now_s - since_s)
         xargs[WAITED_KEY] = round(waited_ms + (xargs.get(WAITED_KEY) or 0.0), 3)
-        return encoded(replaced(self._body, **{XARGS: xargs}))
+        return encoded(with_xargs(self._body, path, xargs))
 
     async def _relay(
         self,

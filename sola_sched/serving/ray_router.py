@@ -14,7 +14,7 @@ import logging
 import pickle
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -192,7 +192,7 @@ def _is_out_of_reach(replica: RunningReplica) -> bool:
 def _call_of(pending_request: PendingRequest) -> Call:
     """What Serve shows of a request: of HTTP the headers, of a handle's call a mapping."""
     first = pending_request.args[0] if pending_request.args else None
-    body: dict[str, Any] = dict(first) if isinstance(first, dict) else {}
+    body: Mapping[str, Any] = dict(first) if isinstance(first, dict) else {}
     if isinstance(first, bytes):
         first = pickle.loads(first)  # made by Serve's own proxy, in this process
     num_ids, num_chars = ids_and_chars(body)

@@ -1,6 +1,8 @@
 """SLO headers of the Gateway API's inference extension and of llm-d, as vLLM's free arguments.
 
-| header | key of `vllm_xargs` |
+These are `vllm_xargs` of a body, and `extra_args` of `sampling_params` in one of `GENERATE`.
+
+| header | key |
 | --- | --- |
 | `x-slo-ttft-ms`, `x-llm-d-slo-ttft-ms` | `ttft_slo_ms` |
 | `x-slo-tpot-ms`, `x-llm-d-slo-tpot-ms` | `tpot_slo_ms` |
@@ -27,8 +29,13 @@ from sola_sched.config.slo import (
     TTFT_KEY,
 )
 from sola_sched.errors import SloError
+from sola_sched.proxy.json_object import replaced
 
 XARGS = "vllm_xargs"
+#: Takes tokens, and has its free arguments within those of sampling.
+GENERATE = "/inference/v1/generate"
+SAMPLING = "sampling_params"
+_INNER_XARGS = "extra_args"
 _MILLISECONDS = {
     "x-slo-ttft-ms": TTFT_KEY,
     "x-llm-d-slo-ttft-ms": TTFT_KEY,
@@ -86,14 +93,43 @@ def keys_from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
     return keys
 
 
-def with_slo_headers(body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
-    """A copy of a request's `body` in which its headers' targets are `vllm_xargs`.
+def xargs_of(body: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The free arguments of a request; empty without any.
+
+    Args:
+        path: Without a query.
 
     Raises:
-        SloError: A header is wrong, or `vllm_xargs` is no object.
+        SloError: They are no object.
     """
-    merged = with_headers(_own(body), headers)
-    return {**body, XARGS: merged} if merged else dict(body)
+    value: Any = body
+    for name in (SAMPLING, _INNER_XARGS) if path == GENERATE else (XARGS,):
+        value = value.get(name)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise SloError(f"'{name}' must be an object (got {value!r:.100}).")
+    return dict(value)
+
+
+def with_xargs(body: Mapping[str, Any], path: str, xargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The body with other free arguments."""
+    if path != GENERATE:
+        return replaced(body, **{XARGS: xargs})
+    sampling = replaced(body.get(SAMPLING) or {}, **{_INNER_XARGS: xargs})
+    return replaced(body, **{SAMPLING: sampling})
+
+
+def with_slo_headers(
+    body: Mapping[str, Any], headers: Mapping[str, str], path: str = ""
+) -> Mapping[str, Any]:
+    """A request's `body` in which its headers' targets are free arguments.
+
+    Raises:
+        SloError: A header is wrong, or the free arguments are no object.
+    """
+    merged = with_headers(xargs_of(body, path), headers)
+    return with_xargs(body, path, merged) if merged else body
 
 
 def with_headers(xargs: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
@@ -107,14 +143,16 @@ def with_headers(xargs: Mapping[str, Any], headers: Mapping[str, str]) -> dict[s
 
 
 def of_client(
-    body: Mapping[str, Any], headers: Mapping[str, str], rules: ClientRules
+    own: Mapping[str, Any], headers: Mapping[str, str], rules: ClientRules
 ) -> dict[str, Any] | None:
     """The free arguments with which a client's request goes on; None to leave them as they are.
 
+    Args:
+        own: Those that it came with.
+
     Raises:
-        SloError: A header is wrong, or `vllm_xargs` is no object.
+        SloError: A header is wrong.
     """
-    own = _own(body)
     kept = {key: value for key, value in own.items() if key not in rules.dropped}
     if rules.is_behind_gateway:
         waited(kept)
@@ -133,15 +171,6 @@ def waited(xargs: Mapping[str, Any]) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (is_number and 0 <= value < math.inf):
             raise SloError(f"'{key}' must be a finite number >= 0 (got {value!r}).")
-
-
-def _own(body: Mapping[str, Any]) -> dict[str, Any]:
-    own = body.get(XARGS)
-    if own is None:
-        return {}
-    if not isinstance(own, dict):
-        raise SloError(f"'{XARGS}' must be an object (got {own!r}).")
-    return own
 
 
 def _milliseconds(name: str, text: str) -> float:

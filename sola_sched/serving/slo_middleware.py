@@ -49,14 +49,13 @@ class SloHeaders:
         data = b"".join(pieces)
         try:
             body = json.loads(data)
-        except ValueError:
-            body = None
-        if isinstance(body, dict):
-            try:
-                data = json.dumps(with_slo_headers(body, headers)).encode()
-            except SloError as error:
-                await _refuse(send, str(error))
-                return
+            if isinstance(body, dict):
+                data = json.dumps(with_slo_headers(body, headers, scope["path"])).encode()
+        except SloError as error:
+            await _refuse(send, str(error))
+            return
+        except (ValueError, RecursionError):  # the server refuses it
+            pass
         kept = [(k, v) for k, v in scope["headers"] if k.lower() != b"content-length"]
         scope = {**scope, "headers": [*kept, (b"content-length", str(len(data)).encode())]}
         given = iter([{"type": "http.request", "body": data, "more_body": False}])

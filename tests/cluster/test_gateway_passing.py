@@ -17,9 +17,11 @@ import aiohttp
 from aiohttp import web
 from gateway_clients import gateway_at, gateway_to
 from listeners import ask, post, run, status_of
+from multidict import CIMultiDict
 
 from sola_sched.proxy.json_object import JsonObject
 from sola_sched.proxy.limits import Limits
+from sola_sched.serving.call import Call, Lengths
 from sola_sched.serving.slo_headers import ClientRules
 
 PATH = "/v1/completions"
@@ -165,6 +167,43 @@ def test_neither_in_a_form_nor_twice_nor_escaped() -> None:
     assert b'{"other": 1}' in echo.bodies[0]
     assert all(b"waited_ms" not in body and b"resumed" not in body for body in echo.bodies[:1])
     assert [json.loads(body)["vllm_xargs"] or {} for body in echo.bodies[1:]] == [{}, {}]
+
+
+def test_nor_where_tokens_are_sent_and_headers_have_their_effect_there() -> None:
+    echo, path = Echo(), "/inference/v1/generate"
+    own = '{"token_ids":[1,2],"sampling_params":{"n":1,"extra_args":%s}, "vllm_xargs": {"a": 1}}'
+    clock = own % '{"waited_ms": 5, "x": 1}'
+    twice = clock.removesuffix("}") + ', "sampling_params": {"extra_args": {"began_m\\u0073": 3}}}'
+    bare = b'{"token_ids": [1]}'
+
+    answers = asked(
+        post(path, clock.encode(), "x-slo-ttft-ms: 200"), post(path, twice.encode()),
+        post(path, (own % "{}").encode()), post(path, bare, "x-slo-tpot-ms: 5"),
+        post(path, (own % "[1]").encode()), post(path, b'{"sampling_params": [1]}'),
+        post(path, (own % '{"waited_ms": "soon"}').encode()), echo=echo,
+    )  # fmt: skip
+
+    assert [status_of(answer) for answer in answers] == [200] * 4 + [400] * 2 + [200]
+    bodies = [json.loads(body) for body in echo.bodies]
+    sampling = [body["sampling_params"] for body in bodies]
+    assert sampling[0] == {"n": 1, "extra_args": {"x": 1, "ttft_slo_ms": 200.0}}
+    assert sampling[1:4] == [
+        {"extra_args": {}}, {"n": 1, "extra_args": {}}, {"extra_args": {"tpot_slo_ms": 5.0}},
+    ]  # fmt: skip
+    assert bodies[0]["vllm_xargs"] == {"a": 1}
+    assert echo.bodies[2] == (own % "{}").encode()
+
+
+def test_the_router_is_told_of_tokens_that_are_sent_as_they_are() -> None:
+    body = b'{"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 7, "ignore_eos": true, ' \
+        b'"extra_args": {"ttft_slo_ms": 500}}}'  # fmt: skip
+
+    call = Call.of("POST", "/inference/v1/generate?a=b", CIMultiDict(), body,
+                   request_id="r", arrival_s=0.0)  # fmt: skip
+    told = Lengths().routed(call, "r", None, frozenset())
+
+    assert (told.prompt_tokens, told.slo.ttft_s) == (3, 0.5)
+    assert told.length.quantiles.tolist() == [7.0] * 10
 
 
 FORM = "Content-Type: multipart/form-data; boundary=b"

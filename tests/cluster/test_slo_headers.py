@@ -109,7 +109,7 @@ def test_the_gateway_passes_targets_on_in_the_body_and_refuses_wrong_ones() -> N
 
 
 async def _through_middleware(
-    body: bytes, headers: dict[str, str], method: str = "POST"
+    body: bytes, headers: dict[str, str], method: str = "POST", path: str = "/v1/completions"
 ) -> tuple[list[Any], list[dict[str, Any]]]:
     """What the application gets, and what is answered."""
     seen: list[Any] = []
@@ -133,7 +133,7 @@ async def _through_middleware(
         sent.append(message)
 
     raw = [(k.encode(), v.encode()) for k, v in headers.items()]
-    scope = {"type": "http", "method": method, "path": "/v1/completions", "headers": raw}
+    scope = {"type": "http", "method": method, "path": path, "headers": raw}
     await SloHeaders(app)(scope, receive, send)
     return seen, sent
 
@@ -149,6 +149,16 @@ def test_a_server_without_gateway_reads_the_headers_by_its_middleware() -> None:
     assert (passed[b"other"], sent) == (b"1", [])
 
 
+def test_the_middleware_writes_where_the_path_has_its_arguments() -> None:
+    body = b'{"token_ids": [1], "sampling_params": {"n": 1}}'
+
+    ((_, data),), _ = asyncio.run(
+        _through_middleware(body, {"x-slo-ttft-ms": "250"}, path="/inference/v1/generate")
+    )
+
+    assert json.loads(data)["sampling_params"] == {"n": 1, "extra_args": {"ttft_slo_ms": 250.0}}
+
+
 def test_the_middleware_refuses_a_wrong_header() -> None:
     seen, sent = asyncio.run(_through_middleware(b'{"prompt": 1}', {"x-slo-ttft-ms": "soon"}))
 
@@ -159,8 +169,10 @@ def test_the_middleware_refuses_a_wrong_header() -> None:
 
 @pytest.mark.parametrize(
     ("body", "headers"),
-    [(b'{"prompt": "p"}', {}), (b"not json at all", {"x-slo-ttft-ms": "250"})],
-)
+    [(b'{"prompt": "p"}', {}), (b"not json at all", {"x-slo-ttft-ms": "250"}),
+     (b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", {"x-slo-ttft-ms": "250"}),
+     (b'{"prompt":' + b"9" * 5000 + b"}", {"x-slo-ttft-ms": "250"})],
+)  # fmt: skip
 def test_the_middleware_leaves_other_bodies_as_they_are(
     body: bytes, headers: dict[str, str]
 ) -> None:
