@@ -181,7 +181,11 @@ class PredictionClient:
     # Inside ---------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:  # no more files may be open
+            self._lost(f"it could not be started: {error}")
+            return
         for each in (mine, theirs):
             each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         mine.setblocking(False)

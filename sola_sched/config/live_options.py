@@ -66,9 +66,9 @@ class LiveOptions:
         self._stamp = stamp
         try:
             options, config = self._read(path)
-        except ConfigError as error:
-            self.problem = str(error)
-            return f"options stay as they were: {error}"
+        except Exception as error:  # whatever is wrong with it, it changes nothing
+            self.problem = str(error) if isinstance(error, ConfigError) else repr(error)
+            return f"options stay as they were: {self.problem}"
         before, self.options, self.config, self.problem = self.config, options, config, None
         changes = _changes(before, config)
         return f"options changed ({path}): {changes}" if changes else f"options unchanged ({path})"

@@ -6,12 +6,15 @@ import dataclasses
 import difflib
 import math
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sola_sched.errors import ConfigError
 
 _MAX_SHOWN = 80
+#: Beyond it a float does not hold every whole number.
+_MOST_COUNT = 2**53
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
@@ -33,12 +36,14 @@ def number(
     """Require a number between `low` and `high`; an open end excludes its limit."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     inside = is_number and (low < value if low_open else low <= value)
-    inside = inside and (value < high if high_open or math.isinf(high) else value <= high)
+    # A whole number from JSON may be beyond what a float holds.
+    high_open, most = high_open or math.isinf(high), sys.float_info.max
+    inside = inside and (value < high if high_open else value <= high) and value <= most
     if not inside:
         left = "(" if low_open else "["
-        right = ")" if high_open or math.isinf(high) else "]"
+        right = ")" if high_open else "]"
         raise ConfigError(
-            f"'{name}' must be a number in {left}{low:g}, {high:g}{right} (got {value!r})"
+            f"'{name}' must be a number in {left}{low:g}, {high:g}{right} (got {shown(value)})"
             f"{'; ' + hint if hint else ''}."
         )
 
@@ -50,10 +55,12 @@ def flag(name: str, value: Any) -> None:
 
 
 def count(name: str, value: Any, hint: str = "") -> None:
-    """Require an integer >= 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    """Require an integer >= 1 that compiled code can hold."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or not 1 <= value <= _MOST_COUNT:
+        rule = "2^53 at most" if is_whole and value > _MOST_COUNT else ">= 1"
         raise ConfigError(
-            f"'{name}' must be an integer >= 1 (got {value!r}){'; ' + hint if hint else ''}."
+            f"'{name}' must be an integer {rule} (got {shown(value)}){'; ' + hint if hint else ''}."
         )
 
 
@@ -111,5 +118,8 @@ def _advice(name: str, fields: Sequence[str]) -> str:
 
 def shown(value: Any) -> str:
     """The value for a message, in one short line."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of thousands of digits
+        text = "a number of thousands of digits"
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from sola_sched.config.rules import nearest, plain
+from sola_sched.config.rules import nearest, plain, shown
 from sola_sched.errors import SloError
 
 #: Per-request keys read from ``SamplingParams.extra_args`` (``vllm_xargs`` over HTTP).
@@ -68,9 +68,11 @@ class SloTarget:
     def __post_init__(self) -> None:
         for name in (*TARGETS, "max_wait_s"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not value > 0 or _MOST < value < math.inf:
                 raise SloError(
-                    f"'{name}' must be a number of seconds > 0 (got {value!r}); use null for none."
+                    f"'{name}' must be a number of seconds > 0 (got {shown(value)}); use null for "
+                    "none."
                 )
         for name in ("ttft_s", "tpot_s"):
             value = getattr(self, name)
@@ -81,8 +83,8 @@ class SloTarget:
                 )
         worth: Any = self.weight
         is_number = isinstance(worth, int | float) and not isinstance(worth, bool)
-        if not is_number or not 0 < worth < math.inf:
-            raise SloError(f"'weight' must be a finite number > 0 (got {worth!r}).")
+        if not is_number or not 0 < worth <= _MOST:
+            raise SloError(f"'weight' must be a finite number > 0 (got {shown(worth)}).")
 
     @property
     def is_unlimited(self) -> bool:

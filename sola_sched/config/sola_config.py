@@ -11,7 +11,7 @@ from typing import Any
 
 from sola_sched.config import rules, services
 from sola_sched.config.policies import POLICY_OPTIONS, PolicyTraits, readers, traits_of
-from sola_sched.config.slo import TARGETS, SloTarget
+from sola_sched.config.slo import DEFAULT_CLASS, TARGETS, SloTarget
 from sola_sched.config.swap import SwapConfig
 from sola_sched.config.turns import TurnsConfig
 from sola_sched.errors import ConfigError, SloError
@@ -276,6 +276,11 @@ def _classes(raw: Any, max_wait_s: Any) -> dict[str, SloTarget]:
         )
     classes = {}
     for name, targets in raw.items():
+        if name == DEFAULT_CLASS:
+            raise ConfigError(
+                f"No SLO class may be named {DEFAULT_CLASS!r}, as requests without a class are; "
+                "give it another name, or set 'ttft_s' and the others for those."
+            )
         if isinstance(targets, SloTarget):
             classes[name] = targets
             continue

@@ -61,11 +61,6 @@ class SwapConfig:
             rules.flag(f"swap.{name}", getattr(self, name))
 
     @property
-    def is_exact(self) -> bool:
-        """Whether a request's tokens do not depend on its having been swapped."""
-        return self.mode != "int8"
-
-    @property
     def group_length(self) -> int | None:
         """`group_tokens` as the kernels take it: None for whole pieces."""
         return None if isinstance(self.group_tokens, str) else self.group_tokens

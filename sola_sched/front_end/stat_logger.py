@@ -140,6 +140,9 @@ class SolaStatLogger(AggregateStatLoggerBase):  # type: ignore[misc, unused-igno
             return
         try:
             self._options.look()  # as often as the engine does, so that both see the same files
+        except Exception:  # the engine says so too, and goes on with those it has
+            logger.exception("sola_sched: the options file could not be looked at")
+        try:
             for text in texts:
                 self._add(TelemetryReport.from_text(text), str(engine_idx))
         except Exception:

@@ -17,6 +17,9 @@ from sola_sched.compiled import kept_code
 
 #: Set for the processes of an engine for which the policy is being compiled.
 _VARIABLE = "SOLA_SCHED_COMPILES"
+#: Processes that this one has started, after another one had ended without having compiled.
+_again: list[subprocess.Popen[bytes]] = []
+_MOST_AGAIN = 2
 
 
 def start() -> None:
@@ -24,7 +27,11 @@ def start() -> None:
     if kept_code.is_ready() or os.environ.get(_VARIABLE):
         return
     os.environ[_VARIABLE] = "1"
-    subprocess.Popen(
+    _start_process()
+
+
+def _start_process() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
         [sys.executable, "-P", "-m", __name__],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -34,9 +41,15 @@ def start() -> None:
 
 
 def is_compiling() -> bool:
-    """Whether the policy of this engine is still being compiled elsewhere."""
+    """Whether the policy of this engine is still being compiled elsewhere.
+
+    Where the process that does so has ended too soon, as for want of memory while the model was
+    loaded, another one is started: compiled in this process, it would hold up all requests.
+    """
     if not os.environ.get(_VARIABLE) or kept_code.is_ready():
         return False
+    if _again and _again[-1].poll() is None:
+        return True
     try:
         with open(kept_code.folder() / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -44,7 +57,10 @@ def is_compiling() -> bool:
         return True
     except OSError:  # nothing can be kept
         return False
-    return False  # the other process has failed: this one compiles
+    if kept_code.is_ready() or len(_again) == _MOST_AGAIN:
+        return False
+    _again.append(_start_process())
+    return True
 
 
 def compile_all() -> None:

@@ -332,7 +332,7 @@ class SolaSchedulerMixin(_Host):
         super()._update_waiting_for_remote_kv(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        if self._reporting.spans is not None:
+        if self._reporting.spans is not None and not self.sola_guard.is_lost:
             self._reporting.spans.ended(request.request_id, request.trace_headers)
         self._booking.ended(request, is_rejected=self._rejecting.is_rejecting)
         if self._sessions.without_kv:

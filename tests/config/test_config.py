@@ -76,6 +76,13 @@ def test_classes_are_read() -> None:
         ({"classes": {"a": {"weight": None}}}, r"'weight' must be a finite .*\(got None\)"),
         ({"classes": {"a": {"weight": math.inf}}}, r"'weight' must be a finite number"),
         ({"classes": []}, r"'classes' must map names to targets"),
+        ({"classes": {"default": {"ttft_s": 1}}}, r"No SLO class may be named 'default'"),
+        ({"classes": {"a": {"ttft_s": 10**400}}}, r"SLO class 'a': 'ttft_s' must be a number of"),
+        ({"classes": {"a": {"weight": 10**5000}}}, r"'weight' .* \(got a number of thousands of"),
+        ({"ttft_s": 10**400}, r"'ttft_s' must be a number in \(0, inf\) \(got 1000"),
+        ({"max_wait_s": 10**400}, r"'max_wait_s' must be a number in"),
+        ({"plan_limit_s": 10**400}, r"'plan_limit_s' must be a number in"),
+        ({"tile": 2**63}, r"'tile' must be an integer 2\^53 at most \(got 9223372036854775808\)"),
         ({"classes": {"a": 1}}, r"SLO class 'a' must be an object with"),
         (
             {"classes": {"a": {"ttft": 1}}},

@@ -112,6 +112,23 @@ def test_a_wrong_file_changes_nothing_and_says_why_once(
     assert options.config.ttft_s == 4.0
 
 
+def test_a_file_that_breaks_more_than_a_rule_changes_nothing_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "options.json"
+    options = live(path)
+
+    def fail(*args: Any) -> Any:
+        raise OverflowError("too large")
+
+    monkeypatch.setattr(LiveOptions, "_read", fail)
+    write(path, {"ttft_s": 0.5})
+
+    assert "stay as they were: OverflowError('too large')" in (options.look() or "")
+    assert options.problem == "OverflowError('too large')"
+    assert options.look() is None, "said once"
+
+
 def test_a_wrong_file_ends_the_start(tmp_path: Path) -> None:
     path = tmp_path / "options.json"
     write(path, {"polcy": "alise"})

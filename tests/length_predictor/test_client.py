@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -136,6 +138,35 @@ def test_no_defunct_process_stays_of_one_that_was_given_up() -> None:
         while not is_gone(pid):  # nobody calls the client, as on an idle engine
             assert time.monotonic() < give_up_s
             time.sleep(0.01)
+    finally:
+        client.close()
+
+
+def test_where_no_more_files_may_be_open_it_is_started_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    client = PredictionClient(
+        ServiceSettings("lexical", "none"), clock=lambda: now[0], command=Silent.command
+    )
+
+    def fail(*args: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    try:
+        client.submit("r", [1])
+        now[0] = client_module._START_TIMEOUT_S + 1.0
+        client.poll()
+        with monkeypatch.context() as short_of_files:
+            short_of_files.setattr(socket, "socketpair", fail)
+            now[0] = client._start_at_s
+            assert client.poll() == []
+        assert "Too many open files" in caplog.text
+        assert client._process is None
+        assert client._start_at_s > now[0]
+        now[0] = client._start_at_s
+        client.poll()
+        assert client._process is not None
     finally:
         client.close()
 

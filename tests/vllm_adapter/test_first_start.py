@@ -56,6 +56,57 @@ def test_steps_are_in_vllms_order_until_the_policy_has_been_compiled(monkeypatch
     assert not stats["failures"]
 
 
+@pytest.mark.injects_failures
+def test_a_policy_that_cannot_be_made_ends_nothing(monkeypatch) -> None:
+    monkeypatch.setattr(first_start, "is_compiling", lambda: True)
+    engine = make_small_engine(sola_sched.Scheduler, {"ttft_s": 1.0, "tpot_s": 0.05})
+    num_tries = 0
+
+    def fail() -> None:
+        nonlocal num_tries
+        num_tries += 1
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(engine.scheduler, "sola_new_planner", fail)
+    for number in range(4):
+        engine.add(VirtualRequest(f"r{number}", engine.clock.now, prompt_len=200, output_len=40))
+    step_until(engine, lambda: False)
+
+    assert all(engine.record(f"r{number}").is_finished for number in range(4))
+    assert num_tries == 1
+    assert engine.scheduler.sola_stats()["failures"] == {"making the policy": 1}
+    assert engine.scheduler._planning.why_unplanned(sola_sched.StepPlan()) == "failed"
+
+
+def test_a_process_that_dies_is_followed_by_another_and_at_last_by_this_one(
+    monkeypatch, tmp_path: Path, fresh
+) -> None:
+    """What compiles may be killed while the model is loaded: requests do not wait for it then."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("SOLA_SCHED_COMPILES", "1")
+    monkeypatch.setattr(first_start, "_again", [])
+    running: list[bool] = []
+
+    class Process:
+        def __init__(self, *args: object, **options: object) -> None:
+            running.append(True)
+            self.number = len(running) - 1
+
+        def poll(self) -> int | None:
+            return None if running[self.number] else -9
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+
+    assert first_start.is_compiling()
+    assert first_start.is_compiling()
+    assert running == [True], "it runs"
+    running[0] = False
+    assert first_start.is_compiling()
+    running[1:] = [False]
+    assert not first_start.is_compiling(), "twice is enough"
+    assert len(running) == 2
+
+
 def test_where_the_cache_is_read_only_code_is_kept_elsewhere(monkeypatch, tmp_path, fresh) -> None:
     (tmp_path / "home").touch()  # no folder can be made below it, by root either
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))

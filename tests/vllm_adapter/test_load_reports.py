@@ -10,8 +10,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from live_sessions import open_session
 from telling_scheduler import TellingScheduler
 from virtual_model import TINY_MODEL
+from virtual_runs import step_until
 
 from sola_sched.cluster.view import InstanceView
 from sola_sched.reports.load_text import from_json
@@ -97,6 +99,16 @@ def test_reports_come_as_often_as_they_are_asked_for() -> None:
 
     took_s = steps[-1].start_s
     assert len(engine.scheduler.received) == pytest.approx(took_s / INTERVAL_S, rel=0.2)
+
+
+def test_a_report_can_be_true_while_sessions_that_wait_have_all_slots() -> None:
+    """Each of them keeps its slot until its client goes on, so none is left for plans."""
+    engine = make_engine(load_interval_s=0.001)
+    for i in range(8):
+        open_session(engine, VirtualRequest(f"s{i}", 0.0, prompt_len=50, output_len=20))
+    step_until(engine, lambda: engine.scheduler._seams.num_slots == 0)
+
+    InstanceView(**from_json(engine.scheduler._reporting._load())).check(now_s=0.0)
 
 
 def test_without_the_option_no_load_is_told() -> None:

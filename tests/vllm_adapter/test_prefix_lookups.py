@@ -129,6 +129,27 @@ def test_nobody_is_refused_before_the_look_up() -> None:
     assert watched.engine.scheduler.sola_stats()["num_rejected"] == 0
 
 
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_nothing_is_kept_of_those_that_have_ended(is_planned: bool) -> None:
+    """Also where no step is planned, as with pipeline parallelism."""
+    watched = Watched(20_000, num_prefixes=4, num_waiting=0)
+    engine = watched.engine
+    lookups: Any = engine.scheduler._booking._lookups
+    if not is_planned:
+        engine.scheduler.sola_planner = None
+        engine.scheduler._planning._has_no_policy = True
+    for number in range(12):
+        prompt = [1 + number % 4, *_SHARED[:19_999], *[1 + number] * 200]
+        now_s = engine.clock.now
+        engine.add(VirtualRequest(f"r{number}", now_s, output_len=2, prompt_token_ids=prompt))
+    engine.step()
+    kept = len(lookups._unknown)
+    step_until(engine, lambda: False)
+
+    assert kept > 0, "not all can be looked up at once"
+    assert not lookups._unknown
+
+
 def test_one_that_has_just_come_is_not_looked_up_twice() -> None:
     """Between its arrival and the next step nothing enters or leaves the cache."""
     watched = Watched(160, num_waiting=1)

@@ -117,6 +117,22 @@ def test_a_tracer_that_fails_is_told_once_and_ends_nothing(
     assert sum("tracing failed" in record.getMessage() for record in caplog.records) == 1
 
 
+@pytest.mark.injects_failures
+def test_nothing_is_kept_of_requests_whose_fate_nobody_will_know() -> None:
+    engine, _ = make_engine()
+    guard = engine.scheduler.sola_guard
+    while not guard.is_aside:
+        guard.failed("a test", RuntimeError("on purpose"))
+        guard.restored()
+    for i in range(20):
+        engine.add(VirtualRequest(f"r{i}", 10.0 + i, prompt_len=100, output_len=5))
+        engine._requests[f"r{i}"].trace_headers = HEADERS
+    engine.run()
+
+    assert all(engine.record(f"r{i}").is_finished for i in range(20))
+    assert not engine.scheduler._reporting.spans._headers
+
+
 def test_without_an_endpoint_nothing_is_made() -> None:
     engine = make_small_engine(sola_sched.Scheduler, {"ttft_s": 0.4, "tpot_s": 0.05})
     assert engine.scheduler._reporting.spans is None

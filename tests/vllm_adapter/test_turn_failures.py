@@ -50,3 +50,21 @@ def test_a_failure_of_the_lease_ends_turns_and_nothing_else(
     assert scheduler.sola_lease is None
     assert scheduler.sola_guard.num_failures.total() == 1
     assert not scheduler.sola_guard.is_aside
+
+
+def test_a_waiter_goes_by_the_targets_that_hold_now(tmp_path: Path) -> None:
+    """Whoever comes while the engine waits for its turn is not seen: it may be due so soon."""
+    options = tmp_path / "options.json"
+    group = {"group": str(tmp_path / "turns"), "share": 0.2, "limit_s": LIMIT_S}
+    engine = make_small_engine(
+        sola_sched.Scheduler,
+        {"ttft_s": 2.0, "tpot_s": 0.05, "turns": group, "options_file": str(options)},
+    )
+    scheduler = engine.scheduler
+    try:
+        assert scheduler._turns._urgency_of_a_waiter() - engine.clock.now == 2.0
+        options.write_text('{"ttft_s": 0.25}')
+        scheduler._changing.look()
+        assert scheduler._turns._urgency_of_a_waiter() - engine.clock.now == 0.25
+    finally:
+        scheduler.shutdown()

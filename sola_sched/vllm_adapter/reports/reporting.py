@@ -143,7 +143,8 @@ class Reporting:
         return load_text.to_json(
             load.load_of(
                 scheduler.sola_monitor,
-                max_num_seqs=self._seams.num_slots,
+                # None may be free for plans while streaming sessions wait for their clients.
+                max_num_seqs=max(1, self._seams.num_slots),
                 max_num_batched_tokens=scheduler.scheduler_config.max_num_batched_tokens,
                 max_model_len=vllm_config.model_config.max_model_len,
                 num_gpus=vllm_config.parallel_config.world_size,

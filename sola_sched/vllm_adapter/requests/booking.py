@@ -182,6 +182,8 @@ class Booking:
 
     def _has_ended(self, request: Request, is_rejected: bool) -> None:
         self.rows.left(self._monitor.table.row_of[request.request_id])
+        if self._lookups is not None:
+            self._lookups.ended(request.request_id)
         status = request.status
         by_itself = status in _BY_ITSELF
         if request in self._answered:  # a session ends: its last answer is whole

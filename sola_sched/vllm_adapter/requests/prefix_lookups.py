@@ -51,6 +51,10 @@ class PrefixLookups:
         found = (num for num, prefix in self._answers if prefix_of(request, num) == prefix)
         return max(found, default=0)
 
+    def ended(self, req_id: str) -> None:
+        """A request is not there any more, whether or not steps were planned meanwhile."""
+        self._unknown.pop(req_id, None)
+
     def step(self, waiting: IntArray, requests: Mapping[str, Any], monitor: StateMonitor) -> None:
         """Look up a few of those that wait: first those that have not been, then all in turn."""
         self._debt = max(0, self._debt - BLOCKS_PER_STEP)

@@ -96,6 +96,7 @@ class Planning:
         self._is_stalled = False
         self._has_stepped_aside = False
         self._num_unplanned = 0  # steps while the policy was compiled
+        self._has_no_policy = False  # it could not be made
         self.num_plans = self.num_stalled = 0
         self.problems: dict[str, int] = {}
         self.shadow = dict.fromkeys(("num_held", "num_preempted_by_policy", "num_rejected"), 0)
@@ -258,7 +259,7 @@ class Planning:
             return ""
         scheduler = self._scheduler
         if scheduler.sola_planner is None:
-            return "compiling"
+            return "failed" if self._has_no_policy else "compiling"
         if self._guard.is_aside:
             return "aside"
         if scheduler.sola_support.own_order:
@@ -280,9 +281,14 @@ class Planning:
     def look_for_planner(self) -> None:
         """Plan from now on, if the policy has been compiled; looked for every few steps."""
         self._num_unplanned += 1
-        if self._num_unplanned % _LOOK_EVERY:
+        if self._num_unplanned % _LOOK_EVERY or self._has_no_policy:
             return
-        self._scheduler.sola_planner = self._scheduler.sola_new_planner()
+        try:
+            self._scheduler.sola_planner = self._scheduler.sola_new_planner()
+        except Exception as error:
+            self._has_no_policy = True
+            what_follows = "steps stay in vLLM's own order; restart the engine to try it again"
+            self._guard.failed_beside("making the policy", error, what_follows)
         if self._scheduler.sola_planner is not None:
             logger.info("sola_sched: the policy has been compiled: steps are planned from now on")
 

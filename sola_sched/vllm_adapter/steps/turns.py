@@ -50,10 +50,7 @@ class Turns:
     def __init__(self, scheduler: SolaSchedulerMixin, lease: Lease) -> None:
         self._scheduler = scheduler
         self.lease: Lease | None = lease
-        config = scheduler.sola_config
-        self._has_deadlines = config.traits.goes_by_targets
-        slos = (config.default_slo, *config.classes.values())
-        self._shortest_ttft_s = min(slo.ttft_s for slo in slos)
+        self._has_deadlines = scheduler.sola_config.traits.goes_by_targets
         self._num_on_device = 0  # steps with tokens that are not updated yet
         self._overruns_told = 0
         self._paused_before: Any = None  # vLLM's state, while it is to schedule nothing
@@ -131,7 +128,10 @@ class Turns:
         return self._asked(urgency)
 
     def _urgency_of_a_waiter(self) -> float:
-        return self._asked(partial(urgency_of_a_waiter, shortest_ttft_s=self._shortest_ttft_s))
+        config = self._scheduler.sola_config  # targets may change while the engine runs
+        slos = (config.default_slo, *config.classes.values())
+        shortest_ttft_s = min(slo.ttft_s for slo in slos)
+        return self._asked(partial(urgency_of_a_waiter, shortest_ttft_s=shortest_ttft_s))
 
     def _asked(self, rule: Callable[[bool, StateMonitor, float], float]) -> float:
         now_s = self._scheduler.sola_clock()
