@@ -25,6 +25,8 @@ from multidict import MultiMapping
 _SHORT = 2**16
 #: Most bytes of one line in the head of an answer.
 _LONGEST_LINE = 2**16
+#: What is raised where no connection was made, so that nothing was sent.
+NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 #: Whether the connection that a task has got last had been used before.
 _is_used_before: ContextVar[bool] = ContextVar("_is_used_before", default=False)
 
@@ -39,6 +41,8 @@ def reason(error: Exception, url: str = "") -> str:
         number = error.os_error.errno or 0
         why = f" ({os.strerror(number)})" if number in errno.errorcode else ""
         return f"no connection could be made{why}"
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return "no connection could be made in time"
     if isinstance(error, TimeoutError):
         return "it has not answered in time"
     if isinstance(error, aiohttp.ClientResponseError):
@@ -118,7 +122,7 @@ class Upstream:
         if is_repeatable:
             try:
                 return await _ask(self.session, method, url, headers, data)
-            except aiohttp.ClientConnectorError:
+            except NOT_CONNECTED:
                 raise
             except (aiohttp.ClientConnectionError, ConnectionError):
                 if not _is_used_before.get():

@@ -23,7 +23,7 @@ from sola_sched.config.slo import BEGAN_KEY, RESUMED_KEY, WAITED_KEY
 from sola_sched.proxy.headers import passed_back
 from sola_sched.proxy.json_object import encoded
 from sola_sched.proxy.owners import Owners, of_response, response_id
-from sola_sched.proxy.upstream import Upstream, reason
+from sola_sched.proxy.upstream import NOT_CONNECTED, Upstream, reason
 from sola_sched.serving.arrivals import ATTEMPT_HEADER
 from sola_sched.serving.call import Call, Lengths
 from sola_sched.serving.options import GatewayOptions
@@ -126,7 +126,7 @@ class Delivery:
                 await self.give_up(f"the answer could not be repeated elsewhere: {error}")
                 return
             except (CutError, TimeoutError, aiohttp.ClientError, OSError) as error:
-                self._has_arrived |= not isinstance(error, aiohttp.ClientConnectorError)
+                self._has_arrived |= not isinstance(error, NOT_CONNECTED)
                 is_done = await self._failed(replica, error)
             if is_done:
                 return

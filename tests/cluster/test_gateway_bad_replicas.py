@@ -8,7 +8,8 @@ import gzip
 import json
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from listeners import Handler, run, serving, upstream
 from multidict import CIMultiDict
 
 from sola_sched.cluster.routers import RoundRobin
+from sola_sched.serving.arrivals import ATTEMPT_HEADER
 from sola_sched.serving.call import Call
 from sola_sched.serving.gateway import Gateway
 from sola_sched.serving.outgoing import Outgoing
@@ -82,16 +84,46 @@ def asked(*handlers: Handler, path: str = PATH, **options: Any) -> tuple[int, by
     return *found[0], gateway
 
 
+@contextmanager
+def full_address() -> Iterator[tuple[str, int]]:
+    """An address at which no connection comes about, and none is refused."""
+    with ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        yield full.getsockname()
+
+
+def test_what_was_never_sent_may_be_sent_elsewhere_and_counts_there() -> None:
+    seen: list[web.Request] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(request)
+        return web.json_response({"id": "resp_1"})
+
+    async def test() -> None:
+        with full_address() as address:
+            gateway = Gateway(RoundRobin(), replace(QUICK, connect_s=0.3))
+            async with upstream(answer) as good:
+                gateway.sync({"full": f"http://127.0.0.1:{address[1]}", "good": good})
+                async with serving(gateway.app(), gateway.front) as url, ClientSession() as session:
+                    for _ in range(2):  # one of them goes to the first replica first
+                        body = {"input": "p", "background": True}
+                        async with session.post(f"{url}/v1/responses", json=body) as reply:
+                            assert (reply.status, await reply.json()) == (200, {"id": "resp_1"})
+            assert gateway.counts["failed_attempts"] >= 1
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+    assert not any(ATTEMPT_HEADER in request.headers for request in seen)
+
+
 def test_an_address_that_takes_no_connection_costs_the_limit_of_connecting() -> None:
     fake = FakeReplica()
 
     async def test() -> None:
-        with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
-            address = full.getsockname()
-            waiting = [socket.socket() for _ in range(4)]
-            for each in waiting:  # whoever comes after these gets no answer at all
-                each.setblocking(False)
-                each.connect_ex(address)
+        with full_address() as address:
             options = replace(QUICK, connect_s=0.3)
             async with fake.running():
                 gateway = Gateway(RoundRobin(), options)
@@ -104,8 +136,6 @@ def test_an_address_that_takes_no_connection_costs_the_limit_of_connecting() -> 
                             assert reply.status == 200
                         assert time.monotonic() - began_s < 4.0
                 assert gateway.counts["failed_attempts"] >= 1
-            for each in waiting:
-                each.close()
 
     asyncio.run(asyncio.wait_for(test(), 20))
 

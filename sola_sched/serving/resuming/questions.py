@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 
+from sola_sched.proxy.upstream import NOT_CONNECTED
 from sola_sched.serving.resuming.asked import Asked
 from sola_sched.serving.resuming.rewrite import shows_all
 from sola_sched.serving.resuming.transcript import ChoiceSent
@@ -94,7 +95,7 @@ class Questions:
             ) as reply:  # fmt: skip
                 status, data = reply.status, await reply.read()
             answer = json.loads(data)
-        except aiohttp.ClientConnectorError:
+        except NOT_CONNECTED:
             raise
         except (aiohttp.ClientError, ValueError):
             return HTTPStatus.BAD_GATEWAY, {}
