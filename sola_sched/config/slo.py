@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -35,8 +35,10 @@ _OTHER_NAMES = {
 #: Fields of `SloTarget` that are targets, and how they are called.
 TARGETS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "last token"}
 _LONGEST_NAME = 40
-#: A whole number from JSON may be beyond what a float holds.
-_MOST = sys.float_info.max
+#: Of one request's keys: to compare one with ours takes a tenth of a millisecond.
+_MOST_COMPARED = 64
+#: Most of a client's number: a whole one from JSON may be beyond what a float holds.
+MOST = sys.float_info.max
 #: What is left at least of a target that is missed already, seconds.
 _LEAST_S = 1e-3
 #: Name under which requests without an SLO class are reported.
@@ -69,7 +71,7 @@ class SloTarget:
         for name in (*TARGETS, "max_wait_s"):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not value > 0 or _MOST < value < math.inf:
+            if not is_number or not value > 0 or MOST < value < math.inf:
                 raise SloError(
                     f"'{name}' must be a number of seconds > 0 (got {shown(value)}); use null for "
                     "none."
@@ -83,7 +85,7 @@ class SloTarget:
                 )
         worth: Any = self.weight
         is_number = isinstance(worth, int | float) and not isinstance(worth, bool)
-        if not is_number or not 0 < worth <= _MOST:
+        if not is_number or not 0 < worth <= MOST:
             raise SloError(f"'weight' must be a finite number > 0 (got {shown(worth)}).")
 
     @property
@@ -112,6 +114,20 @@ def meant_key(name: Any) -> str | None:
         return str(name)
     # Clients choose these names: long ones are not looked at.
     return _near_key(name) if isinstance(name, str) and len(name) <= _LONGEST_NAME else None
+
+
+def meant_keys(names: Iterable[Any]) -> Iterator[tuple[Any, str]]:
+    """Those of a request's keys that are or were meant to be ours, each with the key of ours.
+
+    Of very many the later ones are not compared: then only ours themselves are found.
+    """
+    for i, name in enumerate(names):
+        if i < _MOST_COMPARED:
+            meant = meant_key(name)
+        else:
+            meant = name if name in REQUEST_KEYS or name in GATEWAY_KEYS else None
+        if meant is not None:
+            yield name, meant
 
 
 @lru_cache(maxsize=1024)
@@ -143,8 +159,8 @@ def request_target(
     """
     if not extra_args:
         return default
-    for key in extra_args:
-        if (meant := meant_key(key)) and meant != key:
+    for key, meant in meant_keys(extra_args):
+        if meant != key:
             unit = "" if meant == CLASS_KEY else ", in milliseconds"
             raise SloError(
                 f"{key!r} must be written '{meant}'{unit} (the keys for targets are "
@@ -195,7 +211,8 @@ def history(extra_args: Mapping[str, Any] | None) -> tuple[float, int]:
     """
     waited_s = _waited(extra_args or {}, WAITED_KEY)
     num_resumed = (extra_args or {}).get(RESUMED_KEY) or 0
-    if isinstance(num_resumed, bool) or not isinstance(num_resumed, int) or num_resumed < 0:
+    is_count = isinstance(num_resumed, int) and not isinstance(num_resumed, bool)
+    if not is_count or not 0 <= num_resumed < MOST:
         raise SloError(f"'{RESUMED_KEY}' must be a number of tokens >= 0 (got {num_resumed!r}).")
     return waited_s, num_resumed
 
@@ -203,7 +220,7 @@ def history(extra_args: Mapping[str, Any] | None) -> tuple[float, int]:
 def _waited(extra_args: Mapping[str, Any], key: str) -> float:
     """Seconds that a gateway's key says; 0 without it."""
     value = extra_args.get(key) or 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _MOST:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < MOST:
         raise SloError(f"'{key}' must be milliseconds >= 0 (got {value!r}).")
     return value / 1e3
 
@@ -214,7 +231,7 @@ def _milliseconds(extra_args: Mapping[str, Any], key: str, fallback_s: float) ->
         return fallback_s
     if value == NO_TARGET:
         return math.inf
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MOST:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MOST:
         raise SloError(
             f"'{key}' must be a finite number of milliseconds > 0 (got {value!r}); "
             f'leave it out to use the server\'s default, or "{NO_TARGET}" for no such target.'

@@ -20,6 +20,8 @@ PATH = "/sola/requests"
 MIDDLEWARE = "sola_sched.front_end.fates_http.FatesMiddleware"
 #: Of the list, unless `limit` says otherwise.
 _USUAL = 100
+#: Digits of a limit: what has more is no number of requests.
+_MOST_DIGITS = 9
 
 #: Of this process' engines; filled by the loggers, which run in the server's event loop.
 BOOK = FateBook()
@@ -67,7 +69,8 @@ def answer(path: str, query: str, book: FateBook = BOOK) -> tuple[HTTPStatus, di
         return HTTPStatus.NOT_FOUND, {"error": {"message": message, "code": 404}}
     options = parse_qs(query, keep_blank_values=True)
     limit = options.get("limit", [str(_USUAL)])[-1]
-    if not limit.isdecimal() or set(options) - {"missed", "limit"}:
+    is_number = limit.isdecimal() and len(limit) <= _MOST_DIGITS
+    if not is_number or set(options) - {"missed", "limit"}:
         message = (
             f"the query may have 'missed' and 'limit', a number of requests (got {query[:100]!r})."
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from sola_sched.config.slo import GATEWAY_KEYS, meant_key
+from sola_sched.config.slo import GATEWAY_KEYS, meant_keys
 from sola_sched.front_end import server_args
 from sola_sched.front_end.json_answers import Message, Send
 
@@ -81,9 +81,8 @@ class HintsMiddleware:
             content = json.loads(body)
         except (ValueError, RecursionError):
             return
-        for key in content if isinstance(content, dict) else ():
-            meant = meant_key(key)
-            if meant is not None and meant not in GATEWAY_KEYS:
+        for key, meant in meant_keys(content if isinstance(content, dict) else ()):
+            if meant not in GATEWAY_KEYS:
                 self._tell(
                     f"nothing reads {key!r} at the top of a request: write "
                     f'"vllm_xargs": {{"{meant}": ...}} in the body'

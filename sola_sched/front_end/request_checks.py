@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any
 from weakref import WeakSet
 
-from sola_sched.config.slo import meant_key, request_target
+from sola_sched.config.slo import meant_keys, request_target
 from sola_sched.errors import SloError
 from sola_sched.front_end.options_http import options_in_force
 from sola_sched.front_end.scheduler_class import is_ours
@@ -79,7 +79,7 @@ def _check_built(params: Any) -> None:
 
 def _has_our_keys(params: Any) -> bool:
     extra_args = getattr(params, "extra_args", None) or {}
-    return any(map(meant_key, extra_args))
+    return any(meant_keys(extra_args))
 
 
 def check_request(vllm_config: Any, extra_args: Any) -> None:

@@ -24,6 +24,7 @@ from sola_sched.config.slo import (
     CLASS_KEY,
     E2E_KEY,
     GATEWAY_KEYS,
+    MOST,
     REQUEST_KEYS,
     TPOT_KEY,
     TTFT_KEY,
@@ -169,8 +170,8 @@ def waited(xargs: Mapping[str, Any]) -> None:
     for key in GATEWAY_KEYS:
         value = xargs.get(key)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (is_number and 0 <= value < math.inf):
-            raise SloError(f"'{key}' must be a finite number >= 0 (got {value!r}).")
+        if value is not None and not (is_number and 0 <= value < MOST):
+            raise SloError(f"'{key}' must be a finite number >= 0 (got {value!r:.100}).")
 
 
 def _milliseconds(name: str, text: str) -> float:

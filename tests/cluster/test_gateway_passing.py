@@ -259,11 +259,12 @@ def test_gateways_before_a_gateway_say_how_long_a_request_has_waited() -> None:
     good = b'{"vllm_xargs": {"waited_ms": 5.5, "resumed_tokens": 3}}'
 
     answers = asked(
-        post(PATH, good), post(PATH, b'{"vllm_xargs": {"waited_ms": "abc"}}'), echo=echo,
+        post(PATH, good), post(PATH, b'{"vllm_xargs": {"waited_ms": "abc"}}'),
+        post(PATH, b'{"vllm_xargs": {"resumed_tokens": 1%s}}' % (b"0" * 400)), echo=echo,
         rules=rules,
     )  # fmt: skip
 
-    assert [status_of(answer) for answer in answers] == [200, 400]
+    assert [status_of(answer) for answer in answers] == [200, 400, 400]
     assert echo.xargs == {"waited_ms": 5.5, "resumed_tokens": 3}
 
 
@@ -282,6 +283,10 @@ def test_targets_and_classes_of_clients_are_dropped_where_the_operator_says_so()
     [(b"", 200), (b"{}", 200), (b"[1]", 400), (b"{", 400), (b'{"a": NaN}', 400), (b"\xff", 400),
      (b'{"messages":' + b"[" * 900 + b"]" * 900 + b"}", 200),
      (b'{"messages":' + b"[" * 50_000 + b"]" * 50_000 + b"}", 400),
+     (b'{"max_tokens": 1' + b"0" * 400 + b"}", 200),
+     (b'{"max_tokens": 1' + b"0" * 5000 + b"}", 400),
+     (b'{"n": 1' + b"0" * 5000 + b"}", 200), (b'{"max_tokens": "1' + b"0" * 400 + b'"}', 200),
+     (b'{"prompt": [1' + b"0" * 5000 + b"]}", 400),
      (b'{"prompt": "\xff"}', 400), (b'{"vllm_xargs": [1]}', 400)],
 )  # fmt: skip
 def test_what_no_server_could_read_is_refused(body: bytes, status: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
@@ -320,6 +321,24 @@ def test_what_is_left_of_the_time_to_the_last_token_of_one_that_is_resumed(
 ) -> None:
     asked = {"resumed_tokens": 50, "waited_ms": 300.0, "began_ms": 500.0} | keys
     assert request_target(asked, DEFAULT, CLASSES) == expected
+
+
+def test_very_many_keys_cost_little_and_hide_none_of_ours() -> None:
+    foreign = {f"key {i}": i for i in range(10_000)}
+
+    begin_s = time.process_time()
+    target = request_target(foreign | {"ttft_slo_ms": 7.0}, DEFAULT, CLASSES)
+    with pytest.raises(SloError, match="'slo_class' must name"):
+        request_target(foreign | {"slo_class": "none"}, DEFAULT, CLASSES)
+
+    assert target.ttft_s == 0.007
+    assert time.process_time() - begin_s < 0.2
+
+
+@pytest.mark.parametrize("key", ["waited_ms", "resumed_tokens", "began_ms"])
+def test_a_number_beyond_any_is_refused(key: str) -> None:
+    with pytest.raises(SloError, match=f"'{key}' must be"):
+        request_target({"resumed_tokens": 1, "e2e_slo_ms": 9000} | {key: 10**400}, DEFAULT, CLASSES)
 
 
 def test_a_target_must_be_positive() -> None:

@@ -54,6 +54,7 @@ def test_which_requests_are_told(book: FateBook, path: str, query: str, names: l
         ("/sola/requests/x", "", 404, "'x' must be the id of a request that has ended"),
         ("/sola/requests", "limit=-1", 400, "'limit', a number of requests"),
         ("/sola/requests", "limit=many", 400, "'limit', a number of requests"),
+        ("/sola/requests", "limit=" + "9" * 5000, 400, "'limit', a number of requests"),
         ("/sola/requests", "mised", 400, "the query may have 'missed'"),
     ],
 )

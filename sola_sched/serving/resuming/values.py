@@ -9,13 +9,12 @@ _YES = frozenset(("1", "on", "t", "true", "y", "yes"))
 
 
 def number(value: Any) -> float | None:
-    """A finite number; None for what is none."""
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            return None
-    return value if isinstance(value, int | float) and math.isfinite(value) else None
+    """A finite number; None for what is none, or is beyond what a float holds."""
+    try:
+        value = float(value) if isinstance(value, str) else value
+        return value if isinstance(value, int | float) and math.isfinite(value) else None
+    except (OverflowError, ValueError):
+        return None
 
 
 def whole(value: Any) -> int | None:
