@@ -55,6 +55,7 @@ class Front:
         self.bodies = Bodies(limits)
         self._serve, self._keys = serve, keys
         self._idle: OrderedDict[web.RequestHandler, None] = OrderedDict()
+        self._without_transport: set[web.RequestHandler] = set()  # at the last look
         self._answers: dict[int, Answer] = {}  # by the identity of their requests
 
     def app(self, health: Handler) -> web.Application:
@@ -110,16 +111,17 @@ class Front:
             ) from None
 
     def opened(self, connection: web.RequestHandler) -> None:
-        """There is a new connection."""
+        """There is a new connection; it has its transport soon."""
         self._idle[connection] = None
 
     def make_room(self) -> bool:
         """Close the connection that has had no request for longest; whether there is one."""
-        while self._idle:
+        for _ in range(len(self._idle)):
             connection, _ = self._idle.popitem(last=False)
             if connection.transport is not None:
                 connection.transport.abort()
                 return True
+            self._idle[connection] = None  # it has gone, or has no transport yet
         return False
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
@@ -166,8 +168,14 @@ class Front:
                 if answer.writing_since_s is not None and answer.writing_since_s < before_s:
                     logger.warning("a client has read nothing for %g s: left", self.limits.write_s)
                     answer.abort()
-            for connection in [each for each in self._idle if each.transport is None]:
-                del self._idle[connection]
+            self._forget_gone()
+
+    def _forget_gone(self) -> None:
+        """Forget connections that have gone: a new one has its transport by the second look."""
+        found = {each for each in self._idle if each.transport is None}
+        for connection in found & self._without_transport:
+            del self._idle[connection]
+        self._without_transport = found
 
     async def _end(self, _: web.Application) -> None:
         self.bodies.end()

@@ -10,7 +10,8 @@ import time
 import zlib
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -115,6 +116,23 @@ def test_a_body_of_many_compressed_parts_is_read_and_one_of_very_many_refused_at
 
     assert (len(whole), whole[-4:]) == (100_000, b"999\n")
     assert time.process_time() - begin_s < 1.0
+
+
+def test_a_connection_that_has_no_transport_yet_is_not_taken_for_one_that_has_gone() -> None:
+    class Connection:
+        transport: Any = None
+
+    front, aborted, new, gone = front_of(), [], Connection(), Connection()
+    front.opened(cast(web.RequestHandler, gone))
+    front._forget_gone()
+    front.opened(cast(web.RequestHandler, new))
+
+    front._forget_gone()
+    assert not front.make_room()
+    new.transport = SimpleNamespace(abort=lambda: aborted.append(new))
+
+    assert list(front._idle) == [new]
+    assert (front.make_room(), aborted) == (True, [new])
 
 
 def test_a_body_that_is_not_as_its_headers_say_is_refused() -> None:
