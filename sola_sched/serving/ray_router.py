@@ -15,7 +15,8 @@ import pickle
 import time
 import urllib.parse
 from collections.abc import Iterator, Mapping
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import aiohttp
 import ray
@@ -29,7 +30,7 @@ from sola_sched.serving import membership
 from sola_sched.serving.call import Call, Lengths, ids_and_chars
 from sola_sched.serving.feed import follow
 from sola_sched.serving.policies import DEFAULT, make_router
-from sola_sched.serving.replicas import Attempt, Replica, Replicas
+from sola_sched.serving.replicas import Replica, Replicas
 from sola_sched.serving.slo_headers import with_slo_headers
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,18 @@ _MOST_TOKENS = 2**17
 #: A size with more digits is as good as one with so many.
 _MOST_DIGITS = 15
 URL = "url"
+
+
+class _Choice(NamedTuple):
+    """Where a request goes that Serve has not sent yet.
+
+    Attributes:
+        replica: The one.
+        future: Of Serve; ends with the replica that gets it.
+    """
+
+    replica: Replica
+    future: Any
 
 
 class SolaRequestRouter(RequestRouter):
@@ -57,8 +70,8 @@ class SolaRequestRouter(RequestRouter):
         self.num_failures = 0
         self._far: set[str] = set()
         self._followers: dict[Replica, asyncio.Task[None]] = {}
-        self._in_flight: dict[str, tuple[Any, Attempt]] = {}
-        self._chosen: dict[str, Replica] = {}
+        self._in_flight: dict[tuple[str, str], ExitStack] = {}  # by replica and request
+        self._chosen: dict[str, _Choice] = {}  # by request
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take in which replicas there are."""
@@ -107,27 +120,31 @@ class SolaRequestRouter(RequestRouter):
     def _ranked(
         self, able: list[RunningReplica], pending_request: PendingRequest
     ) -> list[list[RunningReplica]]:
-        name = pending_request.metadata.internal_request_id
-        if not self._give_up(name):
-            # Serve cancels it when nobody waits for the request any more.
-            pending_request.future.add_done_callback(
-                lambda future: future.cancelled() and self._give_up(name)
-            )
+        name, future = pending_request.metadata.internal_request_id, pending_request.future
+        before = self._give_up(name)
+        if before is None or before.future is not future:  # Serve makes one for each try
+            future.add_done_callback(lambda _: self._given_up(name, future))
         request = self._routed(pending_request, name)
         there = {replica.replica_id.unique_id for replica in able}
         choice = self._mine.choose(request, [r for r in self._mine if r.name not in there])
         if isinstance(choice, Refusal):
             return [able]
-        self._chosen[name] = choice
+        self._chosen[name] = _Choice(choice, future)
         best = [replica for replica in able if replica.replica_id.unique_id == choice.name]
         return [best, [replica for replica in able if replica not in best]]
 
-    def _give_up(self, name: str) -> bool:
+    def _give_up(self, name: str) -> _Choice | None:
         """Take back the choice for a request, if there is one that no replica has accepted."""
-        if (chosen := self._chosen.pop(name, None)) is None:
-            return False
-        self._mine.not_sent(name, chosen)
-        return True
+        chosen = self._chosen.pop(name, None)
+        if chosen is not None:
+            self._mine.not_sent(name, chosen.replica)
+        return chosen
+
+    def _given_up(self, name: str, future: Any) -> None:
+        """Serve has no replica for a request, and nobody waits for one any more."""
+        chosen = self._chosen.get(name)
+        if chosen is not None and chosen.future is future and _is_failed(future):
+            self._give_up(name)
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
@@ -135,13 +152,19 @@ class SolaRequestRouter(RequestRouter):
         """The replica has accepted the request."""
         name = pending_request.metadata.internal_request_id
         chosen = self._chosen.pop(name, None)
-        if chosen is not None and chosen.name != replica_id.unique_id:
-            self._mine.not_sent(name, chosen)
+        if chosen is not None and chosen.replica.name != replica_id.unique_id:
+            self._mine.not_sent(name, chosen.replica)
         for replica in self._mine:
             if replica.name == replica_id.unique_id:
                 with self._never_failing("booking a request"):
-                    attempt = self._mine.attempt(replica, self._routed(pending_request, name), None)
-                    self._in_flight[name] = (attempt, attempt.__enter__())  # Serve ends it
+                    self._end(replica.name, name)
+                    stack = self._in_flight[replica.name, name] = ExitStack()  # Serve ends it
+                    request = self._routed(pending_request, name)
+                    stack.enter_context(self._mine.attempt(replica, request, None))
+
+    def _end(self, replica: str, name: str) -> None:
+        if (attempt := self._in_flight.pop((replica, name), None)) is not None:
+            attempt.close()
 
     def _routed(self, pending_request: PendingRequest, name: str) -> RoutedRequest:
         """What our router is told of a request.
@@ -172,8 +195,10 @@ class SolaRequestRouter(RequestRouter):
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """The request is over, or was not accepted."""
-        if (entered := self._in_flight.pop(internal_request_id, None)) is not None:
-            entered[0].__exit__(None, None, None)
+        chosen = self._chosen.get(internal_request_id)
+        if chosen is not None and chosen.future.done():  # else it is chosen for anew
+            self._give_up(internal_request_id)
+        self._end(replica_id.unique_id, internal_request_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """The replica is dead."""
@@ -181,6 +206,10 @@ class SolaRequestRouter(RequestRouter):
         for replica in self._mine:
             if replica.name == replica_id.unique_id:
                 self._mine.lost(replica)
+
+
+def _is_failed(future: Any) -> bool:
+    return future.cancelled() or future.exception() is not None
 
 
 def _is_out_of_reach(replica: RunningReplica) -> bool:

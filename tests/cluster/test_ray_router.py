@@ -82,6 +82,70 @@ def test_a_request_that_serve_gives_up_weighs_on_no_replica(router: Any) -> None
     assert not router._chosen
 
 
+def _ends_with_an_error(router: Any, pending: Any) -> None:
+    pending.future.set_exception(RuntimeError("no replica"))
+
+
+def _fails_as_it_is_sent(router: Any, pending: Any) -> None:
+    pending.future.set_result(A)
+    router.on_request_completed(A.replica_id, pending.metadata.internal_request_id)
+
+
+def _is_cancelled_in_its_second_try(router: Any, pending: Any) -> None:
+    pending.future.set_result(A)
+    pending.future = Future()  # as Serve does where the replica has refused it
+    _choose(router, pending)
+    pending.future.cancel()
+
+
+@pytest.mark.parametrize(
+    "fails", [_ends_with_an_error, _fails_as_it_is_sent, _is_cancelled_in_its_second_try]
+)
+def test_a_request_that_fails_before_it_is_accepted_weighs_on_no_replica(
+    router: Any, fails: Any
+) -> None:
+    for number in range(20):
+        pending = _pending(number)
+        _choose(router, pending)
+        fails(router, pending)
+
+    assert not any(router._mine._router._loads.values())
+    assert not router._chosen
+
+
+def test_a_refusal_that_is_told_late_ends_neither_the_next_try_nor_the_next_attempt(
+    router: Any,
+) -> None:
+    pending, (a, b) = _pending(0), (A.replica_id, B.replica_id)
+    name = pending.metadata.internal_request_id
+    _choose(router, pending)
+    pending.future.set_result(A)
+    pending.future = Future()
+    _choose(router, pending)
+
+    router.on_request_completed(a, name)
+    assert name in router._chosen
+    router.on_request_routed(pending, b, None)
+    router.on_request_completed(a, name)
+
+    assert [view.num_requests for view in router._mine.reports.views] == [0, 1]
+    router.on_request_completed(b, name)
+    assert [view.num_requests for view in router._mine.reports.views] == [0, 0]
+
+
+def test_a_request_that_is_routed_twice_is_booked_once(router: Any) -> None:
+    pending = _pending(0)
+    for replica_id in (A.replica_id, A.replica_id, B.replica_id):
+        router.on_request_routed(pending, replica_id, None)
+    assert [len(replica.attempts) for replica in router._mine] == [1, 1]
+
+    for replica_id in (A.replica_id, B.replica_id):
+        router.on_request_completed(replica_id, pending.metadata.internal_request_id)
+
+    assert [view.num_requests for view in router._mine.reports.views] == [0, 0]
+    assert not any(replica.attempts for replica in router._mine)
+
+
 def test_the_death_of_a_replica_with_requests_is_taken_in(router: Any) -> None:
     pending = _pending(0)
     router.on_request_routed(pending, A.replica_id, None)
