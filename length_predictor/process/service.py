@@ -66,11 +66,6 @@ class Service:
         self._poller = select.poll()
         self._poller.register(connection, select.POLLIN)
 
-    @property
-    def queue_length(self) -> int:
-        """Requests that wait for the predictor."""
-        return len(self._queue)
-
     def run(self, *, save: Any = None, save_s: float = 0.0) -> None:
         """Serve until the scheduler is gone; call ``save`` every so often if it was given."""
         save_at_s = time.monotonic() + save_s

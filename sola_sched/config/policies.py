@@ -92,11 +92,6 @@ def installed() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP) if point.name not in BUILT_IN}
 
 
-def forget_loaded() -> None:
-    """Look up every name anew, after an installation in the same process."""
-    _load.cache_clear()
-
-
 @functools.cache
 def _load(name: str) -> Any:
     if name in BUILT_IN:

@@ -17,8 +17,9 @@ TTFT_KEY = "ttft_slo_ms"
 TPOT_KEY = "tpot_slo_ms"
 E2E_KEY = "e2e_slo_ms"
 CLASS_KEY = "slo_class"
-REQUEST_KEYS = (TTFT_KEY, TPOT_KEY, E2E_KEY, CLASS_KEY)
-#: Value of the first three for no such target.
+TARGET_KEYS = (TTFT_KEY, TPOT_KEY, E2E_KEY)
+REQUEST_KEYS = (*TARGET_KEYS, CLASS_KEY)
+#: Value of `TARGET_KEYS` for no such target.
 NO_TARGET = "none"
 #: Written by a gateway that sends a request again: milliseconds since it came or, with the number
 #: of output tokens that its client has already, since the first of them was sent.

@@ -13,7 +13,7 @@ import numpy as np
 from multidict import CIMultiDict, MultiMapping
 
 from sola_sched.cluster.view import RoutedRequest
-from sola_sched.config.slo import REQUEST_KEYS, SloTarget, request_target
+from sola_sched.config.slo import TARGET_KEYS, SloTarget, request_target
 from sola_sched.errors import SloError
 from sola_sched.length_predictor.histogram import LengthHistogram
 from sola_sched.prediction.length import LengthPrediction
@@ -216,15 +216,8 @@ def request_id_of(headers: Mapping[str, str]) -> str:
 
 @dataclass
 class Lengths:
-    """What a gateway learns of lengths: characters per token, and output tokens.
+    """What a gateway learns of lengths: characters per token, and output tokens."""
 
-    Args:
-        default_slo: Targets of requests that name none.
-        classes: SLO classes by name; others are the replica's to judge.
-    """
-
-    default_slo: SloTarget = field(default_factory=SloTarget)
-    classes: Mapping[str, SloTarget] = field(default_factory=dict)
     _histogram: LengthHistogram = field(default_factory=LengthHistogram)
     _chars_per_token: float = _CHARS_PER_TOKEN
 
@@ -252,17 +245,10 @@ class Lengths:
             req_id=name,
             prompt_tokens=num_prompt + done,
             length=LengthPrediction.exactly(max(1.0, expected - done), "histogram"),
-            slo=self._target(call),
+            slo=_target(call),
             arrival_s=call.arrival_s,
             avoid=avoid,
         )
-
-    def _target(self, call: Call) -> SloTarget:
-        try:
-            own = {key: value for key, value in call.xargs.items() if key in REQUEST_KEYS}
-            return request_target(own, self.default_slo, self.classes)
-        except SloError:  # the replica refuses it, or knows the class
-            return self.default_slo
 
     def prompt_tokens(self, call: Call) -> int:
         """Tokens of a request's prompt, roughly; exact where it is token ids."""
@@ -281,6 +267,16 @@ class Lengths:
             self._histogram.observe(
                 self._histogram.class_of(self.prompt_tokens(call), most), num_tokens
             )
+
+
+def _target(call: Call) -> SloTarget:
+    """The targets that a request names itself; its class and the defaults are the servers'."""
+    try:
+        return request_target(
+            {key: value for key, value in call.xargs.items() if key in TARGET_KEYS}, SloTarget(), {}
+        )
+    except SloError:  # the replica refuses it
+        return SloTarget()
 
 
 def _most_tokens(body: Mapping[str, Any]) -> int:

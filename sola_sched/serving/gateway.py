@@ -51,7 +51,6 @@ class Gateway:
     Args:
         router: Decides where requests go.
         options: Waits and limits.
-        lengths: Estimates of lengths, and default targets.
         limits: Of what clients may take.
         keys: That they must have.
         rules: What they may say of their requests.
@@ -66,7 +65,6 @@ class Gateway:
         self,
         router: Router,
         options: GatewayOptions | None = None,
-        lengths: Lengths | None = None,
         *,
         limits: Limits | None = None,
         keys: Keys | None = None,
@@ -76,7 +74,7 @@ class Gateway:
         self.replicas = Replicas(router, time.monotonic)
         self.counts: Counter[str] = Counter()
         self.front = Front(self._serve, limits or Limits(), keys or Keys())
-        self._lengths, self._rules = lengths or Lengths(), rules or ClientRules()
+        self._lengths, self._rules = Lengths(), rules or ClientRules()
         self._owners: Owners[Replica] = Owners()
         self._followers: dict[Replica, asyncio.Task[None]] = {}
         self._upstream: Upstream | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -204,6 +205,19 @@ def test_the_router_is_told_of_tokens_that_are_sent_as_they_are() -> None:
 
     assert (told.prompt_tokens, told.slo.ttft_s) == (3, 0.5)
     assert told.length.quantiles.tolist() == [7.0] * 10
+
+
+@pytest.mark.parametrize(
+    ("xargs", "ttft_s"),
+    [({"ttft_slo_ms": 500}, 0.5), ({"slo_class": "chat", "ttft_slo_ms": 500}, 0.5),
+     ({"slo_class": "chat"}, math.inf), ({"ttft_slo_ms": "soon"}, math.inf)],
+)  # fmt: skip
+def test_the_router_is_told_the_targets_that_a_request_names(xargs: Any, ttft_s: float) -> None:
+    body = json.dumps({"prompt": "p", "vllm_xargs": xargs}).encode()
+
+    call = Call.of("POST", PATH, CIMultiDict(), body, request_id="r", arrival_s=0.0)
+
+    assert Lengths().routed(call, "r", None, frozenset()).slo.ttft_s == ttft_s
 
 
 FORM = "Content-Type: multipart/form-data; boundary=b"

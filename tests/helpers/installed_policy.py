@@ -28,4 +28,4 @@ def installed_policy(folder: Path, name: str, value: str) -> Iterator[None]:
     finally:
         for path in paths:
             sys.path.remove(path)
-        policies.forget_loaded()
+        policies._load.cache_clear()

@@ -88,7 +88,7 @@ def test_service_answers_and_learns_from_what_finished(
     for handle in range(40):
         mine.send(protocol.arrived(handle, [1, 2, 3, 4]))
     server.turn()
-    while server.queue_length:
+    while server._queue:
         server.turn()
     assert {handle for handle, _ in received(mine)} == set(range(40))
 
@@ -119,7 +119,7 @@ def test_flood_gets_the_answer_of_the_words_and_loses_nobody(
 
     server.turn()
     first = received(mine)
-    while server.queue_length:
+    while server._queue:
         server.turn()
     rest = received(mine)
 
