@@ -15,6 +15,8 @@ import msgspec
 
 #: Bytes of a value that is made an object of without a thought; most of one that should be short.
 LONGEST_VALUE = 2**16
+#: Digits of a whole number that is made one: making one of thousands takes long.
+_MOST_DIGITS = 100
 #: Elements, at most, of a longer one that is: a text or an image has few, a list of ids many.
 _FEW = 50_000
 #: Values that a proxy looks at; looking at others makes objects of the whole.
@@ -70,7 +72,8 @@ class JsonObject(Mapping[str, Any]):
         if isinstance(value, msgspec.Raw):
             text = bytes(value)
             is_inner = name == _INNER and text.startswith(b"{")
-            value = self._values[name] = JsonObject(text) if is_inner else json.loads(text)
+            value = JsonObject(text) if is_inner else json.loads(text, parse_int=_whole)
+            self._values[name] = value
         return value
 
     def __contains__(self, name: object) -> bool:
@@ -118,6 +121,10 @@ class JsonObject(Mapping[str, Any]):
             for name, value in self._changes.items()
         )
         return b"".join((before, b"" if before.endswith(b"{") else b",", more, b"}"))
+
+
+def _whole(text: str) -> float:
+    return int(text) if len(text) <= _MOST_DIGITS else float(text)
 
 
 def _text(value: Any) -> bytes:
