@@ -33,6 +33,7 @@ class Answer:
         self.on_begin: Callable[[], None] | None = None
         self._response: web.StreamResponse | None = None
         self._loop = asyncio.get_running_loop()
+        self._has_body = request.method != "HEAD"
 
     @property
     def has_begun(self) -> bool:
@@ -51,8 +52,13 @@ class Answer:
         await self._do(self._response.prepare(self.request))
 
     async def write(self, data: bytes) -> None:
-        """More of it; called for each token, so `_do` is written out."""
+        """More of it; called for each token, so `_do` is written out.
+
+        An answer to HEAD has no body: its client would take one for the next answer.
+        """
         assert self._response is not None
+        if not self._has_body:
+            return
         self.writing_since_s = self._loop.time()
         try:
             await self._response.write(data)

@@ -19,6 +19,7 @@ from aiohttp import web
 from gateway_clients import gateway_at, gateway_to
 from listeners import ask, post, run, status_of
 from multidict import CIMultiDict
+from yarl import URL
 
 from sola_sched.proxy.json_object import JsonObject
 from sola_sched.proxy.limits import Limits
@@ -307,6 +308,26 @@ def test_what_no_server_could_read_is_refused(body: bytes, status: int) -> None:
     (answer,) = asked(post(PATH, body), echo=Echo())
 
     assert status_of(answer) == status
+
+
+def test_an_answer_to_head_has_no_body_whoever_makes_it() -> None:
+    async def cut(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    async def test() -> None:
+        for handler in (cut, Echo(body=b"long", text=None)):
+            async with gateway_to(handler) as (url, _), asyncio.timeout(10):
+                address = URL(url)
+                reader, writer = await asyncio.open_connection(address.host, address.port)
+                writer.write(b"HEAD /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+                await reader.readuntil(b"\r\n\r\n")
+                writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 ")
+                writer.close()
+
+    run(test)
 
 
 def test_only_what_may_be_repeated_is_tried_again() -> None:
