@@ -25,10 +25,10 @@ _LOOKED_AT = (
     "max_tokens", "messages", "model", "previous_response_id", "prompt", "prompt_embeds",
     "return_token_ids", "sampling_params", "session_id", "stream", "token_ids", "vllm_xargs",
 )  # fmt: skip
-#: Of these, the one that is an object itself of which only a few values are looked at.
-_INNER = "sampling_params"
-#: The ones that may be long.
-_MAY_BE_LONG = frozenset(("input", "messages", "prompt", "prompt_embeds", "token_ids", _INNER))
+#: Of these, the ones that may be long.
+_MAY_BE_LONG = frozenset(
+    ("input", "messages", "prompt", "prompt_embeds", "sampling_params", "token_ids")
+)
 _ABSENT = msgspec.Raw()
 _Texts = msgspec.defstruct(
     "_Texts", [(name, msgspec.Raw, msgspec.field(default=_ABSENT)) for name in _LOOKED_AT]
@@ -64,16 +64,13 @@ class JsonObject(Mapping[str, Any]):
             self._values[name] = json.loads(bytes(text))
 
     def __getitem__(self, name: str) -> Any:
-        if name in self._changes:
-            return self._changes[name]
-        if name not in _LOOKED_AT:
+        if name not in self._changes and name not in _LOOKED_AT:
             return self._all()[name]
-        value = self._values[name]
+        value = self._changes[name] if name in self._changes else self._values[name]
+        if isinstance(value, JsonObject):
+            return json.loads(value.encoded())
         if isinstance(value, msgspec.Raw):
-            text = bytes(value)
-            is_inner = name == _INNER and text.startswith(b"{")
-            value = JsonObject(text) if is_inner else json.loads(text, parse_int=_whole)
-            self._values[name] = value
+            value = self._values[name] = json.loads(bytes(value), parse_int=_whole)
         return value
 
     def __contains__(self, name: object) -> bool:
@@ -94,6 +91,15 @@ class JsonObject(Mapping[str, Any]):
         if self._whole is None:
             self._whole = json.loads(self._data)
         return self._whole
+
+    def inner(self, name: str) -> Any:
+        """A value that is looked at; of an object again only a few are."""
+        if name in self._changes:
+            return self._changes[name]
+        value = self._values.get(name)
+        if isinstance(value, msgspec.Raw) and bytes(value).startswith(b"{"):
+            value = self._values[name] = JsonObject(bytes(value))
+        return self.get(name) if isinstance(value, msgspec.Raw) else value
 
     def text(self, name: str) -> bytes | None:
         """The text of a value of which objects had better not be made; None for any other."""
@@ -136,6 +142,11 @@ def _text(value: Any) -> bytes:
 def replaced(value: Mapping[str, Any], **values: Any) -> Mapping[str, Any]:
     """The object with other values."""
     return value.replaced(**values) if isinstance(value, JsonObject) else {**value, **values}
+
+
+def inner(value: Mapping[str, Any], name: str) -> Any:
+    """A value of an object, see `JsonObject.inner`."""
+    return value.inner(name) if isinstance(value, JsonObject) else value.get(name)
 
 
 def encoded(value: Mapping[str, Any]) -> bytes:

@@ -20,7 +20,7 @@ from sola_sched.prediction.length import LengthPrediction
 from sola_sched.proxy.errors import RefusedError
 from sola_sched.proxy.form import is_form, value_of, with_value
 from sola_sched.proxy.headers import FORWARDED_FOR, forwarded_for, passed_on
-from sola_sched.proxy.json_object import LONGEST_VALUE, JsonObject, replaced
+from sola_sched.proxy.json_object import LONGEST_VALUE, JsonObject, inner, replaced
 from sola_sched.proxy.owners import of_response
 from sola_sched.proxy.paths import RESPONSES, Passage
 from sola_sched.serving.arrivals import ATTEMPT_HEADER
@@ -117,7 +117,7 @@ class Call:
     def sampling(self) -> Mapping[str, Any]:
         """What limits its output."""
         body = self.body or {}
-        found = body.get(SAMPLING) if without_query(self.path) == GENERATE else body
+        found = inner(body, SAMPLING) if without_query(self.path) == GENERATE else body
         return found if isinstance(found, Mapping) else {}
 
     @classmethod

@@ -30,7 +30,7 @@ from sola_sched.config.slo import (
     TTFT_KEY,
 )
 from sola_sched.errors import SloError
-from sola_sched.proxy.json_object import replaced
+from sola_sched.proxy.json_object import inner, replaced
 
 XARGS = "vllm_xargs"
 #: Takes tokens, and has its free arguments within those of sampling.
@@ -105,7 +105,7 @@ def xargs_of(body: Mapping[str, Any], path: str) -> dict[str, Any]:
     """
     value: Any = body
     for name in (SAMPLING, _INNER_XARGS) if path == GENERATE else (XARGS,):
-        value = value.get(name)
+        value = inner(value, name)
         if value is None:
             return {}
         if not isinstance(value, Mapping):
@@ -117,7 +117,7 @@ def with_xargs(body: Mapping[str, Any], path: str, xargs: Mapping[str, Any]) -> 
     """The body with other free arguments."""
     if path != GENERATE:
         return replaced(body, **{XARGS: xargs})
-    sampling = replaced(body.get(SAMPLING) or {}, **{_INNER_XARGS: xargs})
+    sampling = replaced(inner(body, SAMPLING) or {}, **{_INNER_XARGS: xargs})
     return replaced(body, **{SAMPLING: sampling})
 
 

@@ -19,7 +19,7 @@ pytest.importorskip("aiohttp")
 
 from aiohttp import ClientSession, web
 from fake_replica import FakeReplica
-from gateway_clients import QUICK
+from gateway_clients import QUICK, gateway_to
 from hypothesis import given
 from hypothesis import strategies as st
 from listeners import Handler, run, serving, upstream
@@ -82,6 +82,28 @@ def asked(*handlers: Handler, path: str = PATH, **options: Any) -> tuple[int, by
 
     run(test)
     return *found[0], gateway
+
+
+@pytest.mark.parametrize(
+    "odd",
+    ['"n": 1' + "0" * 5000, '"messages": true', '"messages": [{"content": 1.5}, 2]',
+     '"sampling_params": {"max_tokens": 1}'],
+)  # fmt: skip
+def test_a_stream_whose_request_no_other_server_could_read_ends_with_an_error(odd: str) -> None:
+    body = f'{{"stream": true, "temperature": 0, "stop": ["x"], {odd}}}'.encode()
+    cut = streaming(chunk(), is_cut=True)
+    found: list[bytes] = []
+
+    async def test() -> None:
+        async with (
+            gateway_to(cut, cut) as (url, _),
+            ClientSession() as session,
+            session.post(f"{url}/v1/chat/completions", data=body) as reply,
+        ):
+            found.append(await reply.read())
+
+    run(test)
+    assert (b'"error"' in found[0], found[0].endswith(DONE)) == (True, True)
 
 
 @contextmanager

@@ -113,3 +113,18 @@ def test_numbers_of_thousands_of_digits_cost_little() -> None:
     found = JsonObject(text)["messages"]
 
     assert (found[:2], time.process_time() - begin_s < 0.2) == (["a", math.inf], True)
+
+
+def test_an_object_within_is_looked_at_as_one_and_read_as_all_others() -> None:
+    text = b'{"sampling_params": {"a": [1, 2], "max_tokens": 3}, "x": 1}'
+    body = JsonObject(text)
+
+    found = body.inner("sampling_params")
+    other = body.replaced(sampling_params=found.replaced(extra_args={"b": 1}))
+
+    assert (found["max_tokens"], found["a"]) == (3, [1, 2])
+    assert dict(body) == json.loads(text)
+    assert dict(other) == {"sampling_params": {**found, "extra_args": {"b": 1}}, "x": 1}
+    assert json.loads(other.encoded()) == dict(other)
+    assert JsonObject(b'{"sampling_params": [1]}').inner("sampling_params") == [1]
+    assert JsonObject(b"{}").inner("sampling_params") is None

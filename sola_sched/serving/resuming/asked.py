@@ -49,6 +49,15 @@ class Asked:
         return without_query(self.path) == CHAT
 
     @property
+    def is_readable(self) -> bool:
+        """Whether all that is asked here of the body is as vLLM takes it."""
+        try:
+            _ = self.num_choices, self.has_state, self.wants_usage, self.max_tokens
+        except (AttributeError, TypeError, ValueError, RecursionError):
+            return False
+        return True
+
+    @property
     def num_choices(self) -> int:
         """Answers that the stream has: several for each of several prompts."""
         prompt = self.body.get("prompt")

@@ -73,7 +73,7 @@ def asks_for_ids(body: Mapping[str, Any]) -> bool:
 def ending(asked: Asked, sent: Transcript) -> list[bytes] | None:
     """The events that are missing where nothing but the end is; None where more is."""
     finished = [choice for choice in sent.choices.values() if choice.finish_reason]
-    if len(finished) < asked.num_choices or not sent.is_readable:
+    if not (sent.is_readable and asked.is_readable) or len(finished) < asked.num_choices:
         return None
     if not asked.wants_usage or sent.has_usage:
         return [events.DONE]
@@ -92,7 +92,7 @@ def ending(asked: Asked, sent: Transcript) -> list[bytes] | None:
 
 def ways(asked: Asked, sent: Transcript) -> Ways:
     """How the stream can go on after what was `sent`."""
-    if not sent.is_readable:
+    if not (sent.is_readable and asked.is_readable):
         return Ways(can_continue=False, can_replay=False)
     choices = sent.choices.values()
     has_output = any(
