@@ -15,14 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sola_sched.bench.report.intervals import Worth, wilson, worth
 from sola_sched.config.flags import LineParser
 from sola_sched.errors import ConfigError
 from sola_sched.explain.source import read
 from sola_sched.reports.fates import tpot_s, ttft_s
 
 EXIT_USAGE = 2
-#: Of the normal distribution, for 95 %.
-_Z = 1.96
 #: Fewer requests than these say little.
 _FEWEST = 30
 
@@ -36,38 +35,40 @@ class Share:
     Attributes:
         attained: These.
         count: All but those that their clients ended in time.
+        worth: As many independent ones, since requests that wait in one queue are alike; None for
+            `count`.
     """
 
     attained: int
     count: int
+    worth: Worth | None = None
 
     @classmethod
     def of(cls, fates: Sequence[Fate]) -> Share:
         """Of these requests."""
         counted = [fate for fate in fates if fate["end"] != "aborted"]
-        return cls(sum(fate["end"] == "attained" for fate in counted), len(counted))
+        counted.sort(key=lambda fate: float(fate["arrival_s"]))
+        flags = [fate["end"] == "attained" for fate in counted]
+        return cls(sum(flags), len(flags), worth(flags, has_trend=False))
 
     @property
     def value(self) -> float:
         """In [0, 1]; NaN of none."""
         return self.attained / self.count if self.count else math.nan
 
+    def interval(self) -> tuple[float, float]:
+        """That holds 95 %."""
+        return wilson(self.value, self.worth or Worth(self.count))
+
 
 def difference(one: Share, other: Share) -> tuple[float, float, float]:
     """Other minus one, and its 95 % interval (Newcombe's, from the two Wilson intervals)."""
-    low_1, high_1 = _wilson(one)
-    low_2, high_2 = _wilson(other)
+    low_1, high_1 = one.interval()
+    low_2, high_2 = other.interval()
     by = other.value - one.value
     low = by - math.hypot(other.value - low_2, high_1 - one.value)
     high = by + math.hypot(high_2 - other.value, one.value - low_1)
     return by, low, high
-
-
-def _wilson(share: Share) -> tuple[float, float]:
-    n, p, z = share.count, share.value, _Z
-    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return middle - half, middle + half
 
 
 def main(argv: Sequence[str] | None = None) -> int:

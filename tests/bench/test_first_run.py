@@ -30,7 +30,13 @@ from sola_sched.bench.first_run.plan import (
     plan_runs,
 )
 from sola_sched.bench.first_run.verdict import Comparison, can_be_trusted, sentences
-from sola_sched.bench.report.intervals import effective_size, paired_difference, share
+from sola_sched.bench.report.intervals import (
+    effective_size,
+    paired_difference,
+    pooled,
+    share,
+    worth,
+)
 from sola_sched.config.slo import SloTarget
 from sola_sched.core.metrics import RequestRecord
 from sola_sched.workloads.workload import Workload
@@ -138,7 +144,8 @@ def test_a_rate_at_which_every_setting_fails_most_is_past_the_capacity_without_a
 
 
 def test_wilsons_interval_of_a_published_example() -> None:
-    estimate = share([True] * 81 + [False] * 182)  # Newcombe 1998: 81 of 263
+    # Newcombe 1998: 81 of 263. Spread out: independent.
+    estimate = share([i * 81 % 263 < 81 for i in range(263)])
 
     assert (estimate.low, estimate.high) == pytest.approx((0.2553, 0.3662), abs=1e-4)
 
@@ -161,6 +168,26 @@ def test_requests_of_one_queue_count_for_fewer_than_they_are() -> None:
     assert effective_size(mixed) == 200.0
     assert effective_size(bursts) < 30.0
     assert effective_size([1.0] * 50) == 50.0
+
+
+def test_the_share_of_requests_of_one_queue_is_known_less_well() -> None:
+    bursts = ([True] * 25 + [False] * 25) * 4
+    alone = share(bursts)
+    mixed = share([i % 2 == 0 for i in range(200)])
+
+    assert alone.high - alone.low > 2.0 * (mixed.high - mixed.low)
+    halves = share(bursts[:100], bursts[100:])
+    assert halves.value == alone.value
+    assert halves.high - halves.low > 2.0 * (mixed.high - mixed.low)
+
+
+def test_a_run_that_tells_little_is_not_made_good_by_one_that_tells_much() -> None:
+    rng = np.random.default_rng(0)
+    one_burst = (np.arange(200) // 40 % 2).astype(float)
+    chances = rng.integers(0, 2, 200).astype(float)
+
+    assert pooled([chances, chances]).size > 300.0
+    assert pooled([chances, one_burst]).size < 4.0 * worth(one_burst).size
 
 
 def test_a_queue_that_grows_throughout_a_run_is_no_chance() -> None:

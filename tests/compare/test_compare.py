@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from sola_sched.compare.__main__ import Share, compared, difference, main
 
 
 def served(attained: int, missed: int, every_s: float = 1.0) -> list[dict[str, Any]]:
-    ends = ["attained"] * attained + ["missed"] * missed
+    """Their ends far from each other, as those of no common queue."""
+    count = attained + missed
+    ends = ["attained" if i * attained % count < attained else "missed" for i in range(count)]
     return [
         a_fate(f"r{place}", end=end, arrival_s=every_s * place, first_token_s=every_s * place + 0.5)
         for place, end in enumerate(ends)
@@ -73,6 +76,43 @@ def test_unequal_loads_are_said() -> None:
         served(60, 40), served(95, 5, every_s=0.5)
     )
     assert "unequal" not in compared(served(60, 40), served(95, 5))
+
+
+@pytest.mark.parametrize(("load", "most"), [(0.7, 0.10), (0.9, 0.15)])
+def test_two_servers_that_are_alike_are_seldom_called_different(load: float, most: float) -> None:
+    rng = np.random.default_rng(0)
+    found = [
+        difference(Share.of(queue(rng, load)), Share.of(queue(rng, load)))
+        for _ in range(_NUM_PAIRS)
+    ]
+    assert sum(low > 0.0 or high < 0.0 for _, low, high in found) <= most * _NUM_PAIRS
+
+
+def test_a_server_that_is_much_better_is_found_at_heavy_load() -> None:
+    rng = np.random.default_rng(1)
+    _, low, _ = difference(Share.of(queue(rng, 0.9, 0.5)), Share.of(queue(rng, 0.9, 0.95)))
+    assert low > 0.0
+
+
+def test_requests_are_taken_by_their_arrival_whatever_order_they_are_told_in() -> None:
+    fates = queue(np.random.default_rng(2), 0.7)
+    assert Share.of(fates) == Share.of(fates[::-1]) == Share.of(sorted(fates, key=str))
+
+
+_NUM_PAIRS = 200
+
+
+def queue(rng: np.random.Generator, load: float, in_time: float = 0.8) -> list[dict[str, Any]]:
+    """What a server remembers: one queue, exponential times, a target that this share meets."""
+    count, before = 4096, 8192
+    arrivals_s = np.cumsum(rng.exponential(1.0 / load, count + before))
+    served_s = np.cumsum(services_s := rng.exponential(1.0, count + before))
+    ends_s = served_s + np.maximum.accumulate(arrivals_s - (served_s - services_s))
+    is_met = ends_s - arrivals_s <= -math.log(1.0 - in_time) / (1.0 - load)
+    return [
+        {"end": "attained" if met else "missed", "arrival_s": float(at)}
+        for met, at in zip(is_met[before:], arrivals_s[before:], strict=True)
+    ]
 
 
 def test_files_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from sola_sched.bench.first_run.checks import MAX_RANGE, MAX_UNEVEN, MOST, Evenness
 from sola_sched.bench.report.intervals import Estimate, paired_difference, share
@@ -58,7 +57,7 @@ def can_be_trusted(comparisons: Sequence[Comparison], evenness: Evenness) -> boo
 
 def _of_load(comparison: Comparison) -> str:
     c = comparison
-    ours, others = (share(list(chain(*runs))) for runs in (c.ours, c.others))
+    ours, others = (share(*runs) for runs in (c.ours, c.others))
     gain, num_requests = paired_difference(c.ours, c.others), sum(map(len, c.ours))
     return (
         f"At {c.rate_per_s:.3g} requests/s, {c.load:.2g} x what stock vLLM serves, sola_sched kept "

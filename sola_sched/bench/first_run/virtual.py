@@ -36,6 +36,8 @@ TTFT_S, TPOT_S = 2.421, 0.1051
 ROWS, FIGURE = "virtual-time.jsonl", "virtual-time.png"
 _MAX_NUM_BATCHED_TOKENS = 8192
 _NUM_WORKERS = 2
+#: In a row: the 95 % interval of its attainment.
+_INTERVAL = "attainment_interval"
 
 Say = Callable[[str], None]
 
@@ -84,9 +86,7 @@ def run(
 
 
 def _share(result: Result) -> str:
-    num = round(result["attainment"] * result["num_prompts"])
-    flags = [True] * num + [False] * (result["num_prompts"] - num)
-    return intervals.share(flags).percent()
+    return intervals.Estimate(result["attainment"], *result[_INTERVAL]).percent()
 
 
 def make_backend() -> SimBackend:
@@ -112,4 +112,6 @@ def _run(num_requests: int, rate: float, scheduler: str) -> Result:
     info = RunInfo(
         backend.name, backend.model_id, backend.tokenizer_id, "sharegpt-like", seed=0, slo=slo
     )
-    return results.without_details(results.make_result(info, workload, spec, outcome))
+    result = results.make_result(info, workload, spec, outcome)
+    found = intervals.share(result["attained"])
+    return results.without_details(result) | {_INTERVAL: [found.low, found.high]}
