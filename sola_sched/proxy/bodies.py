@@ -126,8 +126,8 @@ class Bodies:
 
     def _inflated(self, body: bytes) -> bytes:
         """The body as it was before it was compressed."""
-        whole, room = bytearray(), self._limits.max_body_bytes
-        left, num_members = memoryview(body), 0
+        parts: list[bytes] = []
+        room, left, num_members = self._limits.max_body_bytes, memoryview(body), 0
         while left:  # of gzip there may be several after another
             num_members += 1
             if num_members > _MOST_MEMBERS:
@@ -144,16 +144,17 @@ class Bodies:
                     )
                 piece, left = left[:_PIECE], left[_PIECE:]
                 try:
-                    whole += inflating.decompress(piece, room + 1 - len(whole))
+                    parts.append(inflating.decompress(piece, room + 1))
                 except zlib.error as error:
                     raise RefusedError(
                         HTTPStatus.BAD_REQUEST, f"a compressed body must be whole ({error})."
                     ) from error
-                if len(whole) > room:
+                room -= len(parts[-1])
+                if room < 0:
                     raise self._too_long()
             rest = len(inflating.unused_data)
             left = memoryview(body)[len(body) - len(left) - rest :]
-        return bytes(whole)
+        return b"".join(parts)
 
     def _too_long(self) -> RefusedError:
         return RefusedError(
