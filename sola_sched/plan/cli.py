@@ -47,7 +47,7 @@ from sola_sched.plan.search.impossible import (
     require_gpus,
     require_possible,
 )
-from sola_sched.plan.services import plan_services, wants_services
+from sola_sched.plan.services import CHECK, NO_CHECK, plan_services, wants_services
 from sola_sched.simulator.cluster.records import ClusterRecord
 from sola_sched.simulator.steps.roofline import MODELS
 
@@ -64,7 +64,10 @@ class Check:
     real: Outcome
 
     def error(self) -> dict[str, float]:
-        """The fast model's error: points of attainment, and shares of the percentiles."""
+        """The fast model's error: points of attainment, and shares of the percentiles.
+
+        NaN where the real schedulers have no such time, or none above 0.
+        """
         pairs = {
             "ttft_p50": (self.fast.ttft_ms[0], self.real.ttft_ms[0]),
             "ttft_p99": (self.fast.ttft_ms[1], self.real.ttft_ms[1]),
@@ -72,7 +75,9 @@ class Check:
             "tpot_p99": (self.fast.tpot_ms[1], self.real.tpot_ms[1]),
         }
         points = 100 * (self.fast.attainment - self.real.attainment)
-        return {"attainment_points": points} | {k: a / b - 1.0 for k, (a, b) in pairs.items()}
+        return {"attainment_points": points} | {
+            k: a / b - 1.0 if b > 0.0 else math.nan for k, (a, b) in pairs.items()
+        }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,6 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_args(args)
         require_writable(args.output, "--output")
         require_report(args.html)
+        if args.check:
+            environment.require_vllm(CHECK, NO_CHECK)
         environment.prepare(None, is_random=args.tokenizer is None)
         return _plan(args)
     except (ConfigError, DatasetError, InfeasibleError, ProfileError, SloError) as error:
@@ -253,7 +260,7 @@ def _write(
     print(f"{table(ordered, goal, best)}\n{LEGEND}")
     said = [_said_of(check) for check in checks] or [unchecked(OF_ONE_MODEL)]
     if best is not None:
-        around, sentences = _around(args, load, ordered, best)
+        around, sentences = _around(args, load, ordered, best, checks)
         document |= around
         document["commands"] = _commands(args, load, best)
         said = [*sentences, *said, *document["commands"]]
@@ -279,18 +286,27 @@ def _commands(args: argparse.Namespace, load: Load, best: Outcome) -> list[str]:
 
 def _said_of(check: Check) -> str:
     error = check.error()
+    parts = [f"the fast model is off by {error['attainment_points']:+.1f} points"]
+    for name in ("ttft", "tpot"):
+        middle, last = error[f"{name}_p50"], error[f"{name}_p99"]
+        if not (math.isnan(middle) or math.isnan(last)):
+            parts.append(f"{name.upper()} p50 {middle:+.0%} p99 {last:+.0%}")
     return (
         f"With the real schedulers {check.fast.configuration.name}: {check.real.attainment:.1%}; "
-        f"the fast model is off by {error['attainment_points']:+.1f} points, "
-        f"TTFT p50 {error['ttft_p50']:+.0%} p99 {error['ttft_p99']:+.0%}, "
-        f"TPOT p50 {error['tpot_p50']:+.0%} p99 {error['tpot_p99']:+.0%}."
+        f"{', '.join(parts)}."
     )
 
 
 def _around(
-    args: argparse.Namespace, load: Load, outcomes: Sequence[Outcome], best: Outcome
+    args: argparse.Namespace,
+    load: Load,
+    outcomes: Sequence[Outcome],
+    best: Outcome,
+    checks: Sequence[Check],
 ) -> tuple[dict[str, Any], list[str]]:
-    """The margin of the best, and what the next cheaper one would lose; both by the fast model.
+    """The margin of the best by the fast model, and what the next cheaper one would lose.
+
+    What a check has said of the next cheaper one goes before what the fast model says.
 
     Returns:
         Entries of the JSON file, and sentences.
@@ -315,11 +331,22 @@ def _around(
     result: dict[str, Any] = {"margin": margin}
     if cheaper:
         following = max(cheaper, key=lambda o: (o.configuration.cost_per_hour, o.attainment))
-        lost = 100 * (best.attainment - following.attainment)
+        real = {check.fast.configuration: check.real for check in checks}
+        places = (following.configuration, chosen)
+        is_real = all(place in real for place in places)
+        if is_real:
+            following, kept = (real[place] for place in places)
+        else:
+            kept = best
+        by = "with the real schedulers" if is_real else "by the fast model"
+        lost = 100 * (kept.attainment - following.attainment)
         saved = chosen.cost_per_hour - following.configuration.cost_per_hour
         said.append(
             f"Next cheaper: {following.configuration.name}, saves {saved:.2f} per hour and loses "
-            f"{lost:.1f} points ({following.attainment:.1%})."
+            f"{lost:.1f} points ({following.attainment:.1%}) {by}."
         )
-        result["next_cheaper"] = following.to_json(goal) | {"points_lost": lost}
+        result["next_cheaper"] = following.to_json(goal) | {
+            "points_lost": lost,
+            "schedulers": "real" if is_real else "fast",
+        }
     return result, said

@@ -39,6 +39,10 @@ from sola_sched.plan.search.impossible import require_possible_services
 from sola_sched.simulator.sharing.cluster import Arrival, Evaluator, Setting, SharedCluster
 from sola_sched.simulator.sharing.hardware import GPUS, Hardware
 
+#: What needs vLLM, and what to do without.
+CHECK = "the check with the real schedulers"
+NO_CHECK = "give '--no-check' for an answer by the fast model alone"
+
 
 def wants_services(argv: Sequence[str]) -> bool:
     """Whether the command line names services."""
@@ -59,6 +63,8 @@ def plan_services(argv: Sequence[str]) -> int:
         if path is not None:
             require_writable(path, flag)
     require_report(args.html)
+    if args.check:
+        environment.require_vllm(CHECK, NO_CHECK)
     services = _services(args)
     prices = parse_prices(args.gpu, GPUS)
     node = min(args.gpus_per_node, args.max_gpus)

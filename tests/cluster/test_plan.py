@@ -207,6 +207,49 @@ def test_the_next_cheaper_costs_less_and_is_worse(tmp_path) -> None:
     assert following["points_lost"] > 0.0
 
 
+def test_the_next_cheaper_that_a_check_has_rejected_is_told_as_the_check_found_it(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    found_by_checks = iter((0.90, 0.97))
+
+    def checked(args, load, configuration):  # type: ignore[no-untyped-def]
+        fast = cli.run_fast(args.planned, configuration, load, args.seed, args.attainment)
+        return replace(fast, attainment=next(found_by_checks))
+
+    monkeypatch.setattr(cli, "_real", checked)
+    fast = [flag for flag in FAST if flag != "--no-check"]
+
+    code, found = plan(tmp_path, *fast, *LOAD, *SLO, "--gpu", "a100=1.5", "--no-pools")
+
+    assert code == 0
+    following = found["next_cheaper"]
+    assert following["name"] == found["checks"][0]["configuration"]
+    assert (following["attainment"], following["attained"]) == (0.90, False)
+    assert following["points_lost"] == pytest.approx(7.0)
+    assert "loses 7.0 points (90.0%) with the real schedulers." in capsys.readouterr().out
+
+
+def test_requests_of_one_token_are_planned_for_and_have_no_time_per_token(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    def fast(args, load, configuration):  # type: ignore[no-untyped-def]
+        return cli.run_fast(args.planned, configuration, load, args.seed, args.attainment)
+
+    monkeypatch.setattr(cli, "_real", fast)
+    args = [flag for flag in FAST if flag != "--no-check"]
+
+    code, found = plan(
+        tmp_path, *args, *LOAD, *SLO, "--gpu", "a100=1.5", "--random-output-len", "1"
+    )
+
+    assert code == 0
+    assert found["best"]["tpot_ms"] == [None, None]
+    assert found["best"]["tpot_attainment"] == 1.0
+    out = capsys.readouterr().out
+    assert "TTFT p50 +0% p99 +0%." in out
+    assert "nan" not in out.lower()
+
+
 def test_a_price_decides_between_types(tmp_path) -> None:
     best = []
     for prices in (("a100=1.0", "h100=9.0"), ("a100=9.0", "h100=1.0")):
@@ -214,6 +257,29 @@ def test_a_price_decides_between_types(tmp_path) -> None:
         best.append(found["best"]["gpu"])
 
     assert best == ["a100", "h100"]
+
+
+SERVICE = "name=chat,model=llama-3-8b,rate=1,ttft=8000,tpot=200"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [[*(flag for flag in FAST if flag != "--no-check"), *LOAD, *SLO], ["--service", SERVICE]],
+    ids=["one model", "services"],
+)
+def test_without_vllm_a_check_is_refused_before_the_search(
+    tmp_path, capsys, monkeypatch, args: list[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+
+    code, found = plan(tmp_path, *args, "--gpu", "a100=1.5")
+
+    assert (code, found) == (2, {})
+    assert capsys.readouterr() == (
+        "",
+        "error: the check with the real schedulers needs vLLM, which is not installed; install "
+        "it, or give '--no-check' for an answer by the fast model alone.\n",
+    )
 
 
 @pytest.mark.vllm

@@ -64,6 +64,32 @@ def test_pools_answer_every_request_once_and_in_order(num_prefill: int) -> None:
     assert choice.times(1, num_prefill).cost_per_hour == 1.5 * (1 + num_prefill)
 
 
+def test_what_ends_with_its_first_token_needs_no_decode_pool_and_has_no_tpot() -> None:
+    requests = tuple(RequestSpec(f"r{i}", (1,) * 1000, 1, arrival_s=0.1 * i) for i in range(20))
+    load = Load(Workload(requests, request_rate=10.0), SloTarget(1.0, 0.06), ())
+    choice = configurations(
+        "llama-3-8b", {"a100": 1.5}, [1], ["stock:8192"], [256], ["least-ttft"]
+    )[0]  # fmt: skip
+
+    split = run_fast("llama-3-8b", choice.times(1, 1), load, 0, 0.95)
+
+    assert split.attainment == 1.0
+    assert all(map(math.isnan, split.tpot_ms))
+    assert split.ttft_ms[1] > split.ttft_ms[0] > 0.0
+
+
+def test_times_per_token_are_those_of_requests_that_have_some() -> None:
+    requests = tuple(
+        RequestSpec(f"r{i}", (1,) * 1000, 1 if i % 3 else 50, arrival_s=float(i)) for i in range(20)
+    )
+    load = Load(Workload(requests, request_rate=1.0), SloTarget(1.0, 0.06), ())
+    choice = configurations(
+        "llama-3-8b", {"a100": 1.5}, [1], ["stock:8192"], [256], ["least-ttft"]
+    )[0]  # fmt: skip
+
+    assert run_fast("llama-3-8b", choice.times(1), load, 0, 0.95).tpot_ms[0] > 1.0
+
+
 def test_requests_that_a_pool_cannot_hold_fail_and_are_counted() -> None:
     too_long = RequestSpec("long", (1,) * 9000, 5, arrival_s=0.5)
     few = make(4, ttft_s=1.0, tpot_s=0.06).workload.requests

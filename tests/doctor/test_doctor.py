@@ -60,7 +60,8 @@ def test_without_vllm_the_rest_is_still_answered(monkeypatch: pytest.MonkeyPatch
     there = found()
     assert there["vLLM"] == Finding(
         "vLLM", FAILS,
-        "is not installed; what needs no engine works, such as the gateway and plan", True,
+        "is not installed; what needs no scheduler of it works, such as the gateway, "
+        "`plan --no-check` and `explain` without --replay", True,
     )  # fmt: skip
     assert len(there) > len(CHECKS)
 

@@ -55,6 +55,21 @@ def recorded() -> Window:
     return Window(json.loads(json.dumps(fates[::-1])), json.loads(json.dumps(facts)))
 
 
+def test_a_replay_without_vllm_is_refused_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "window.json"
+    path.write_text(json.dumps({"requests": [], "engine": None}))
+    monkeypatch.setitem(sys.modules, "vllm", None)
+
+    assert main([str(path), "--replay"]) == 2
+    assert capsys.readouterr().err == (
+        "error: a replay needs vLLM, which is not installed; install it, or see without "
+        "'--replay' why requests were late.\n"
+    )
+    assert main([str(path)]) == 0
+
+
 @pytest.fixture
 def window_file(recorded: Window, tmp_path: Path) -> Path:
     path = tmp_path / "window.json"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import glob
 import importlib.metadata
+import importlib.util
 import logging
 import os
 import warnings
 from pathlib import Path
+
+from sola_sched.errors import ConfigError
 
 _LEVEL = "VLLM_LOGGING_LEVEL"
 _ALWAYS = {
@@ -35,6 +38,20 @@ def has_accelerator() -> bool:
     if torch_version.endswith("+cpu") or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return False
     return bool(glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/kfd") or glob.glob("/dev/dxg"))
+
+
+def require_vllm(what: str, instead: str) -> None:
+    """Find out before the work starts whether vLLM's schedulers can be had.
+
+    Args:
+        what: Needs them.
+        instead: What to do without.
+
+    Raises:
+        ConfigError: vLLM is not installed.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(f"{what} needs vLLM, which is not installed; install it, or {instead}.")
 
 
 def quiet() -> None:

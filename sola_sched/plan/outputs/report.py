@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
@@ -52,10 +53,14 @@ def cells(o: Outcome) -> list[str]:
     return [
         f"{o.configuration.cost_per_hour:.2f}",
         f"{o.attainment:.1%}",
-        f"{o.ttft_ms[1]:,.0f} ms",
-        f"{o.tpot_ms[1]:,.0f} ms",
+        _ms(o.ttft_ms[1]),
+        _ms(o.tpot_ms[1]),
         o.configuration.name,
     ]
+
+
+def _ms(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:,.0f} ms"
 
 
 def table(outcomes: Sequence[Outcome], goal: float, best: Outcome | None) -> str:

@@ -43,7 +43,7 @@ class Outcome:
     Attributes:
         attainment: Share that met all targets.
         met: Share that met each target, by its name.
-        ttft_ms, tpot_ms: 50th and 99th percentile.
+        ttft_ms, tpot_ms: 50th and 99th percentile; NaN where no request has such a time.
         excess: What the share asked for needs at least, over the target, by its name.
     """
 
@@ -139,6 +139,8 @@ def _serve(
     first, start_s = _pool(pool, False, pools.prefill_requests(requests), router, make, seed)
     shape = profile(model, configuration.gpu, configuration.tensor_parallel)
     rest = pools.decode_requests(requests, first.records, shape)
+    if not rest:
+        return pools.whole(requests, first.records, ()), start_s
     router = ALL_ROUTERS[pools.DECODE_ROUTER](seed)
     pool = replace(
         configuration.times(configuration.num_instances),
@@ -183,8 +185,8 @@ def outcome(
         taken = np.array(
             [getattr(record, measure) if record.completed else math.inf for record in counted]
         )
-        taken = np.where(np.isnan(taken), 0.0, taken)  # one token alone counts as met
-        values[name] = taken
+        values[name] = taken  # NaN: there is none, as of a token after the first of only one
+        taken = np.where(np.isnan(taken), 0.0, taken)  # counts as met
         if name != "e2e" or any(map(math.isfinite, targets)):
             met[name] = float(np.mean(taken <= np.array(targets)))
             factors[name] = excess(taken, targets, goal)
@@ -210,7 +212,8 @@ def excess(values: Any, targets: Sequence[float], goal: float) -> float:
 def _percentiles_ms(values: Any) -> tuple[float, float]:
     finite = values[np.isfinite(values)] * 1e3
     if not len(finite):
-        return math.inf, math.inf
+        missing = math.nan if np.all(np.isnan(values)) else math.inf
+        return missing, missing
     return float(np.percentile(finite, 50)), float(np.percentile(finite, 99))
 
 
