@@ -62,8 +62,8 @@ async def _get(url: str) -> str:
 class Observer:
     """Reads the counters of all engines; an interval is the difference of two readings.
 
-    An engine that is new is counted from its start. What one that has gone counted after the last
-    reading is lost.
+    An engine that is new is counted from its start, but one that was there before and did not
+    answer from its first answer on. What one that has gone counted after the last reading is lost.
 
     Args:
         fetch: Gets a text.
@@ -71,7 +71,8 @@ class Observer:
 
     def __init__(self, fetch: Callable[[str], str] = fetch) -> None:
         self._fetch = fetch
-        self._last: dict[str, dict[str, float]] = {}
+        #: By URL; None of one that has never answered.
+        self._last: dict[str, dict[str, float] | None] = {}
 
     def since_last(self, gateways: Mapping[str, str]) -> dict[str, Observed]:
         """Each service since the reading before.
@@ -80,29 +81,36 @@ class Observer:
             gateways: URLs of the services' gateways.
 
         Returns:
-            By service; one whose gateway does not answer is left out.
+            By service; one whose gateway or one of whose engines does not answer is left out:
+            what is known of it would look like less load.
         """
-        found, seen = {}, {}
+        found: dict[str, Observed] = {}
+        seen: dict[str, dict[str, float] | None] = {}
         for service, gateway in gateways.items():
             try:
                 urls = _urls(self._fetch(f"{gateway}/replicas"))
             except (OSError, ValueError):
                 continue
             total: dict[str, float] = {}
+            is_whole = True
             for url in urls:
                 try:
                     now = counts(self._fetch(f"{url}/metrics"))
                 except (OSError, ValueError):
-                    seen[url] = self._last.get(url, {})
+                    seen[url] = self._last.get(url)
+                    is_whole = False
                     continue
                 before = self._last.get(url, {})
+                if before is None:
+                    before = now
                 for name, value in now.items():
                     known = before.get(name, 0.0)
                     # A counter that has fallen is that of an engine that has started anew.
                     new = value - known if value >= known else value
                     total[name] = total.get(name, 0.0) + new
                 seen[url] = now
-            found[service] = _observed(total)
+            if is_whole:
+                found[service] = _observed(total)
         self._last |= seen  # one that does not answer now is not new when it does
         return found
 

@@ -442,7 +442,26 @@ def test_counters_of_engines_are_read_and_differences_taken() -> None:
     fifth = observer.since_last({"chat": "http://gate"})
 
     assert first == {"chat": Observed(14, 13, 14, 100.0, 20.0)}
-    assert second == {"chat": Observed(6, 3, 6, 100.0, 20.0)}
+    assert second == {}  # what one engine counted is not the service's load
     assert third == {"chat": Observed(2, 1, 2, 100.0, 20.0)}
     assert fourth == {"chat": Observed(1, 1, 1, 100.0, 20.0)}  # no engine is new
     assert fifth == {"chat": Observed(3, 2, 3, 100.0, 20.0)}  # at an address that is known
+
+
+def test_what_an_engine_counted_before_it_could_be_read_is_no_load_of_an_interval() -> None:
+    pages = {"http://gate/replicas": json.dumps([{"url": "http://one"}])}
+
+    def fetch(url: str) -> str:
+        if url not in pages:
+            raise OSError(url)
+        return pages[url]
+
+    def count(num: int) -> None:
+        pages["http://one/metrics"] = f"vllm:request_prompt_tokens_count {num}\n"
+
+    observer = Observer(fetch)
+    assert observer.since_last({"chat": "http://gate"}) == {}  # silent at the baseline
+    count(100_000)
+    assert observer.since_last({"chat": "http://gate"}) == {"chat": Observed()}
+    count(100_003)
+    assert observer.since_last({"chat": "http://gate"}) == {"chat": Observed(3)}
