@@ -274,7 +274,7 @@ def _over_time(window: Window) -> Figure:
 
 
 def _rows(fates: Sequence[Mapping[str, Any]], window: Window) -> list[list[str]]:
-    begun_s = min(fate["arrival_s"] for fate in window.requests)
+    begun_s = min((fate["arrival_s"] for fate in window.requests), default=0.0)
     return [
         [
             fate["request_id"],

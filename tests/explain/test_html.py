@@ -117,6 +117,14 @@ def test_the_report_of_all_has_the_numbers_of_the_requests(tmp_path: Path) -> No
     assert "request late" in late["text"][0]
 
 
+def test_the_report_of_a_server_where_nothing_has_ended_says_so(tmp_path: Path) -> None:
+    window = Window([], None)
+    found = Report(write(window, [], of_all(window), None, tmp_path / "none.html"))
+
+    assert found.problems == []
+    assert "0 of the last 0 requests missed a target." in found.text
+
+
 def test_the_replay_and_the_settings_are_in_it(tmp_path: Path) -> None:
     table = [["way", "in time"], ["stock vLLM", "12.0%"], ["sola_sched", "80.0%"]]
     window = a_window()
