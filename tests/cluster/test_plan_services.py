@@ -13,10 +13,14 @@ from typing import Any
 import pytest
 from html_report import Report
 
+from sola_sched.cluster.sharing.placement import Cluster, Group, Placement
+from sola_sched.cluster.sharing.turns import LeastSlack
 from sola_sched.errors import ConfigError
 from sola_sched.plan.cli import main
-from sola_sched.plan.inputs.descriptions import make_service
+from sola_sched.plan.inputs.descriptions import make_arrivals, make_service
 from sola_sched.plan.search.fast_error import OF_SERVICES, unchecked
+from sola_sched.simulator.sharing.cluster import Setting, SharedCluster
+from sola_sched.simulator.sharing.hardware import Hardware
 
 CHAT = "name=chat,model=llama-3-8b,rate=2,ttft=1500,tpot=80,prompt=200,output=60"
 CODE = "name=code,model=llama-2-7b,rate=0.2,ttft=3000,tpot=100,prompt=400,output=40"
@@ -97,15 +101,43 @@ def test_engine_of_a_service_gets_its_arguments(tmp_path: Path) -> None:
     options = args["engines"][0]["options"]
     assert args["model"] == "/models/mine"
     assert (options["max_num_seqs"], options["max_model_len"]) == (64, "auto")
+    assert options["max_num_batched_tokens"] == 2048
     assert options["additional_config"]["sola_sched"] == {
         "overload": "reject", "ttft_s": 1.5, "tpot_s": 0.08,
     }  # fmt: skip
+
+
+def test_engines_are_deployed_with_the_slots_and_tokens_that_were_simulated(
+    tmp_path: Path,
+) -> None:
+    *_, config = plan(tmp_path, "--gpu", "a100=1.5", "--service", CHAT)
+
+    (args,) = [app["args"] for app in config["applications"] if app["args"]["engines"]]
+    options = args["engines"][0]["options"]
+    assert (options["max_num_seqs"], options["max_num_batched_tokens"]) == (256, 2048)
+
+
+def test_slots_and_tokens_that_a_service_names_are_simulated() -> None:
+    given = dict(part.split("=") for part in CHAT.split(","))
+    missed = {}
+    for slots in (1, 256):
+        engine = {"max-num-seqs": slots, "max-num-batched-tokens": 512}
+        service = make_service(given | {"rate": 6, "engine": engine}, 0)
+        setting = Setting.of([service], Hardware("a100"), Cluster.of(1), LeastSlack)
+        placement = Placement((Group(1, ("chat",)),))
+        requests = setting.requests(make_arrivals([service], 0))
+        SharedCluster(setting, placement).run(requests)
+        missed[slots] = setting.outcomes(requests)["chat"].num_missed
+        assert setting.limits("chat") == (slots, 512)
+    assert missed[1] > 10 * max(1, missed[256])
 
 
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
         ({"tensor-parallel-size": 2}, "(got 'tensor_parallel_size')"),
+        ({"max-num-seqs": "many"}, "must be a whole number >= 1 (got 'many')"),
+        ({"max_num_batched_tokens": 0}, "must be a whole number >= 1 (got 0)"),
         ({"additional_config": {"sola_sched": {"turns": {}}}}, "(got 'turns')"),
         ({"additional_config": 3}, "'additional_config' in 'engine' of service chat must be"),
     ],

@@ -20,6 +20,8 @@ _NUMBERS = ("rate", "ttft", "tpot", "prompt", "output")
 KEYS = ("name", "model", *_NUMBERS)
 #: What the placement decides of an engine.
 _PLACED = ("tensor_parallel_size", "gpu_memory_utilization", "served_model_name")
+#: Of an engine: these are simulated as they are given.
+_LIMITS = ("max_num_seqs", "max_num_batched_tokens")
 _DEFAULTS = {"prompt": 500.0, "output": 250.0}
 #: Lengths are lognormal around their medians.
 LENGTH_STD = 0.7
@@ -110,6 +112,13 @@ def _engine(name: str, given: Any) -> dict[str, Any]:
             f"'additional_config' in 'engine' of service {name} must be an object, and "
             f"'sola_sched' in it (got {additional!r})."
         )
+    for key in _LIMITS:
+        value = found.get(key, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(
+                f"{key!r} in 'engine' of service {name} must be a whole number >= 1 "
+                f"(got {value!r})."
+            )
     ours = [key for key in ("ttft_s", "tpot_s", "turns") if key in sola]
     if ours:
         raise ConfigError(

@@ -129,6 +129,9 @@ def engine_options(service: Service) -> dict[str, Any]:
         "model": model_of(service.model).name,
         # The model's, or what the engine's share of the memory holds.
         "max_model_len": "auto",
+        # What is simulated, see `Setting.limits`.
+        "max_num_seqs": Setting.max_num_seqs,
+        "max_num_batched_tokens": Setting.max_num_batched_tokens,
         **service.engine,
         "additional_config": additional,
     }

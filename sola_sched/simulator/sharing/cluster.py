@@ -30,7 +30,8 @@ class Setting:
         hardware: The GPUs.
         cluster: How many.
         rule: Makes a group's turn rule.
-        max_num_seqs, max_num_batched_tokens: Of each service's engine.
+        max_num_seqs, max_num_batched_tokens: Of each service's engine, unless the service says
+            otherwise; see `limits`.
         profiles: Of the services; made from their lengths.
     """
 
@@ -73,6 +74,14 @@ class Setting:
             now_s=now_s,
         )
 
+    def limits(self, name: str) -> tuple[int, int]:
+        """`max_num_seqs` and `max_num_batched_tokens` of a service's engines."""
+        own = self.services[name].engine
+        return (
+            int(own.get("max_num_seqs", self.max_num_seqs)),
+            int(own.get("max_num_batched_tokens", self.max_num_batched_tokens)),
+        )
+
     def rates(self, placement: Placement, group: Group) -> dict[str, float]:
         """Requests per second of each service of a group, those of a service spread evenly."""
         return {
@@ -97,7 +106,8 @@ class Setting:
         steps = self.hardware.steps(service.model, degree)
         mean_prompt = float(np.mean([prompt for prompt, _ in service.lengths]))
         habits = self.profiles[name].habits(steps, mean_prompt)
-        return Served(steps, self.hardware.kv_bytes(service.model, degree), habits)
+        kv_bytes = self.hardware.kv_bytes(service.model, degree)
+        return Served(steps, kv_bytes, habits, *self.limits(name))
 
     def requests(self, arrivals: Sequence[Arrival]) -> list[SharedRequest]:
         """The requests with their targets, in order of arrival."""

@@ -32,11 +32,14 @@ class Served:
         steps: Its step times there.
         kv_bytes: KV of a token on each GPU.
         habits: What is known of its requests.
+        max_num_seqs, max_num_batched_tokens: Of its engine; None for what the group has.
     """
 
     steps: BatchTime
     kv_bytes: float
     habits: Habits
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
 
 
 class _Line:
@@ -45,6 +48,7 @@ class _Line:
     def __init__(self, name: str, served: Served) -> None:
         self.queue = ServiceQueue(name, served.habits)
         self.steps, self.kv_bytes = served.steps, served.kv_bytes
+        self.slots, self.budget = served.max_num_seqs, served.max_num_batched_tokens
         self.prefills: list[SharedRequest] = []
         self.ends: list[tuple[int, int, SharedRequest]] = []
         self.num_decodes = self.ctx = 0
@@ -311,14 +315,15 @@ class SharedEngine(GroupEngine):
     def _prompts(self, line: _Line) -> list[tuple[SharedRequest, int]]:
         """Chunks of the next step; requests that it admits are running from here on."""
         queue = line.queue
-        room = self._budget - line.num_decodes
+        room = (line.budget or self._budget) - line.num_decodes
         chunks = []
         for request in line.prefills:
             tokens = min(room, request.num_prompt - request.num_computed)
             if tokens > 0:
                 chunks.append((request, tokens))
                 room -= tokens
-        while room > 0 and len(queue.running) < self._slots and (queue.waiting or queue.late):
+        slots = line.slots or self._slots
+        while room > 0 and len(queue.running) < slots and (queue.waiting or queue.late):
             waiting = queue.waiting or queue.late
             if not self._has_room(line, waiting[0]):
                 break

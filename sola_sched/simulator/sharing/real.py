@@ -265,6 +265,7 @@ def _engine(
     from sola_sched.vllm_adapter.scheduler import Scheduler
 
     service = setting.services[name]
+    max_num_seqs, max_num_batched_tokens = setting.limits(name)
     steps = setting.hardware.steps(service.model, group.degree)
     longest = -(-service.longest // _BLOCK) * _BLOCK
     options: dict[str, Any] = {"policy": policy, **_targets(setting, service), **_QUIET}
@@ -274,8 +275,8 @@ def _engine(
         num_blocks=int(kv_bytes / setting.hardware.kv_bytes(service.model, group.degree)) // _BLOCK,
         block_size=_BLOCK,
         max_model_len=longest,
-        max_num_seqs=setting.max_num_seqs,
-        max_num_batched_tokens=setting.max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
         additional_config={} if policy is None else {CONFIG_KEY: options},
         step_time=steps.step_time,
         stall_limit_s=math.inf,
