@@ -108,7 +108,7 @@ def _spans(fate: Mapping[str, Any]) -> list[float]:
     first_s = end_s if fate["first_token_s"] is None else fate["first_token_s"]
     prompt_s = first_s - fate["started_s"]
     later_s = max(0.0, fate["arrival_s"] + sum(waits) - fate["started_s"])
-    in_prompt_s = min(later_s, max(0.0, prompt_s - fate["alone_s"]))
+    in_prompt_s = min(later_s, max(0.0, prompt_s - (fate["alone_s"] or 0.0)))
     decodes_s = end_s - first_s - (later_s - in_prompt_s)
     return [*waits, prompt_s - in_prompt_s, max(0.0, decodes_s)]
 

@@ -18,6 +18,8 @@ from sola_sched.cost.model import CostModel
 WAITED = ("waited_for_slot_s", "waited_for_memory_s", "waited_for_time_s")
 _END_BY_ITSELF = ("attained", "missed")
 _NOT_LATE = ("attained", "aborted")
+#: Times that step times tell; 0 while these are being learned.
+_BY_STEP_TIMES = ("alone_s", "alone_step_s")
 
 
 def to_report(ended: Ended) -> dict[str, Any]:
@@ -50,7 +52,8 @@ def fate_of(req_id: str, slo_class: str, record: Any) -> dict[str, Any]:
     for name in FATE.names or ():
         if name != "waited_s":
             value = record[name].item()
-            fate[name] = value if math.isfinite(value) else None
+            is_known = math.isfinite(value) and (value > 0.0 or name not in _BY_STEP_TIMES)
+            fate[name] = value if is_known else None
     fate["end"] = ENDS[fate["end"]]
     fate |= dict(zip(WAITED, record["waited_s"].tolist(), strict=True))
     fate["missed"] = missed(fate)

@@ -37,6 +37,7 @@ _LOOSER_TPOT = (
     "running would have helped."
 )
 
+#: As `fates.fate_of` has it; files of older releases have 0 where `alone_s` is not known.
 Fate = Mapping[str, Any]
 
 
@@ -104,10 +105,10 @@ def story(fate: Fate, known: Sequence[Fate] = ()) -> list[str]:
         lines.append(_lost(fate))
     if fate["started_s"] is not None and fate["first_token_s"] is not None:
         took_s = fate["first_token_s"] - fate["started_s"]
-        lines.append(
-            f"Its prompt took {_time(took_s)}, in {_count(fate['num_chunks'], 'step')}. On an idle "
-            f"engine it would take {_time(fate['alone_s'])}."
-        )
+        line = f"Its prompt took {_time(took_s)}, in {_count(fate['num_chunks'], 'step')}."
+        if fate["alone_s"]:
+            line += f" On an idle engine it would take {_time(fate['alone_s'])}."
+        lines.append(line)
         if _was_slow_alone(fate, known):
             lines.append(
                 "No other request is known to have been computed meanwhile: the steps themselves "
@@ -115,10 +116,13 @@ def story(fate: Fate, known: Sequence[Fate] = ()) -> list[str]:
             )
     token_s = tpot_s(fate)
     if token_s is not None:
-        lines.append(
+        line = (
             f"Its {_count(fate['num_output'], 'output token')} took {_time(token_s)} each on "
-            f"average. On an idle engine a token takes {_time(fate['alone_step_s'])}."
+            "average."
         )
+        if fate["alone_step_s"]:
+            line += f" On an idle engine a token takes {_time(fate['alone_step_s'])}."
+        lines.append(line)
     if fate["num_held"]:
         lines.append(
             f"It was left out of {_count(fate['num_held'], 'step')} so that others could be in "
@@ -207,6 +211,8 @@ def _was_slow_alone(fate: Fate, known: Sequence[Fate]) -> bool:
     begin_s, end_s = fate["started_s"], fate["first_token_s"]
     if not known or begin_s is None or end_s is None or fate["num_running"]:
         return False
+    if not fate["alone_s"]:
+        return False
     if end_s - begin_s < _SLOW * fate["alone_s"]:
         return False
     return not any(
@@ -241,7 +247,7 @@ def remedies(fate: Fate, known: Sequence[Fate] = ()) -> list[str]:
     """What would have helped it to meet the targets that it missed; `known` as in `story`."""
     lines = []
     if "ttft" in fate["missed"]:
-        if fate["alone_s"] > fate["ttft_s"]:
+        if (fate["alone_s"] or 0.0) > fate["ttft_s"]:
             lines.append(
                 f"Its prompt takes {_time(fate['alone_s'])} even on an idle engine, longer than "
                 f"its TTFT target of {_time(fate['ttft_s'])}: no order of requests can help. It "
@@ -252,7 +258,7 @@ def remedies(fate: Fate, known: Sequence[Fate] = ()) -> list[str]:
         else:
             lines += [*_for_first_token(fate, known), *_against_others(fate, known)]
     if "tpot" in fate["missed"]:
-        if fate["alone_step_s"] > fate["tpot_s"]:
+        if (fate["alone_step_s"] or 0.0) > fate["tpot_s"]:
             lines.append(
                 f"A token takes {_time(fate['alone_step_s'])} even on an idle engine, longer than "
                 f"its TPOT target of {_time(fate['tpot_s'])}: no order of requests can help."

@@ -117,6 +117,14 @@ def test_the_report_of_all_has_the_numbers_of_the_requests(tmp_path: Path) -> No
     assert "request late" in late["text"][0]
 
 
+def test_time_of_a_request_whose_step_times_were_not_known_is_drawn(tmp_path: Path) -> None:
+    fate = late_one() | {"alone_s": None, "alone_step_s": None}
+    found = Report(write(a_window(), [fate], "", None, tmp_path / "one.html"))
+
+    assert found.problems == []
+    assert "idle engine" not in found.text
+
+
 def test_the_report_of_a_server_where_nothing_has_ended_says_so(tmp_path: Path) -> None:
     window = Window([], None)
     found = Report(write(window, [], of_all(window), None, tmp_path / "none.html"))

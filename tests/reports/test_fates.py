@@ -40,6 +40,21 @@ def test_which_targets_were_missed(fields: dict[str, Any], expected: list[str]) 
     assert a_fate(**fields)["missed"] == expected
 
 
+@pytest.mark.parametrize("is_old", [False, True])
+def test_what_step_times_are_not_known_for_is_neither_told_nor_used(is_old: bool) -> None:
+    """As in the engine's first steps, and in files of releases that told 0."""
+    late = {"end": "missed", "first_token_s": 15.0, "last_token_s": 40.0, "ended_s": 40.0}
+    fate = a_fate(**late, alone_s=0.0, alone_step_s=0.0)
+    assert (fate["alone_s"], fate["alone_step_s"]) == (None, None)
+    if is_old:
+        fate |= {"alone_s": 0.0, "alone_step_s": 0.0}
+    said = " ".join([*story(fate, [fate]), *remedies(fate, [fate])])
+    assert "Its prompt took 5.00 s, in 1 step." in said
+    assert "output tokens took 250 ms each on average." in said
+    for word in ("idle engine", "was alone", "longer than predicted"):
+        assert word not in said
+
+
 def test_the_book_keeps_the_latest_and_finds_them_by_a_part_of_their_ids() -> None:
     book = FateBook(most=3)
     book.add(to_report(ended(record_of(), record_of(end="missed"), record_of())))
