@@ -36,6 +36,16 @@ class Window:
         return {"requests": list(self.requests), "engine": self.engine}
 
 
+def late_of(url: str, most: int) -> Sequence[Mapping[str, Any]]:
+    """The last requests of a server that missed targets, so many at most.
+
+    Raises:
+        ConfigError: It does not tell.
+    """
+    query = f"?missed&limit={most}"
+    return _window(_fetched(f"{url.rstrip('/')}{PATH}{query}"), url).requests
+
+
 def read(source: str) -> Window:
     """The last requests to end.
 

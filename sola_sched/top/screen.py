@@ -14,8 +14,8 @@ from textual.binding import Binding
 from textual.widgets import DataTable, Footer, Header, Static
 
 from sola_sched.errors import ConfigError
-from sola_sched.explain.source import read
-from sola_sched.reports.fates import is_late, tpot_s, ttft_s
+from sola_sched.explain.source import late_of
+from sola_sched.reports.fates import tpot_s, ttft_s
 from sola_sched.top.history import ClassRow, History, ServerRow
 from sola_sched.top.metrics import Metrics
 
@@ -36,10 +36,9 @@ Late = Callable[[str], Sequence[Mapping[str, Any]]]
 def late_requests(url: str) -> Sequence[Mapping[str, Any]]:
     """The last requests of a server that missed targets; none where it does not tell."""
     try:
-        requests = read(url).requests
+        return late_of(url, _NUM_LATE)
     except ConfigError:
         return []
-    return [fate for fate in requests if is_late(fate)][:_NUM_LATE]
 
 
 class Top(App[None]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import socket
 import threading
@@ -13,6 +14,8 @@ import pytest
 from command_help import assert_explained
 
 from sola_sched.errors import ConfigError
+from sola_sched.front_end.fates_http import PATH, answer
+from sola_sched.reports.fates import FateBook, to_report
 from sola_sched.top.__main__ import main
 from sola_sched.top.history import NUM_COLUMNS, History
 from sola_sched.top.metrics import Metrics, fetch
@@ -119,13 +122,21 @@ class Fake:
 
     def __init__(self, *texts: str) -> None:
         self.texts = list(texts)
+        self.book: FateBook | None = None
+        self.queries: list[str] = []
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 body = (fake.texts.pop(0) if len(fake.texts) > 1 else fake.texts[0]).encode()
                 is_metrics = self.path == "/metrics"
-                self.send_response(200 if is_metrics else 404)
+                status: int = 200 if is_metrics else 404
+                path, _, query = self.path.partition("?")
+                if fake.book is not None and path == PATH:
+                    fake.queries.append(query)
+                    status, told = answer(path, query, fake.book)
+                    body, is_metrics = json.dumps(told).encode(), True
+                self.send_response(status)
                 self.end_headers()
                 self.wfile.write(body if is_metrics else b"")
 
@@ -194,6 +205,24 @@ def test_the_command_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
 def cells(app: Any, name: str) -> list[list[str]]:
     table = app.query_one(f"#{name}")
     return [[str(cell) for cell in table.get_row_at(place)] for place in range(table.row_count)]
+
+
+def test_a_server_is_asked_for_the_late_requests_that_are_shown_and_no_more(fake: Fake) -> None:
+    pytest.importorskip("textual")
+    from fates import ended, record_of
+
+    from sola_sched.top.screen import late_requests
+
+    fake.book = FateBook()
+    ends = ("missed", "attained", "aborted", "rejected") * 10
+    fake.book.add(to_report(ended(*(record_of(end=end) for end in ends))))
+
+    shown = late_requests(fake.url)
+
+    assert [fate["request_id"] for fate in shown] == [
+        "r39", "r36", "r35", "r32", "r31", "r28", "r27", "r24",
+    ]  # fmt: skip
+    assert fake.queries == ["missed&limit=8"]
 
 
 def test_the_view_shows_servers_classes_and_late_requests(fake: Fake, nobody: str) -> None:
