@@ -205,7 +205,7 @@ def _is_count(length: int | float) -> bool:
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
     opened = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rt", encoding="utf-8") as stream:
+        with opened(path, "rt", encoding="utf-8-sig") as stream:
             for number, line in enumerate(stream, 1):
                 if line.strip():
                     yield number, json.loads(line)

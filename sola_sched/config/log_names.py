@@ -29,6 +29,14 @@ def flat(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(usage, Mapping):
         found |= {k: v for k, v in usage.items() if k in (*PROMPT_TOKENS, *OUTPUT_TOKENS)}
     if isinstance(messages, list) and first(row, PROMPT_TEXT) is None:
-        texts = [each.get("content") for each in messages if isinstance(each, Mapping)]
-        found["prompt"] = "\n\n".join(text for text in texts if isinstance(text, str))
+        texts = (text for each in messages for text in _texts(each))
+        found["prompt"] = "\n\n".join(texts)
     return found
+
+
+def _texts(message: Any) -> list[str]:
+    """What a message says: a text, or the texts among its parts."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+    return [text for text in texts if isinstance(text, str)]

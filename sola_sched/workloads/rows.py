@@ -139,9 +139,9 @@ def _open_all(path: Path) -> Iterator[tuple[str, io.TextIOBase]]:
             for name in sorted(archive.namelist()):
                 if name.endswith((".jsonl", ".json", ".csv")) and Path(name).name[0] not in "._":
                     with archive.open(name) as member:
-                        yield name, io.TextIOWrapper(member, encoding="utf-8")
+                        yield name, io.TextIOWrapper(member, encoding="utf-8-sig")
     elif path.suffix == ".gz":
-        with gzip.open(path, "rt", encoding="utf-8", newline="") as stream:
+        with gzip.open(path, "rt", encoding="utf-8-sig", newline="") as stream:
             yield path.name.removesuffix(".gz"), stream
     else:
         with path.open(encoding="utf-8-sig", newline="") as text:

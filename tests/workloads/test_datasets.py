@@ -16,7 +16,7 @@ from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError, DatasetError
 from sola_sched.workloads import download
 from sola_sched.workloads.datasets import DatasetOptions, ModelLimits, build
-from sola_sched.workloads.rows import read_rows
+from sola_sched.workloads.rows import normalise, read_rows
 
 
 def encode_words(text: str) -> list[int]:
@@ -327,3 +327,33 @@ def test_public_file_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert path.read_text() == "[]"
     assert download.fetch("alpaca", cache_dir=tmp_path / "cache", quiet=True) == path
     assert [p.name for p in path.parent.iterdir()] == ["alpaca_data.json"]
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zip"])
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path, ending: str) -> None:
+    content = b"\xef\xbb\xbfprompt,output_tokens\nwhy?,7\n"
+    path = tmp_path / f"log.csv{ending}"
+    if ending == ".zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("log.csv", content)
+    else:
+        path.write_bytes(gzip.compress(content) if ending else content)
+
+    (row,) = read_rows(path)
+
+    assert (row.prompt, row.output_tokens) == ("why?", 7)
+
+
+def test_messages_whose_content_is_a_list_of_parts_are_read() -> None:
+    parts = [
+        {"type": "text", "text": "What is this?"},
+        {"type": "image_url", "image_url": {"url": "data:"}},
+        {"type": "text", "text": "And that?"},
+    ]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
+
+    row = normalise({"messages": messages, "usage": {"completion_tokens": 3}}, "row 0")
+
+    assert row.prompt == "Be brief.\n\nWhat is this?\n\nAnd that?"
+    for odd in (None, 3, [None, 3, {"text": 5}], {"text": "no list"}):
+        assert normalise({"messages": [{"content": odd}], "prompt_tokens": 3}, "row 0").prompt is None
