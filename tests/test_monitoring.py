@@ -40,6 +40,17 @@ def test_the_dashboard_is_what_its_source_makes() -> None:
     assert json.loads(source["build"]()) == dashboard()
 
 
+def test_engines_of_several_servers_are_told_apart() -> None:
+    """Each server's engines are 0, 1, ..."""
+    targets = [target for panel in dashboard()["panels"] for target in panel.get("targets", ())]
+    of_engines = [each for each in targets if "engine" in each["expr"]]
+
+    assert len(of_engines) == 2
+    for each in of_engines:
+        assert "by (instance, engine)" in each["expr"]
+        assert each["legendFormat"] == "{{instance}} engine {{engine}}"
+
+
 @pytest.mark.parametrize("source", ["dashboard", "alerts.yml"])
 def test_the_metrics_exist(source: str) -> None:
     text = (

@@ -22,6 +22,8 @@ from grafana_foundation_sdk.models.dashboard import (
 _MODEL = 'model_name=~"$model"'
 _SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 _RATE = "$__rate_interval"
+#: Legend of an engine: each server counts its own from 0.
+_ENGINE = "{{instance}} engine {{engine}}"
 
 
 @dataclass(frozen=True)
@@ -115,14 +117,14 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             "KV memory in use",
-            "Of each engine.",
+            "Of each engine; the engines of several servers have the same numbers.",
             "percentunit",
-            {"engine {{engine}}": f"max by (engine) (vllm:kv_cache_usage_perc{{{_MODEL}}})"},
+            {_ENGINE: f"max by (instance, engine) (vllm:kv_cache_usage_perc{{{_MODEL}}})"},
             1.0,
         ),
         Panel(
             "Tokens",
-            "Computed from prompts, and generated.",
+            "Of prompts, with those that were cached, and generated.",
             "short",
             {
                 "prompt": f"sum(rate(vllm:prompt_tokens_total{{{_MODEL}}}[{_RATE}]))",
@@ -160,13 +162,16 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Error of predicted step times",
             "Mean relative error, over about 100 steps.",
             "percentunit",
-            {"engine {{engine}}": f"max by (engine) (sola_step_model_error{{{_MODEL}}})"},
+            {_ENGINE: f"max by (instance, engine) (sola_step_model_error{{{_MODEL}}})"},
         ),
         Panel(
             "Options file refused",
             "1 while it says something wrong, so that the options before it hold.",
             "short",
-            {"{{model_name}}": f"max by (model_name) (sola_options_refused{{{_MODEL}}})"},
+            {
+                "{{instance}} {{model_name}}": "max by (instance, model_name) "
+                f"(sola_options_refused{{{_MODEL}}})"
+            },
             1.0,
         ),
     ),
