@@ -10,6 +10,7 @@ Importing this module imports neither vLLM nor torch.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import os
 import platform
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from sola_sched.config.flags import LineParser
+from sola_sched.config.output_file import require_writable
 from sola_sched.cost.file import COEFFICIENT_UNITS
 from sola_sched.cost.fit import StepShape, kind_of
 from sola_sched.cost.grid import (
@@ -37,7 +39,7 @@ from sola_sched.cost.grid import (
     typical_steps,
 )
 from sola_sched.cost.model import CostModel
-from sola_sched.errors import ProfileError
+from sola_sched.errors import ConfigError, ProfileError
 from sola_sched.vllm_adapter.engine_facts import facts_of
 from sola_sched.vllm_adapter.steps.step_shape import shape_of
 
@@ -244,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(describe(CostModel.load(shown)))
             return 0
         return _profile(arguments)
-    except ProfileError as error:
+    except (ConfigError, ProfileError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -281,6 +283,8 @@ def _add_own(parser: Any) -> None:
 
 
 def _profile(arguments: list[str]) -> int:
+    if importlib.util.find_spec("vllm") is None:
+        raise ProfileError("a model is measured with vLLM, which is not installed; install it.")
     environment = _prepare_environment()
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -305,6 +309,7 @@ def _profile(arguments: list[str]) -> int:
     output = Path(args.output or f"{Path(args.model).name}.sola.json")
     if not output.absolute().parent.is_dir():
         raise ProfileError(f"'--output' must be in a folder that exists (got '{output}').")
+    require_writable(output, "--output")
     usage = UsageContext.OPENAI_API_SERVER
     try:
         engine_args = EngineArgs.from_cli_args(args)

@@ -365,6 +365,25 @@ def test_output_in_a_missing_folder_is_refused_before_the_engine_starts(
     assert "'--output' must be in a folder that exists" in capsys.readouterr().err
 
 
+def test_without_vllm_a_line_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+
+    assert main(["some/model"]) == 2
+    assert "vLLM, which is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.vllm
+def test_an_output_that_cannot_be_written_is_found_before_measuring(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("vllm")
+
+    assert main(["some/model", "--output", str(tmp_path)]) == 2
+    assert "'--output' must name a file that can be written" in capsys.readouterr().err
+
+
 @pytest.mark.vllm
 def test_a_model_that_is_none_is_told_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
