@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from sola_sched.bench.report.results import METRIC_NAMES
-from sola_sched.config.slo import NO_TARGET, TARGETS, SloTarget
+from sola_sched.config.slo import DEFAULT_CLASS, NO_TARGET, TARGETS, SloTarget
 from sola_sched.errors import ConfigError, SloError
 from sola_sched.workloads.workload import SloClass
 
@@ -43,6 +43,11 @@ def parse_slo_class(text: str) -> SloClass:
         raise ConfigError(
             f"'--slo-class' takes NAME:SHARE:TTFT_MS:TPOT_MS[:E2E_MS[:WEIGHT]] (got {text!r}); "
             "e.g. chat:0.7:500:50 or job:0.3:none:none:60000:2."
+        )
+    if name == DEFAULT_CLASS:
+        raise ConfigError(
+            f"'--slo-class' must not be called {DEFAULT_CLASS!r}, as requests without a class are "
+            f"(got {text!r}); name it otherwise."
         )
     flag = f"--slo-class {text}"
     targets_s = [

@@ -13,8 +13,9 @@ from bench_runs import FixedBackend
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sola_sched.bench import plan
+from sola_sched.bench import plan, values
 from sola_sched.bench.cli import main
+from sola_sched.errors import ConfigError
 from sola_sched.workloads.datasets import ModelLimits
 
 #: Flags that the run below reads; each gets any of the values.
@@ -96,3 +97,8 @@ def test_a_path_without_a_data_set_that_reads_it_is_refused() -> None:
     assert code == 2
     assert "'--dataset-path' needs a data set" in error
     assert "/no/such/file.csv" in error
+
+
+def test_a_class_may_not_be_called_as_requests_without_one_are() -> None:
+    with pytest.raises(ConfigError, match="'--slo-class' must not be called 'default'"):
+        values.parse_slo_class("default:0.5:500:50")
