@@ -262,6 +262,42 @@ def test_the_plan_of_a_file_with_measured_steps_and_a_log(
     assert isinstance(profile(planned, "l40s", 1).step_time, MeasuredStepTime)
 
 
+@pytest.mark.parametrize(
+    ("measured", "is_same"),
+    [
+        ("meta-llama/Meta-Llama-3-8B-Instruct", True),
+        ("/cache/models--meta-llama--Llama-3-8B/snapshots/0a1b", True),
+        ("./llama-3-8b", True),
+        ("Qwen/Qwen3-14B", False),
+        (None, True),
+    ],
+)
+def test_step_times_of_another_model_are_told(
+    tmp_path: Path, measured: str | None, is_same: bool
+) -> None:
+    steps = tmp_path / "l4.json"
+    write_profile(steps, COEFFICIENTS, {} if measured is None else {"model": measured})
+
+    _, notes = planned_for("llama-3-8b", None, [f"l4={steps}"])
+
+    assert notes == (() if is_same else (
+        f"Step times of {steps} were measured with model 'Qwen/Qwen3-14B', and 'llama-3-8b' is "
+        "planned for: see that these are the same.",
+    ))  # fmt: skip
+
+
+def test_step_times_of_another_number_of_gpus_are_refused(tmp_path: Path) -> None:
+    steps = tmp_path / "l4.json"
+    write_profile(steps, COEFFICIENTS, {"tensor_parallel_size": 2})
+
+    planned_for("llama-3-8b", None, [f"l4:2={steps}"])
+    with pytest.raises(ConfigError, match=r"'--profile l4' must be .* on 1 GPU.*write 'l4:2="):
+        planned_for("llama-3-8b", None, [f"l4={steps}"])
+
+
+COEFFICIENTS = Coefficients(0.0, 1e-9, 1e-4, 0.02, 1e-4, 1e-8, 0.02, 0.015)
+
+
 def test_measured_steps_serve_a_pool_that_only_decodes(tmp_path: Path) -> None:
     steps = tmp_path / "l4.json"
     write_profile(steps, Coefficients(0.0, 1e-9, 1e-4, 0.02, 1e-4, 1e-8, 0.02, 0.015), {})

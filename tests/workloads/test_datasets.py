@@ -356,4 +356,6 @@ def test_messages_whose_content_is_a_list_of_parts_are_read() -> None:
 
     assert row.prompt == "Be brief.\n\nWhat is this?\n\nAnd that?"
     for odd in (None, 3, [None, 3, {"text": 5}], {"text": "no list"}):
-        assert normalise({"messages": [{"content": odd}], "prompt_tokens": 3}, "row 0").prompt is None
+        assert (
+            normalise({"messages": [{"content": odd}], "prompt_tokens": 3}, "row 0").prompt is None
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 
 from sola_sched.errors import ConfigError
 from sola_sched.plan.inputs.model_config import read_model
@@ -55,9 +56,10 @@ def planned_for(
     if max_model_len is not None:
         shape = replace(shape, max_model_len=max_model_len)
     measured = dict(map(_measured, profiles))
+    notes = (*notes, *(_of_another(name, file) for file in measured.values()))
     if len(measured) < len(profiles):
         raise ConfigError("'--profile' must name each GPU type and degree once.")
-    return PlannedModel(name, shape, tuple(measured.items())), notes
+    return PlannedModel(name, shape, tuple(measured.items())), tuple(filter(None, notes))
 
 
 def _measured(text: str) -> tuple[tuple[str, int], str]:
@@ -68,8 +70,34 @@ def _measured(text: str) -> tuple[tuple[str, int], str]:
             f"'--profile' must be GPU=FILE or GPU:DEGREE=FILE with one of {', '.join(ALL_GPUS)} "
             f"(got {text!r})."
         )
-    load_step_profile(file)
+    found = load_step_profile(file).measured_degree
+    if found is not None and found != int(degree or 1):
+        raise ConfigError(
+            f"'--profile {place}' must be measured on {int(degree or 1)} GPU(s) (got {file}, "
+            f"measured on {found}); write '{gpu}:{found}={file}' or name another file."
+        )
     return (gpu, int(degree or 1)), file
+
+
+def _of_another(name: str, file: str) -> str:
+    """That a file may be of another model than the one that is planned for; empty if it is not."""
+    found = load_step_profile(file).measured_model
+    if found is None or _short(found) in _short(name) or _short(name) in _short(found):
+        return ""
+    return (
+        f"Step times of {file} were measured with model {found!r}, and {name!r} is planned for: "
+        "see that these are the same."
+    )
+
+
+def _short(model: str) -> str:
+    """A model's name without where it lies and how that is written."""
+    path = Path(model.strip())
+    parts = (path.parent if path.name == "config.json" else path).parts
+    # A model of the hub's cache: models--OWNER--NAME/snapshots/REVISION.
+    cached = [part for part in parts if part.startswith("models--")]
+    name = cached[-1].split("--")[-1] if cached else Path(*parts).resolve().name
+    return name.lower()
 
 
 def planned(model: str | PlannedModel) -> PlannedModel:

@@ -47,6 +47,7 @@ class StepProfile:
         pcie_bytes_per_s: From host to device on each GPU, one direction; None if unknown.
         async_scheduling: Mode of the engine that was measured; None for a profile of the package.
         max_num_batched_tokens: Its token budget; None likewise.
+        measured_model, measured_degree: Its model, and on how many GPUs; None likewise.
     """
 
     name: str
@@ -60,6 +61,8 @@ class StepProfile:
     pcie_bytes_per_s: float | None = None
     async_scheduling: bool | None = None
     max_num_batched_tokens: int | None = None
+    measured_model: str | None = None
+    measured_degree: int | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -133,12 +136,15 @@ def load_step_profile(name_or_path: str) -> StepProfile:
 def _measured(path: Path) -> StepProfile:
     cost = CostModel.load(path)
     budget, mode = cost.meta.get("max_num_batched_tokens"), cost.meta.get("async_scheduling")
+    model, degree = cost.meta.get("model"), cost.meta.get("tensor_parallel_size")
     return StepProfile(
         name=path.name.removesuffix(".json").removesuffix(".sola"),
         step_time=MeasuredStepTime(cost),
         shape=UNKNOWN_SHAPE,
         async_scheduling=mode if isinstance(mode, bool) else None,
         max_num_batched_tokens=budget if isinstance(budget, int) else None,
+        measured_model=model if isinstance(model, str) else None,
+        measured_degree=degree if isinstance(degree, int) else None,
     )
 
 
