@@ -34,6 +34,8 @@ class FakeServer:
         self.num_in_flight = self.max_in_flight = 0
         self.fail_status: int | None = None
         self.drop_after: int | None = None
+        self.raw: bytes | None = None
+        self.models: str | None = None
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -61,6 +63,8 @@ class FakeServer:
         self._loop.close()
 
     async def _models(self, request: web.Request) -> web.Response:
+        if self.models is not None:
+            return web.Response(text=self.models, content_type="application/json")
         return web.json_response({"data": [{"id": "fake", "max_model_len": 512}]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
@@ -73,6 +77,9 @@ class FakeServer:
         self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        if self.raw is not None:
+            await response.write(self.raw)
+            return response
         step, sent = (2 if self.merges else 1), 0
         while sent < min(body["max_tokens"], self.drop_after or 10**9):
             await asyncio.sleep(0.002)
@@ -177,6 +184,42 @@ def test_failures_are_recorded_not_dropped(server: FakeServer) -> None:
     assert {r.error for r in cut} == {"ended after 3 of 5 tokens"}
     assert {r.error for r in failed} == {"HTTP 503 Service Unavailable: out of luck"}
     assert not any(r.attains(SLO) for r in cut + failed)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"data: 7\n\n", "an event must be an object (got 7)"),
+        (b"data: [null]\n\n", "an event must be an object"),
+        (b"data: {\n\n", "JSONDecodeError"),
+        (b"data: \xff\n\n", "UnicodeDecodeError"),
+        (b"data: " + b"[" * 100_000 + b"\n\n", "RecursionError"),
+        (b"data: " + b"x" * (1 << 20) + b"\n\n", ""),
+        (b'data: {"usage": 3}\n\n', "'usage' must be an object"),
+        (b'data: {"usage": {"completion_tokens": 1e300}}\n\n', "'usage' must count tokens"),
+        (b'data: {"usage": {"prompt_tokens": "9"}}\n\n', "'usage' must count tokens"),
+    ],
+    ids=["number", "list", "half", "bytes", "deep", "long", "usage", "huge", "text"],
+)
+def test_a_stream_that_is_none_is_a_failed_request(
+    server: FakeServer, line: bytes, said: str
+) -> None:
+    server.raw = line
+    backend = OpenAIBackend(ServerOptions(server.url, num_warmups=1))
+
+    outcome = backend.run(make_workload(3), SERVER, SLO)
+
+    assert [record.completed for record in outcome.records] == [False] * 3
+    assert all(record.error and said in record.error for record in outcome.records)
+
+
+@pytest.mark.parametrize(
+    "answer", ["7", "[]", "{}", '{"data": 3}', '{"data": [3]}', '{"data": [{}]}', "[" * 100_000]
+)
+def test_a_server_that_lists_no_models_is_told_in_a_line(server: FakeServer, answer: str) -> None:
+    server.models = answer
+    with pytest.raises(ConfigError, match=r"needs a server that answers http.*/v1/models"):
+        OpenAIBackend(ServerOptions(server.url))
 
 
 def test_headers_and_key_are_sent(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:

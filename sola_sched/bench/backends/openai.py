@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
 
 from sola_sched.bench.backends.base import OnDone, RunOutcome, SchedulerSpec, extra_args, record_of
+from sola_sched.config.rules import shown
 from sola_sched.config.slo import SloTarget
 from sola_sched.core.metrics import RequestRecord
 from sola_sched.errors import ConfigError
@@ -22,6 +24,8 @@ from sola_sched.workloads.workload import FIRST_PLAIN_TOKEN, RequestSpec, Worklo
 _WARMUP = "warmup-"
 #: Below the size of any vocabulary.
 _NUM_FIRST_TOKENS = 200
+#: Of one request; what says more counts something else.
+_MOST_TOKENS = 1 << 24
 _READY_POLL_S = 1.0
 _READY_TIMEOUT_S = 10.0
 
@@ -160,7 +164,9 @@ class OpenAIBackend:
                     return
                 async for event in _events(response.content):
                     _stamp(record, event, time.perf_counter() - start_s)
-        except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:
+        except (
+            aiohttp.ClientError, HttpProcessingError, TimeoutError, ValueError, RecursionError,
+        ) as error:  # fmt: skip
             record.error = f"{type(error).__name__}: {error}"
             return
         if not record.error and record.num_output_tokens != request.output_tokens:
@@ -195,9 +201,9 @@ class OpenAIBackend:
                 try:
                     async with session.get(url, timeout=timeout) as response:
                         response.raise_for_status()
-                        models = (await response.json())["data"]
+                        models = _models(await response.json())
                     break
-                except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
+                except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError) as error:
                     if time.perf_counter() >= deadline_s:
                         raise ConfigError(
                             f"'--backend openai' needs a server that answers {url} "
@@ -205,18 +211,40 @@ class OpenAIBackend:
                             "or --host and --port."
                         ) from error
                     await asyncio.sleep(_READY_POLL_S)
-        names = [model["id"] for model in models]
+        names = list(models)
         wanted = self.options.model or (names[0] if names else None)
         if wanted is None or wanted not in names:
             raise ConfigError(
                 f"'--model' must be served at {self.options.base_url} (got {wanted!r}; "
                 f"it serves {', '.join(names) or 'nothing'})."
             )
-        return wanted, models[names.index(wanted)].get("max_model_len")
+        return wanted, models[wanted]
+
+
+def _models(document: Any) -> dict[str, int | None]:
+    """Context lengths of the models that a server lists, by name.
+
+    Raises:
+        ValueError: It is no such list.
+    """
+    data = document.get("data") if isinstance(document, dict) else None
+    if not isinstance(data, list):
+        raise ValueError(f"the answer must be an object with a list 'data' (got {shown(document)})")
+    found = {}
+    for one in data:
+        if not isinstance(one, dict) or not isinstance(one.get("id"), str):
+            raise ValueError(f"each of 'data' must be an object with an 'id' (got {shown(one)})")
+        length = one.get("max_model_len")
+        found[one["id"]] = length if isinstance(length, int) and length > 0 else None
+    return found
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
-    """JSON payloads of a server-sent event stream, up to ``[DONE]``."""
+    """JSON payloads of a server-sent event stream, up to ``[DONE]``.
+
+    Raises:
+        ValueError: One is no JSON object, not UTF-8 or too long.
+    """
     async for raw in content:
         line = raw.decode("utf-8").strip()
         if not line.startswith("data:"):
@@ -224,21 +252,33 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]
         payload = line.removeprefix("data:").strip()
         if payload == "[DONE]":
             return
-        yield json.loads(payload)
+        event = json.loads(payload)
+        if not isinstance(event, dict):
+            raise ValueError(f"an event must be an object (got {shown(event)})")
+        yield event
 
 
 def _stamp(record: RequestRecord, event: Mapping[str, Any], now_s: float) -> None:
-    """Stamp the tokens an event brought: by its running usage if given, else one."""
+    """Stamp the tokens an event brought: by its running usage if given, else one.
+
+    Raises:
+        ValueError: Its usage does not count tokens.
+    """
     if "error" in event:
         record.error = f"server: {event['error']}"
         return
     usage = event.get("usage") or {}
-    total = usage.get("completion_tokens")
+    if not isinstance(usage, dict):
+        raise ValueError(f"'usage' must be an object (got {shown(usage)})")
+    total, num_prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
+    for count in (total, num_prompt):
+        if count is not None and not (isinstance(count, int) and 0 <= count <= _MOST_TOKENS):
+            raise ValueError(f"'usage' must count tokens (got {shown(count)})")
     if total is None:
         total = record.num_output_tokens + (1 if event.get("choices") else 0)
     record.token_times_s.extend([now_s] * (total - record.num_output_tokens))
-    if usage.get("prompt_tokens"):
-        record.num_prompt_tokens = usage["prompt_tokens"]
+    if num_prompt:
+        record.num_prompt_tokens = num_prompt
 
 
 def _warmup_record(request: RequestSpec) -> RequestRecord:
