@@ -4,5 +4,5 @@ Run it with ``python -m sola_sched.bench``. Importing this package imports neith
 
 May import: errors, config, workloads, cost, prediction, core, simulator, vllm_adapter.
 Third party: aiohttp, matplotlib, numpy, plotly (report.*), scipy, tokenizers,
-torch (backends.*), tqdm, transformers, vllm (backends.*).
+torch (backends.*), transformers, vllm (backends.*).
 """

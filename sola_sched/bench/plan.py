@@ -284,8 +284,12 @@ def load_tokenizer(name: str) -> Any:
     Raises:
         ConfigError: There is none of this name.
     """
-    from transformers import AutoTokenizer
-
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "'--tokenizer' needs transformers, which is not installed; pip install transformers."
+        ) from None
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:

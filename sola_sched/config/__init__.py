@@ -1,5 +1,5 @@
 """What the operator sets and a request may ask for, validated when it is read.
 
 May import: errors.
-Third party: none.
+Third party: tqdm (progress_bar).
 """

@@ -4,5 +4,5 @@
 writes the answer; `services` does all three for several services.
 
 May import: errors, config, workloads, cost, prediction, core, cluster, simulator, bench.
-Third party: huggingface_hub (inputs.*), matplotlib, numpy, tqdm, transformers (inputs.*).
+Third party: huggingface_hub (inputs.*), matplotlib, numpy, transformers (inputs.*).
 """

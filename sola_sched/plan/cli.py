@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tqdm import tqdm
-
 from sola_sched.bench.backends import environment
 from sola_sched.bench.report.page import require_report
 from sola_sched.bench.report.plots import NoPlotError
@@ -20,6 +18,7 @@ from sola_sched.bench.report.progress import interval_s
 from sola_sched.bench.report.results import to_json
 from sola_sched.bench.values import parse_slo_class
 from sola_sched.config.output_file import require_writable
+from sola_sched.config.progress_bar import tqdm_class
 from sola_sched.errors import (
     ConfigError,
     DatasetError,
@@ -93,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_args(args)
         require_writable(args.output, "--output")
         require_report(args.html)
+        tqdm_class()  # found missing before anything is done
         if args.check:
             environment.require_vllm(CHECK, NO_CHECK)
         environment.prepare(None, is_random=args.tokenizer is None)
@@ -108,7 +108,7 @@ class _Evaluation:
     def __init__(self, args: argparse.Namespace, load: Load) -> None:
         self._args, self._load = args, load
         self._cheapest = math.inf
-        self.bar = tqdm(
+        self.bar = tqdm_class()(
             desc="configurations", unit="run", disable=args.disable_tqdm, mininterval=interval_s()
         )
 
@@ -211,7 +211,7 @@ def _one_more(real: Outcome) -> Configuration:
 
 def _real(args: argparse.Namespace, load: Load, configuration: Configuration) -> Outcome:
     total = len(load.workload.requests)
-    with tqdm(
+    with tqdm_class()(
         total=total, desc="real schedulers", unit="req", disable=args.disable_tqdm,
         mininterval=interval_s(),
     ) as bar:  # fmt: skip

@@ -8,9 +8,8 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
 from sola_sched.config.cache_dir import user_cache_dir
+from sola_sched.config.progress_bar import tqdm_class
 from sola_sched.errors import DatasetError
 
 _CONNECT_TIMEOUT_S = 15.0
@@ -66,6 +65,7 @@ def fetch(dataset_name: str, *, cache_dir: Path | None = None, quiet: bool = Fal
     if path.exists():
         return path
     partial = path.with_name(f".{path.name}.{os.getpid()}")
+    tqdm = tqdm_class()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with urllib.request.urlopen(public.url, timeout=_CONNECT_TIMEOUT_S) as reply:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import sys
 import tempfile
 from unittest import mock
 
@@ -102,3 +103,11 @@ def test_a_path_without_a_data_set_that_reads_it_is_refused() -> None:
 def test_a_class_may_not_be_called_as_requests_without_one_are() -> None:
     with pytest.raises(ConfigError, match="'--slo-class' must not be called 'default'"):
         values.parse_slo_class("default:0.5:500:50")
+
+
+def test_a_tokenizer_without_transformers_is_refused_in_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match="'--tokenizer' needs transformers"):
+        plan.load_tokenizer("me/mine")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -280,6 +281,24 @@ def test_without_vllm_a_check_is_refused_before_the_search(
         "error: the check with the real schedulers needs vLLM, which is not installed; install "
         "it, or give '--no-check' for an answer by the fast model alone.\n",
     )
+
+
+def test_without_tqdm_the_extra_is_named(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+
+    code, found = plan(tmp_path, *FAST, *LOAD, *SLO, "--gpu", "a100=1.5")
+
+    assert (code, found) == (2, {})
+    assert "pip install 'sola-sched[bench]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tool", ["plan.cli", "explain.__main__", "bench.cli", "bench.first_run"])
+def test_tools_are_imported_without_optional_packages(tool: str) -> None:
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['tqdm', 'transformers', 'vllm'])); "
+        f"import sola_sched.{tool}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.vllm

@@ -11,13 +11,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
 from sola_sched.bench.backends import environment
 from sola_sched.bench.backends.base import parse_scheduler
 from sola_sched.bench.report import intervals, plots, results
 from sola_sched.bench.report.results import Result, RunInfo, SloSource
 from sola_sched.bench.report.table import best_stock
+from sola_sched.config.progress_bar import tqdm_class
 from sola_sched.config.slo import SloTarget
 from sola_sched.simulator.steps.profile import load_step_profile
 from sola_sched.workloads.datasets import DatasetOptions, build
@@ -64,6 +63,7 @@ def run(
         f"ShareGPT's. Targets: TTFT {TTFT_S:.3g} s, TPOT {1e3 * TPOT_S:.3g} ms, 10 x the latency "
         "of a request alone. The same numbers on every machine."
     )
+    tqdm = tqdm_class()
     runs = list(itertools.product(rates, SCHEDULERS))
     # Spawned, since a fork of a process with threads (OpenMP, the bar) may hang.
     workers = max(1, min(_NUM_WORKERS, os.cpu_count() or 1))

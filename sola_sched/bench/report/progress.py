@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tqdm import tqdm
-
+from sola_sched.config.progress_bar import tqdm_class
 from sola_sched.config.slo import SloTarget
 from sola_sched.core.metrics import RequestRecord
 
@@ -32,7 +31,7 @@ class Progress:
     ) -> None:
         self._slo = slo
         self._num_done = self._num_attained = 0
-        self._bar: Any = tqdm(
+        self._bar: Any = tqdm_class()(
             total=total, desc=title, unit="req", disable=is_hidden, file=sys.stderr,
             dynamic_ncols=True, leave=total is not None,
             mininterval=interval_s(),
