@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import not_
+from typing import TypeVar
 
 from sola_sched.kv_swap.geometry import Geometry
 from sola_sched.kv_swap.jobs import Piece
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ class Segment:
         """Pieces that restore some of the tokens into blocks `ids`, 0 where none is wanted."""
         for image in self.images:
             own, block_size = ids[image.group], geometry.block_sizes[image.group]
-            start = first_held(first_token, end_token, block_size, [i == 0 for i in own])
+            start = first_held(first_token, end_token, block_size, own, not_)
             if start >= end_token:
                 continue
             assert start >= image.first_token, (
@@ -115,9 +119,20 @@ class HostCopy:
         return end
 
 
-def first_held(first_token: int, end_token: int, block_size: int, is_null: Sequence[bool]) -> int:
-    """First position from `first_token` on that is not in a null block; may pass `end_token`."""
+def first_held(
+    first_token: int,
+    end_token: int,
+    block_size: int,
+    blocks: Sequence[T],
+    is_null: Callable[[T], bool],
+) -> int:
+    """First position from `first_token` on that is not in a null block; may pass `end_token`.
+
+    Args:
+        blocks: Of the request, from its first token on; only those that are wanted are looked at.
+        is_null: Whether a block is such.
+    """
     index = first_token // block_size
-    while index * block_size < end_token and is_null[index]:
+    while index * block_size < end_token and is_null(blocks[index]):
         index += 1
     return max(first_token, index * block_size)

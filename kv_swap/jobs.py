@@ -66,6 +66,7 @@ class Report:
         load_s, load_bytes, save_s, save_bytes: Seconds and bytes of the copies that ended, of
             all workers, measured from submission to completion; their ratio is the bandwidth
             of one worker.
+        num_loading: Workers on which loads ended.
     """
 
     num_ended: dict[int, int] = field(default_factory=dict)
@@ -73,6 +74,7 @@ class Report:
     num_slots: int | None = None
     load_s: float = 0.0
     load_bytes: int = 0
+    num_loading: int = 0
     save_s: float = 0.0
     save_bytes: int = 0
 
@@ -87,6 +89,7 @@ class Report:
             )
         self.load_s += other.load_s
         self.load_bytes += other.load_bytes
+        self.num_loading += other.num_loading
         self.save_s += other.save_s
         self.save_bytes += other.save_bytes
 

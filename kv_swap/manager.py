@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from sola_sched.kv_swap.geometry import Geometry
@@ -313,7 +314,7 @@ class SwapManager:
     ) -> Segment | None:
         """A segment with its slots, or None where the host is full."""
         starts = [
-            first_held(first, end, block_size, [block.is_null for block in held])
+            first_held(first, end, block_size, held, attrgetter("is_null"))
             for held, block_size in zip(blocks, self.geometry.block_sizes, strict=True)
         ]
         needs = [self.geometry.num_slots(max(0, end - start)) for start in starts]

@@ -54,7 +54,9 @@ class Link:
         num_loads = sum(report.num_ended.values())
         if not num_tokens or not report.load_s or not num_loads:
             return
-        seen, before = report.load_s / num_tokens, self._measured_s
+        # Each worker copies its part of the KV, beside the others.
+        seen = report.load_s / max(1, report.num_loading) / num_tokens
+        before = self._measured_s
         self._num_refused, self._measured_s = 0, None
         if before is not None:
             is_as_slow = 2.0 * seen > before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -95,6 +96,7 @@ class SwapWorker:
             else:
                 report.save_s += ended.elapsed_s
                 report.save_bytes += self._num_bytes(job)
+        report.num_loading = int(report.load_s > 0.0)
         return report, loaded, failed
 
     def close(self) -> None:
@@ -194,11 +196,35 @@ def _pool(slot_bytes: int, limit_bytes: int) -> HostPool | None:
         return None
 
 
+#: What a container may have in all, and has taken, by the versions of control groups.
+_LIMITS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
+
+
 def _available_bytes(path: str = "/proc/meminfo") -> int | None:
-    """Host memory that can be taken without swapping; None where the system does not tell."""
+    """Host memory that can be taken without swapping; None where the system does not tell.
+
+    In a container no more than its limit leaves.
+    """
+    found = [_left_of_limit(*paths) for paths in _LIMITS]
     try:
         with open(path, encoding="ascii") as file:
             lines = dict(line.split(":", 1) for line in file)
-        return int(lines["MemAvailable"].split()[0]) * 1024
+        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
     except (OSError, KeyError, ValueError):
+        pass
+    return min((each for each in found if each is not None), default=None)
+
+
+def _left_of_limit(limit: str, taken: str) -> int | None:
+    """What a limit leaves, bytes; None without one ("max")."""
+    try:
+        most, used = (int(Path(each).read_text(encoding="ascii")) for each in (limit, taken))
+    except (OSError, ValueError):
         return None
+    return max(0, most - used)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import select
 import signal
@@ -20,7 +21,7 @@ import socket
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from sola_sched.length_predictor.lexical.lexical_predictor import LexicalPredict
 from sola_sched.length_predictor.process import protocol
 from sola_sched.length_predictor.process.protocol import ServiceSettings
 from sola_sched.length_predictor.process.text import Decode, SharedStart, load_tokenizer, readable
+
+logger = logging.getLogger(__name__)
 
 # Encoded at once: more is not much faster a prompt, and the first would wait for the last.
 _BATCH = 8
@@ -53,6 +56,7 @@ class Service:
     def __init__(self, connection: socket.socket, predictor: Any, decode: Decode) -> None:
         self.predictor = predictor
         self.num_learned = 0
+        self._has_told = False  # that nothing can be saved
         self._socket = connection
         self._decode = decode
         self._shared = SharedStart()
@@ -72,10 +76,25 @@ class Service:
         saved = 0
         while self.turn():
             if save is not None and time.monotonic() >= save_at_s:
-                if self.num_learned > saved:
-                    save()
+                if self.num_learned > saved and self._saved(save):
                     saved = self.num_learned
                 save_at_s = time.monotonic() + save_s
+
+    def _saved(self, save: Callable[[], None]) -> bool:
+        """Save what was learned; where that fails, as on a full disk, predictions go on."""
+        try:
+            save()
+        except OSError as error:
+            if not self._has_told:
+                logger.warning(
+                    "sola_sched: what the predictor has learned cannot be saved, which is tried "
+                    "again: %s",
+                    error,
+                )
+            self._has_told = True
+            return False
+        self._has_told = False
+        return True
 
     def turn(self) -> bool:
         """One turn of the loop; False when the scheduler is gone."""
@@ -121,11 +140,18 @@ class Service:
                 return False
             self._take(packet)
 
+    def _readable(self, size: int, ids: Any) -> tuple[str, int]:
+        """As `text.readable`; nothing of a prompt that the tokenizer cannot read."""
+        try:
+            return readable(self._decode, self._shared, size, ids)
+        except Exception:  # tokenizers raise what they like for ids that they lack
+            return "", size
+
     def _take(self, packet: bytes) -> None:
         kind = packet[:1]
         if kind == protocol.ARRIVED:
             handle, size, ids = protocol.parse_arrived(packet)
-            self._queue[handle] = readable(self._decode, self._shared, size, ids)
+            self._queue[handle] = self._readable(size, ids)
             if len(self._queue) > _MAX_QUEUED:
                 oldest, text = self._queue.popitem(last=False)
                 self._answer([oldest], [text], self._words)
@@ -229,7 +255,7 @@ def serve(connection: socket.socket, settings: ServiceSettings) -> None:
     service.run(save=save, save_s=settings.save_s)
     if save is not None:
         service.learn()
-        save()
+        service._saved(save)
 
 
 def main(arguments: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sola_sched.config.policies import PolicyTraits
-from sola_sched.core.state import IntArray, StepPlan, StepState
+from sola_sched.core.state import FloatArray, IntArray, StepPlan, StepState
 from sola_sched.errors import PlanError
 from sola_sched.planner.base import Planner
 
@@ -59,7 +59,28 @@ class CheckedPlanner:
             is_count = isinstance(value, int | np.integer) and not isinstance(value, bool)
             if value is not None and not (is_count and value >= 1):
                 raise self._error(f"'{name}' must be an integer >= 1 or None", value)
-        return dataclasses.replace(plan, run=run, admit=admit, preempt=preempt, reject=reject)
+        order, promote_s = self._order(plan, state)
+        return dataclasses.replace(
+            plan, run=run, admit=admit, preempt=preempt, reject=reject, order=order,
+            promote_s=promote_s,
+        )  # fmt: skip
+
+    def _order(self, plan: StepPlan, state: StepState) -> tuple[IntArray | None, FloatArray | None]:
+        """`order` and `promote_s` as arrays."""
+        if plan.order is None:
+            if plan.promote_s is not None:
+                raise self._error("'promote_s' must come with an 'order'", plan.promote_s)
+            return None, None
+        everybody = np.concatenate([state.running, state.waiting])
+        order = self._rows("order", plan.order, everybody, "run or wait")
+        if len(order) != len(everybody):
+            raise self._error("'order' must have all rows that run or wait", order.tolist())
+        if plan.promote_s is None:
+            return order, None
+        promote_s = np.asarray(plan.promote_s)
+        if promote_s.shape != order.shape or promote_s.dtype.kind not in "iuf":
+            raise self._error("'promote_s' must have a number for each row of 'order'", promote_s)
+        return order, promote_s.astype(np.float64, copy=False)
 
     def _rows(self, name: str, value: Any, allowed: IntArray, what: str) -> IntArray:
         rows = np.asarray(value)

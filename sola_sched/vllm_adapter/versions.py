@@ -185,7 +185,10 @@ class Seams:
         return [*scheduler.waiting, *others]
 
     def resuming(self) -> list[Any]:
-        """Waiting requests whose KV is there: vLLM starts them before all that a plan admits."""
+        """Waiting requests that vLLM starts before all that a plan admits.
+
+        Their KV is there, or the load of it has failed and they are computed again.
+        """
         scheduler = self._scheduler
         queue = scheduler.skipped_waiting if self._has_skipped else scheduler.kv_holding_waiting
         loaded, is_blocked = (
@@ -196,7 +199,10 @@ class Seams:
             request
             for request in queue
             if request.request_id in loaded
-            or (request.num_computed_tokens and not is_blocked(request.status))
+            or (
+                (request.num_computed_tokens or not self._has_skipped)
+                and not is_blocked(request.status)
+            )
         ]
 
     def without_place(self) -> list[Any]:

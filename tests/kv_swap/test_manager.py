@@ -7,6 +7,9 @@ the tokens that a job wrote, and a load must find exactly those that the request
 
 from __future__ import annotations
 
+from operator import not_
+from typing import Any
+
 import pytest
 from fake_blocks import Block, BlockPool
 from hypothesis import settings
@@ -16,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 torch = pytest.importorskip("torch", reason="needs torch")
 
 from sola_sched.kv_swap.geometry import Geometry  # noqa: E402  after the check for torch
+from sola_sched.kv_swap.host_copy import first_held  # noqa: E402
 from sola_sched.kv_swap.jobs import Job, Report  # noqa: E402
 from sola_sched.kv_swap.manager import SwapManager  # noqa: E402
 
@@ -399,3 +403,20 @@ def test_a_window_saves_and_restores_what_is_inside() -> None:
         (1, 8, 14, (33, 34)),
     ]
     assert manager.loadable("a", 13) == 0  # its window would reach further back
+
+
+def test_a_segment_looks_at_its_own_blocks_alone() -> None:
+    """Else a copy of 128k tokens in segments of 256 takes seconds of the scheduler's."""
+    looked: list[int] = []
+
+    class Blocks(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            looked.append(index)
+            return super().__getitem__(index)
+
+    held = Blocks([1] * 8192)
+    assert first_held(4096, 4352, 16, held, not_) == 4096
+    held[256:260] = [0] * 4
+    assert first_held(4096, 4352, 16, held, not_) == 4160
+    assert first_held(4096, 4112, 16, held, not_) == 4112
+    assert len(looked) <= 10

@@ -126,6 +126,17 @@ def measured(s_per_token: float) -> Link:
     return link
 
 
+def test_workers_that_load_beside_each_other_are_no_slower_than_one() -> None:
+    """With tensor parallelism each loads its part of the same tokens."""
+    reports = [Report({1: 1}, load_s=100 * TOKEN_S, num_loading=1) for _ in range(8)]
+    for other in reports[1:]:
+        reports[0].merge(other)
+    link = Link()
+    link.observe(reports[0], 100)
+
+    assert link.s_per_token == pytest.approx(TOKEN_S)
+
+
 def test_a_copy_is_worth_what_it_saves_all_that_run() -> None:
     cost, link = make_cost(), measured(TOKEN_S / 10)
     # Three steps of 11 ms or more against 0.1 ms a token for each that runs and the one itself.

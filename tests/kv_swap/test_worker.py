@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
+from sola_sched.kv_swap import worker as worker_module  # noqa: E402
 from sola_sched.kv_swap.geometry import Geometry  # noqa: E402  after the check for torch
 from sola_sched.kv_swap.jobs import Job, Piece, Report  # noqa: E402
 from sola_sched.kv_swap.packing import Packer  # noqa: E402
@@ -315,11 +316,30 @@ def test_a_worker_leaves_half_of_the_hosts_memory(monkeypatch) -> None:
     ("text", "expected"),
     [("MemTotal: 9 kB\nMemAvailable:   3 kB\n", 3072), ("MemTotal: 9 kB\n", None), ("?", None)],
 )
-def test_available_memory_is_read_where_the_system_tells(tmp_path, text, expected) -> None:
+def test_available_memory_is_read_where_the_system_tells(
+    monkeypatch, tmp_path, text, expected
+) -> None:
+    monkeypatch.setattr(worker_module, "_LIMITS", ())
     (tmp_path / "meminfo").write_text(text)
 
     assert _available_bytes(str(tmp_path / "meminfo")) == expected
     assert _available_bytes(str(tmp_path / "nothing")) is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "taken", "expected"),
+    [("4096", "1024", 3072), ("4096", "9999", 0), ("max", "1024", 8192), ("99999", "0", 8192)],
+)
+def test_a_container_has_no_more_memory_than_its_limit_leaves(
+    monkeypatch, tmp_path, limit, taken, expected
+) -> None:
+    """`/proc/meminfo` is the host's there."""
+    for name, text in (("max", limit), ("current", taken), ("meminfo", "MemAvailable: 8 kB")):
+        (tmp_path / name).write_text(text)
+    paths = str(tmp_path / "max"), str(tmp_path / "current")
+    monkeypatch.setattr(worker_module, "_LIMITS", (paths, ("no", "such")))
+
+    assert _available_bytes(str(tmp_path / "meminfo")) == expected
 
 
 class FakeCuda:

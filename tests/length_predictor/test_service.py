@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Iterator
 from functools import partial
@@ -191,3 +192,42 @@ def test_cut_prompt_is_read_from_both_ends_and_counts_in_full() -> None:
 
     assert text.split() == decode(ids).split()
     assert num_chars == pytest.approx(10 * len(text), rel=0.01)
+
+
+def test_what_cannot_be_saved_ends_nothing_and_is_told_once(
+    ends: tuple[socket.socket, socket.socket], caplog: pytest.LogCaptureFixture
+) -> None:
+    served = Service(ends[1], LexicalPredictor(), decode)
+    is_full, num_saved = True, 0
+
+    def save() -> None:
+        nonlocal num_saved
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        num_saved += 1
+
+    with caplog.at_level("WARNING"):
+        assert not served._saved(save)
+        assert not served._saved(save)
+        is_full = False
+        assert served._saved(save)
+
+    assert num_saved == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "sola_sched: what the predictor has learned cannot be saved, which is tried again: "
+        "[Errno 28] No space left on device"
+    ]
+
+
+def test_a_prompt_that_the_tokenizer_cannot_read_is_answered_all_the_same(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    def fails(ids: list[int]) -> str:
+        raise KeyError(ids[0])
+
+    mine, theirs = ends
+    served = Service(theirs, LexicalPredictor(), fails)
+    mine.send(protocol.arrived(7, [900_000, 1]))
+    assert served.turn()
+
+    assert [handle for handle, _ in received(mine)] == [7]

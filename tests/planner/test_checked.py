@@ -53,12 +53,22 @@ def test_a_plan_that_can_be_carried_out_passes_with_its_rows_as_arrays() -> None
     assert passed.run.dtype == passed.reject.dtype == np.int64
     assert (passed.token_budget, passed.prefill_cap) == (5, 3)
     assert checked(StepPlan()).run is None
+    ordered: Any = StepPlan(order=[3, 0, 1, 2], promote_s=[0, 1, 2, 3])
+    assert checked(ordered).order.tolist() == [3, 0, 1, 2]
+    assert checked(ordered).promote_s.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert checked(StepPlan(run=[], admit=[])).run.tolist() == []  # type: ignore[arg-type, union-attr]
 
 
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
+        (StepPlan(order=[0, 1]), r"'order' must have all rows that run or wait \(got \[0, 1\]"),  # type: ignore[arg-type]
+        (StepPlan(order=[0, 1, 2, 9]), r"'order' must have rows of requests that run or wait"),  # type: ignore[arg-type]
+        (StepPlan(promote_s=np.zeros(4)), r"'promote_s' must come with an 'order'"),
+        (
+            StepPlan(order=np.arange(4), promote_s=np.zeros(3)),
+            r"'promote_s' must have a number for each row of 'order'",
+        ),
         (None, r"Plan of policy 'edf': what 'plan' returns must be a StepPlan \(got None\)"),
         (StepPlan(run=np.array([0, 0])), r"'run' must have each row once \(got \[0, 0\]\)"),
         (StepPlan(run=np.array([0, 2])), r"'run' must have rows of requests that run \(got \[2\]"),

@@ -40,6 +40,18 @@ def test_swaps_see_whole_prompts_and_classes_see_who_gives_way_to_swaps() -> Non
     assert passed.run.tolist() == [upper]
 
 
+def test_the_limit_of_a_plan_for_chunks_holds_beside_those_that_resume() -> None:
+    b = StateBuilder()
+    begun = b.prefill("begun", waited_s=0.1, computed=100, prompt=1000)
+    state = b.build()
+    plan = StepPlan(run=np.array([begun]), admit=np.array([], dtype=np.int64), token_budget=900)
+    for cap, expected in ((None, None), (512, 512)):
+        limited = dataclasses.replace(plan, prefill_cap=cap)
+        assert pass_through(state, limited, resuming=[1000]).prefill_cap == expected
+    scarce = dataclasses.replace(plan, token_budget=100, prefill_cap=80)
+    assert pass_through(state, scarce, resuming=[3000]).prefill_cap == 80
+
+
 def test_those_that_resume_come_on_top_of_padding() -> None:
     b = StateBuilder()
     b.decode("d", first_ago_s=0.1, out=2)

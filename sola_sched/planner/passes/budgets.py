@@ -115,6 +115,8 @@ def with_room_to_resume(state: StepState, plan: StepPlan, needs: Sequence[int]) 
         if room < len(left) + len(needs):  # they would find nothing
             run, left = rows[~is_prefill], []
         cap = _largest_cap(sorted([*left, *needs]), room)
+    if plan.prefill_cap is not None:
+        cap = plan.prefill_cap if cap is None else min(cap, plan.prefill_cap)
     return dataclasses.replace(plan, run=run, token_budget=budget, prefill_cap=cap)
 
 

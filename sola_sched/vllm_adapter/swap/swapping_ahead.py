@@ -41,10 +41,10 @@ class SwappingAhead:
         from sola_sched.kv_swap.policy import give_way, has_plenty, is_short, make_room
 
         if has_plenty(state):  # the usual case, and cheap to see
-            self._drop_residents(False)
+            self._drop_residents(state, False)
             self._load_ahead(state, plan)
             return plan if not len(state.waiting) else give_way(state, plan)
-        self._drop_residents(is_short(state, plan))
+        self._drop_residents(state, is_short(state, plan))
         self._load_ahead(state, plan)
         num_leaving = self._swapping.connector.num_pinned
         plan = make_room(state, plan, num_leaving)
@@ -74,7 +74,8 @@ class SwappingAhead:
     def _load_ahead(self, state: StepState, plan: StepPlan) -> None:
         """Load requests that wait for a slot, while there is room that nobody will take.
 
-        With a free slot the plan decides: admission orders the load.
+        With a free slot the plan decides: admission orders the load. Nobody is loaded ahead past a
+        waiting request of a higher priority: vLLM gives the next slot to who holds KV.
         """
         scheduler, copies = self._scheduler, self._swapping.copies
         has_slot = len(scheduler.running) < state.max_num_running
@@ -88,6 +89,9 @@ class SwappingAhead:
             for req_id in copies.req_ids()
             if table.phase[table.row_of[req_id]] == WAITING
         ]
+        if state.has_classes and waiting:
+            highest = table.priority[state.waiting].min()
+            waiting = [row for row in waiting if table.priority[row] == highest]
         for row in inward(state, np.array(waiting, dtype=np.int64)).tolist():
             request = scheduler.requests[table.req_id[row]]
             room -= -(-request.num_tokens // scheduler.block_size) + 1
@@ -137,12 +141,20 @@ class SwappingAhead:
         self._swapping.copies.counts.num_loaded_ahead += num_loaded
         return True
 
-    def _drop_residents(self, is_short: bool) -> None:
-        """Take the blocks of requests loaded ahead, while memory is short: their copy is kept."""
-        scheduler = self._scheduler
+    def _drop_residents(self, state: StepState, is_short: bool) -> None:
+        """Take the blocks of requests loaded ahead: their copy is kept.
+
+        Of all while memory is short, else of those of a lower priority than somebody who waits.
+        """
+        scheduler, priority = self._scheduler, state.table.priority
+        highest = None
+        if state.has_classes and len(state.waiting):
+            highest = priority[state.waiting].min()
         for req_id in list(self.residents):
             request = scheduler.requests.get(req_id)
             if request is None or request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
                 self.residents.discard(req_id)  # it runs, or has ended
-            elif is_short and req_id in scheduler.finished_recving_kv_req_ids:
-                self._swapping.take_back(request)
+            elif req_id in scheduler.finished_recving_kv_req_ids:
+                is_lower = highest is not None and priority[state.table.row_of[req_id]] > highest
+                if is_short or is_lower:
+                    self._swapping.take_back(request)
