@@ -14,10 +14,11 @@ from http import HTTPStatus
 
 import aiohttp
 
+from sola_sched.cluster.unknown import ANY_STEPS
 from sola_sched.cluster.view import InstanceView
 from sola_sched.errors import ReportError
 from sola_sched.reports.load_text import from_json
-from sola_sched.serving.replicas import ANY_STEPS, Replica, Replicas
+from sola_sched.serving.replicas import Replica, Replicas
 
 logger = logging.getLogger(__name__)
 

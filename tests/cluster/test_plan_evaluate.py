@@ -6,8 +6,10 @@ import math
 
 import pytest
 
+from sola_sched.cluster.routers import RoundRobin
 from sola_sched.config.slo import SloTarget
 from sola_sched.plan.inputs.load import Load
+from sola_sched.plan.search import evaluate
 from sola_sched.plan.search.configurations import configurations
 from sola_sched.plan.search.evaluate import run_fast
 from sola_sched.plan.search.impossible import ImpossibleError, require_possible
@@ -88,6 +90,27 @@ def test_times_per_token_are_those_of_requests_that_have_some() -> None:
     )[0]  # fmt: skip
 
     assert run_fast("llama-3-8b", choice.times(1), load, 0, 0.95).tpot_ms[0] > 1.0
+
+
+@pytest.mark.parametrize(("scheduler", "reports"), [("stock:2048", False), ("sola:2048", True)])
+def test_servers_of_stock_vllm_tell_a_gateway_nothing(
+    monkeypatch: pytest.MonkeyPatch, scheduler: str, reports: bool
+) -> None:
+    seen = []
+
+    class Router(RoundRobin):
+        def choose(self, request, views, now_s):  # type: ignore[no-untyped-def]
+            seen.extend(views)
+            return super().choose(request, views, now_s)
+
+    monkeypatch.setitem(evaluate.ALL_ROUTERS, "round-robin", lambda seed: Router())
+    choice = configurations("llama-3-8b", {"a100": 1.5}, [1], [scheduler], [256], ["round-robin"])
+
+    run_fast("llama-3-8b", choice[0].times(2), make(ttft_s=1.0), 0, 0.95)
+
+    assert any(view.num_running for view in seen) is reports
+    assert any(view.kv_used_tokens for view in seen) is reports
+    assert max(view.num_waiting for view in seen) > 0
 
 
 def test_requests_that_a_pool_cannot_hold_fail_and_are_counted() -> None:

@@ -116,7 +116,9 @@ def prefill_share(
     """
     pool = configuration.times(configuration.num_prefill)
     engines = [fast_engine(model, pool, load, seed) for _ in range(pool.num_instances)]
-    cluster = VirtualCluster(engines, ALL_ROUTERS[pool.router](seed), seed=seed)
+    cluster = VirtualCluster(
+        engines, ALL_ROUTERS[pool.router](seed), seed=seed, has_reports=_has_reports(pool)
+    )
     run = cluster.run(pools.prefill_requests(load.requests()))
     return outcome(pool, run.records, load.counted_from_s, goal).met["ttft"]
 
@@ -163,12 +165,20 @@ def _pool(
     engines = [make(configuration, is_decode) for _ in range(configuration.num_instances)]
     clocks = [getattr(getattr(engine, "engine", None), "clock", None) for engine in engines]
     start_s = float(math.ceil(max((clock.now for clock in clocks if clock is not None), default=0)))
-    cluster = VirtualCluster(engines, router, seed=seed, start_s=start_s, on_done=on_done)
+    cluster = VirtualCluster(
+        engines, router, seed=seed, start_s=start_s, has_reports=_has_reports(configuration),
+        on_done=on_done,
+    )  # fmt: skip
     later = [
         replace(each, request=replace(each.request, arrival_s=start_s + each.request.arrival_s))
         for each in requests
     ]
     return cluster.run(later if start_s else requests), start_s
+
+
+def _has_reports(configuration: Configuration) -> bool:
+    """Whether its engines tell a gateway their load: those of stock vLLM do not."""
+    return configuration.spec.kind == "sola"
 
 
 def outcome(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from sola_sched.cluster.reports import Reports
+from sola_sched.cluster.unknown import unknown_view
 from sola_sched.cluster.view import InstanceView, Refusal, RoutedRequest, Router
 from sola_sched.errors import ConfigError
 from sola_sched.prediction.length import LengthPrediction
@@ -79,6 +80,7 @@ class VirtualCluster:
         predict: Length predictions that the gateway has; None for those of outputs that ended.
         seed: Of the delays.
         start_s: Time at which all begins, none before any engine's clock.
+        has_reports: Whether engines report their load; if not, routers know what was sent to them.
         on_done: Called with each request's record when it ends.
     """
 
@@ -93,6 +95,7 @@ class VirtualCluster:
         predict: Predict | None = None,
         seed: int = 0,
         start_s: float = 0.0,
+        has_reports: bool = True,
         on_done: Callable[[ClusterRecord], None] | None = None,
     ) -> None:
         self._router = router
@@ -101,6 +104,7 @@ class VirtualCluster:
         self._lengths = RecentLengths()
         self._rng = np.random.default_rng([seed, 21])
         self._on_done = on_done
+        self._has_reports = has_reports
         self._now_s = start_s
         self._events: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = itertools.count()
@@ -320,7 +324,14 @@ class VirtualCluster:
 
     def _join(self, engine: ClusterEngine, since_s: float | None = None) -> None:
         self._members.append(_Member(engine, since_s=self._now_s if since_s is None else since_s))
-        instance = self._reports.join(engine.view(self._now_s), self._now_s)
+        now_s = self._now_s
+        view = engine.view(now_s)
+        if not self._has_reports:  # what does not fit the engine itself refuses
+            longest = min(view.max_model_len, view.kv_capacity_tokens)
+            view = replace(unknown_view(now_s), max_model_len=longest)
+        instance = self._reports.join(view, now_s)
+        if not self._has_reports:
+            return
         phase_s = float(self._rng.uniform(0.0, self._links.report_period_s))
         self._at(self._now_s + phase_s, _GATEWAY, self._report, instance)
 
