@@ -20,6 +20,7 @@ from typing import Any
 from sola_sched.bench.backends import environment
 from sola_sched.bench.report.page import require_report
 from sola_sched.config.flags import LineParser, positive_float, positive_int
+from sola_sched.config.output_file import require_writable
 from sola_sched.errors import ConfigError
 from sola_sched.explain import html, trace
 from sola_sched.explain.replay import Replay, Way, cells, table
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment.quiet()  # else a replay is lost in the log
     try:
         require_report(args.html)
+        if args.trace:
+            require_writable(args.trace, "--trace")
         if args.replay:
             environment.require_vllm("a replay", "see without '--replay' why requests were late")
         window = read(args.source)

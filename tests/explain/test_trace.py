@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from fates import a_fate
 
 from sola_sched.explain.__main__ import main
@@ -70,3 +71,10 @@ def test_the_command_writes_it(tmp_path: Path, capsys: Any) -> None:
     assert f"Timeline {trace}: open it in https://ui.perfetto.dev." in capsys.readouterr().out
     assert json.loads(trace.read_text()) == {"traceEvents": list(events([LATE, BESIDE]))}
     assert write([], trace) == trace
+
+
+def test_a_timeline_that_cannot_be_written_is_found_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / "nothing.json"), "--trace", str(tmp_path)]) == 2
+    assert "'--trace' must name a file that can be written" in capsys.readouterr().err
