@@ -110,7 +110,7 @@ class JsonObject(Mapping[str, Any]):
         is_short = len(text) <= LONGEST_VALUE or sum(map(text.count, (b",", b"[", b"{"))) <= _FEW
         return None if is_short else text
 
-    def replaced(self, **values: Any) -> JsonObject:
+    def replaced(self, /, **values: Any) -> JsonObject:
         """The same with other values, none of them long."""
         other = object.__new__(JsonObject)
         other._data, other._values, other._whole = self._data, self._values, self._whole
@@ -139,7 +139,7 @@ def _text(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def replaced(value: Mapping[str, Any], **values: Any) -> Mapping[str, Any]:
+def replaced(value: Mapping[str, Any], /, **values: Any) -> Mapping[str, Any]:
     """The object with other values."""
     return value.replaced(**values) if isinstance(value, JsonObject) else {**value, **values}
 

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("msgspec")
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sola_sched.proxy.json_object import JsonObject, encoded, replaced
@@ -46,6 +46,7 @@ def test_it_is_the_dictionary_that_json_makes(
 
 
 @given(_objects, _objects)
+@example({}, {"self": None, "value": 1})
 def test_what_is_changed_is_changed_in_the_text_and_the_rest_is_as_it_was(
     value: dict[str, Any], changes: dict[str, Any]
 ) -> None:
