@@ -138,7 +138,7 @@ def leaving_order(state: StepState, plan: StepPlan) -> IntArray:
     return order
 
 
-def make_room(state: StepState, plan: StepPlan, num_leaving: int) -> StepPlan:
+def make_room(state: StepState, plan: StepPlan) -> StepPlan:
     """The plan with victims, while the next steps of those that run would not fit.
 
     vLLM would choose them too, but among those that it sees - never one that is held - and only
@@ -147,12 +147,10 @@ def make_room(state: StepState, plan: StepPlan, num_leaving: int) -> StepPlan:
     Args:
         state: The step's state.
         plan: Of the planner; not changed.
-        num_leaving: Blocks of requests that have left, not free yet.
     """
     if plan.run is None or len(state.running) - len(plan.preempt) < 2:
         return plan
-    free = state.num_free_blocks + num_leaving
-    free += int(_blocks_of(state, plan.preempt).sum())
+    free = state.num_free_soon + int(_blocks_of(state, plan.preempt).sum())
     run = plan.run
     victims: list[int] = []
     for row in leaving_order(state, plan).tolist():
@@ -192,7 +190,7 @@ def give_way(state: StepState, plan: StepPlan) -> StepPlan:
     need = int(table.prefill_target[first]) // state.block_size + 1
     need += _growth(state, plan.run, _ROOM_STEPS)
     need += int(np.ceil(table.prefill_target[plan.admit] / state.block_size).sum())
-    free = state.num_free_blocks + int(_blocks_of(state, plan.preempt).sum())
+    free = state.num_free_soon + int(_blocks_of(state, plan.preempt).sum())
     if free >= need:
         return plan
     order = leaving_order(state, plan)

@@ -121,6 +121,7 @@ class StepState:
         lengths: Output-length distribution; see `remaining`.
         cost: Step-time model.
         num_free_blocks: Of the KV cache.
+        num_leaving_blocks: Of those who have left, free once their copies to the host have ended.
         max_num_tokens ... max_chunk: As in `EngineLimits`.
         accepted_per_decode: Mean output tokens per decode step, >= 1.
         elapsed_s: Measured engine time since the previous plan, seconds.
@@ -162,6 +163,12 @@ class StepState:
     traffic: RecentTraffic = field(default_factory=RecentTraffic)
     lifts: IntArray | None = None
     reload_s_per_token: float | None = math.inf
+    num_leaving_blocks: int = 0
+
+    @property
+    def num_free_soon(self) -> int:
+        """KV blocks that are free, or will be without anybody else leaving."""
+        return self.num_free_blocks + self.num_leaving_blocks
 
     @property
     def num_ahead(self) -> IntArray:

@@ -202,7 +202,7 @@ def _memory_victims(
 def _num_short(state: StepState, row: int) -> int:
     """Blocks that the prompt of a waiting row takes beyond those that are free."""
     num_blocks = int(state.table.prefill_target[row]) // state.block_size + 1
-    return num_blocks - state.num_free_blocks
+    return num_blocks - state.num_free_soon
 
 
 def blocks_held(state: StepState, rows: IntArray) -> IntArray:

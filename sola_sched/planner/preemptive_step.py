@@ -222,7 +222,7 @@ class PreemptiveStep:
         wanted = wanted[: max(0, state.max_num_running - len(stay))]
         if not len(wanted):
             return 0
-        free = float(state.num_free_blocks) + float((self._held_tokens(gone) // size).sum())
+        free = float(state.num_free_soon) + float((self._held_tokens(gone) // size).sum())
         # Those that stay finish their prefill and grow until one of them ends.
         free -= float(self.new[stay].sum()) / size
         if len(stay):
@@ -253,7 +253,7 @@ class PreemptiveStep:
         need = int(blocks_of_step(self.ctx[growing], state.tokens_per_decode, size).sum())
         tokens = np.minimum(self.new[admit].sum() + self.new[run].sum(), self.room)
         need += int(np.ceil(tokens / size)) + len(admit) + 1
-        short = need - state.num_free_blocks - int((self._held_tokens(victims) // size).sum())
+        short = need - state.num_free_soon - int((self._held_tokens(victims) // size).sum())
         num_more = 0
         while short > 0 and num_more < len(kept) - 1:
             num_more += 1

@@ -65,7 +65,8 @@ def test_room_is_made_before_it_is_needed(
     """Two decodes run, and each takes one block in the next steps."""
     builder, state, plan = four_decodes(num_free)
 
-    changed = make_room(state, plan, num_leaving)
+    state.num_leaving_blocks = num_leaving
+    changed = make_room(state, plan)
 
     assert builder.names(changed.preempt) == victims
     assert builder.names(changed.run) == ["first", "second"]
@@ -78,7 +79,7 @@ def test_the_last_one_that_runs_stays() -> None:
         builder.decode(name, first_ago_s=2.0 - i, out=60)
     state = builder.build()
 
-    changed = make_room(state, StepPlan(run=state.running), 0)
+    changed = make_room(state, StepPlan(run=state.running))
 
     assert builder.names(changed.run) == ["first"]
     assert builder.names(changed.preempt) == ["second"]
@@ -87,7 +88,7 @@ def test_the_last_one_that_runs_stays() -> None:
 def test_a_neutral_plan_is_left_to_vllm() -> None:
     _, state, _ = four_decodes(0)
 
-    assert not len(make_room(state, StepPlan(), 0).preempt)
+    assert not len(make_room(state, StepPlan()).preempt)
 
 
 @pytest.mark.parametrize(

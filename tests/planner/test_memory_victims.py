@@ -70,3 +70,17 @@ def test_nobody_gives_way_for_one_that_is_not_admitted_then() -> None:
     assert as_lists(plan) == as_lists(other)
     assert tried.account.tolist() == not_tried.account.tolist(), "time is booked twice"
     assert tried.account.credit_s != 0.0
+
+
+@pytest.mark.parametrize("policy", ["attain", "paper"])
+@pytest.mark.parametrize(("num_leaving", "gone"), [(18, []), (8, ["d3"])])
+def test_nobody_else_gives_way_while_the_memory_of_who_left_is_copied(
+    policy: str, num_leaving: int, gone: list[str]
+) -> None:
+    """A prompt of 20 blocks finds 10 that are free, and those whose copies are under way."""
+    b = full_memory()
+    b.table.remove("d4")
+    b.running.pop()
+    b.waiting("high", waited_s=0.1, prompt=310, slo=EASY)
+    state = b.build(num_leaving_blocks=num_leaving)
+    assert b.names(make_planner(SolaConfig(policy=policy)).plan(state).preempt) == gone

@@ -104,7 +104,7 @@ class AttainPlanner:
             self._reserve(state.table.capacity)
         self._note(state)
         lifts = _NO_ROWS if state.lifts is None else state.lifts
-        num_victims, num_free = len(victims), state.num_free_blocks
+        num_victims, num_free = len(victims), state.num_free_soon
         if num_victims:
             self._lists[PREEMPT, :num_victims] = victims
             num_free += int(blocks_held(state, victims).sum())

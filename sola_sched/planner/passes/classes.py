@@ -51,7 +51,7 @@ def in_class_order(state: StepState, plan: StepPlan) -> StepPlan:
     if len(leaving):
         run = run[~np.isin(run, leaving)]
     if not len(run) and not len(admit):
-        return StepPlan(problem="stalled")
+        return StepPlan(problem="stalled", reject=plan.reject)
     return dataclasses.replace(
         plan,
         run=run,
@@ -133,7 +133,7 @@ def _leaving(
     prefills = run[~is_decode]
     new = int((table.prefill_target[prefills] - table.num_computed[prefills]).sum())
     need += min(new, budget) // size + 2 * len(prefills)
-    short = need - state.num_free_blocks - int(blocks_held(state, preempt).sum())
+    short = need - state.num_free_soon - int(blocks_held(state, preempt).sum())
     if short <= 0:
         return stay[:0]
     order = np.lexsort((-table.arrival_s[stay], ~is_held, -table.priority[stay]))

@@ -58,8 +58,9 @@ class Swapping:
         self.inexact: set[str] = set()
         self._link = Link()
         self._ahead = SwappingAhead(scheduler, seams, self)
-        #: Whether a waiting request's copy is to be loaded, as the plan of this step assumes.
-        self._will_load: dict[str, bool] = {}
+        #: Tokens of a waiting request that the plan of this step expects from its copy; 0 where the
+        #: copy is not to be loaded.
+        self._expected: dict[str, int] = {}
         connector.accept = self._accepts
         connector.on_report = self._observe_copies
         connector.on_failure = self._lost_copies
@@ -108,9 +109,9 @@ class Swapping:
         """
         if self.connector.options.always:
             return True
-        decided = self._will_load.get(req_id)
-        if decided is not None:
-            return decided
+        expected = self._expected.get(req_id)
+        if expected is not None:
+            return expected > 0
         return self._link.is_worth_loading(
             self._monitor.cost, num_tokens, num_before, len(self._scheduler.running)
         )
@@ -257,9 +258,9 @@ class Swapping:
     def _forget_expected(self) -> None:
         """What the planner expects of copies is not to be had."""
         table = self._monitor.table
-        rows = [table.row_of[name] for name in self._will_load if name in table.row_of]
+        rows = [table.row_of[name] for name in self._expected if name in table.row_of]
         table.num_computed[[row for row in rows if table.phase[row] == WAITING]] = 0
-        self._will_load.clear()
+        self._expected.clear()
 
     def begin_step(self) -> None:
         """Call before each step: vLLM may wait for loads that were never sent."""
@@ -287,24 +288,31 @@ class Swapping:
     def expect_loads(self, state: StepState) -> None:
         """Tell the planner what swapped requests need not compute. Call before planning."""
         state.reload_s_per_token = self._link.s_per_token
+        state.num_leaving_blocks = self.connector.num_pinned
         table = self._monitor.table
-        before, self._will_load = self._will_load, {}
+        before, self._expected = self._expected, {}
         for req_id in self.copies.req_ids():
             request = self._scheduler.requests[req_id]
             row = table.row_of[req_id]
             if table.phase[row] != WAITING:
                 continue
             num_tokens = min(self.copies.covered_tokens(req_id), request.num_tokens - 1)
-            will_load = self.is_worth_loading(req_id, 0, num_tokens)
-            if will_load:
-                # One token is left to compute: vLLM admits nobody in a step without tokens for it.
-                found = min(num_tokens, int(table.prefill_target[row]) - 1)
-                table.num_computed[row] = max(found, table.num_computed[row])
-            elif before.get(req_id, False):  # what was expected then is not to be had
-                caches = self._seams.caches_prefixes
-                found = self._seams.num_cached_tokens(request) if caches else 0
-                table.num_computed[row] = found
-            self._will_load[req_id] = will_load
+            # One token is left to compute: vLLM admits nobody in a step without tokens for it.
+            most = min(num_tokens, int(table.prefill_target[row]) - 1)
+            self._expected[req_id] = most if self.is_worth_loading(req_id, 0, num_tokens) else 0
+        for req_id, num_tokens in before.items():
+            row = table.row_of.get(req_id, -1)
+            is_waiting = row >= 0 and table.phase[row] == WAITING
+            if is_waiting and self._expected.get(req_id, 0) < num_tokens:
+                # What was expected then is not to be had: loads are slow, or a copy has failed.
+                table.num_computed[row] = self._num_cached(self._scheduler.requests[req_id])
+        for req_id, num_tokens in self._expected.items():
+            row = table.row_of[req_id]
+            table.num_computed[row] = max(num_tokens, table.num_computed[row])
+
+    def _num_cached(self, request: Request) -> int:
+        """Tokens of a waiting request that the prefix cache has."""
+        return self._seams.num_cached_tokens(request) if self._seams.caches_prefixes else 0
 
     def with_swaps(self, state: StepState, plan: StepPlan) -> StepPlan:
         """The plan with victims chosen in time; copies ahead are ordered. Call after planning."""

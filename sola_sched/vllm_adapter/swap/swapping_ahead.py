@@ -46,10 +46,7 @@ class SwappingAhead:
             return plan if not len(state.waiting) else give_way(state, plan)
         self._drop_residents(state, is_short(state, plan))
         self._load_ahead(state, plan)
-        num_leaving = self._swapping.connector.num_pinned
-        plan = make_room(state, plan, num_leaving)
-        if not num_leaving:
-            plan = give_way(state, plan)
+        plan = give_way(state, make_room(state, plan))
         self._save_ahead(state, plan)
         return plan
 
