@@ -40,7 +40,8 @@ _HELP = {
     "stall_s": "a replica that has requests and computes nothing for so many seconds has stalled: "
     "its requests go on elsewhere",
     "patience_s": "seconds that a request waits for a replica while none can be reached",
-    "avoid_s": "seconds for which a replica gets nothing after a connection to it has failed",
+    "avoid_s": "seconds for which a replica gets nothing after a connection to it has failed, or "
+    "three requests in a row with HTTP 500, 502 or 504",
     "connect_s": "most seconds that a connection to a replica may take",
     "max_failures": "a request that has failed so many times is given up: it may be what kills "
     "the replicas",

@@ -47,6 +47,8 @@ ROWS = (
     "prefix-cache reset",
     "streaming input",
     "several answers to one prompt (`n > 1`)",
+    "no targets, neither by default nor in a class (not with `alise`, `doubling`)",
+    '`"steer": false`',
 )
 
 
@@ -181,6 +183,7 @@ def test_the_table_has_the_words_of_the_log() -> None:
     text = TABLE.read_text(encoding="utf-8")
     words = (support.POOLING, support.PIPELINE, support.WHOLE_PROMPTS, support.ENCODER)
     words += (support.ALIGNED, support.THROTTLED, support.CONNECTOR_LOADS.split("{}")[1])
+    words += (support.NO_TARGETS, str(Support(is_shadow=True)).split(": ")[1])
 
     assert [sentence for sentence in words if sentence not in text] == []
 
