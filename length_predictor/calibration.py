@@ -66,9 +66,10 @@ class Recalibration:
         self._is_fresh = False
 
     def to_array(self) -> FloatArray:
-        """State as one array [n, 3]."""
+        """State as one array [n, 3], oldest first."""
         size = min(self._num_seen, len(self._errors))
-        return np.hstack([self._errors[:size, None], self._widths[:size]])
+        state: FloatArray = np.hstack([self._errors[:size, None], self._widths[:size]])
+        return np.roll(state, -self._num_seen, axis=0) if size == len(self._errors) else state
 
     def restore(self, state: FloatArray) -> None:
         """Take over what ``to_array`` gave."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -32,6 +34,7 @@ from sola_sched.length_predictor.retrieval.embed import (
     MAX_TOKENS,
     PRECISIONS,
     SentenceEncoder,
+    parts_of,
 )
 from sola_sched.length_predictor.retrieval.index import DEFAULT_CAPACITY, use_one_thread
 from sola_sched.length_predictor.retrieval.predictor import RetrievalPredictor
@@ -80,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     predict = commands.add_parser("predict", help="predict prompts; one JSON object a line")
     predict.add_argument("file", type=Path, help="predictor file")
     predict.add_argument("prompt", nargs="*", help="prompts; none reads lines from standard input")
-    _add_encoder(predict)
+    _add_encoder(predict, is_of_file=True)
 
     check = commands.add_parser("eval", help="compare predictors on held-out prompts")
     check.add_argument("--train", default="alpaca:vicuna-7b", metavar="DATASET", help=_DATASETS)
@@ -131,7 +134,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     use_one_thread()
     try:
-        return _COMMANDS[args.command](args)
+        status = _COMMANDS[args.command](args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever reads it has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ConfigError, DatasetError, EncoderError, PredictorFileError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -168,9 +176,12 @@ def _predict(args: argparse.Namespace) -> int:
     predictor = (
         load_lexical(args.file)
         if header.get("kind") == "lexical"
-        else load_retrieval(args.file, _encoder(args))
+        else load_retrieval(args.file, _encoder(args, header.get("encoder")))
     )
-    for text in args.prompt or _lines(sys.stdin):
+    is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    for given in args.prompt or _lines(sys.stdin):
+        # Bytes that are no UTF-8 arrive as halves of surrogate pairs, which are in no text.
+        text = given.encode("utf-8", "replace").decode()
         answer = predictor.predict([text])[0]
         row = {
             "mean": round(answer.mean, 1),
@@ -179,7 +190,7 @@ def _predict(args: argparse.Namespace) -> int:
             "source": answer.source,
             "prompt": text[:80],
         }
-        print(json.dumps(row, ensure_ascii=False), flush=True)
+        print(json.dumps(row, ensure_ascii=not is_utf8), flush=True)
     return 0
 
 
@@ -194,6 +205,9 @@ def _lines(stream: TextIO) -> Iterator[str]:
 def _eval(args: argparse.Namespace) -> int:
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"'--limit' must be >= 1 (got {args.limit}).")
+    if args.seed < 0:
+        raise ConfigError(f"'--seed' must be >= 0 (got {args.seed}).")
+    _require_seconds("--proxy-seconds", args.proxy_seconds)
     if args.json is not None:
         require_writable(args.json, "--json")
     train, _ = corpora.load(args.train, args.data).split()
@@ -256,6 +270,7 @@ def _tune(args: argparse.Namespace) -> int:
 
     if args.threads < 1:
         raise ConfigError(f"'--threads' must be >= 1 (got {args.threads}).")
+    _require_seconds("--seconds", args.seconds)
     require_writable_folder(args.output, "--output")
     corpus = _joined([corpora.load(name, args.data) for name in args.dataset])
     model = ProxyModel(args.encoder, num_threads=args.threads)
@@ -269,11 +284,19 @@ def _tune(args: argparse.Namespace) -> int:
     return 0
 
 
+def _require_seconds(option: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0.0):
+        raise ConfigError(f"'{option}' must be a number of seconds > 0 (got {value:g}).")
+
+
 def _info(args: argparse.Namespace) -> int:
     header, arrays = read_file(args.file)
     about = header.get("about", {})
     print(f"{args.file}: {header.get('kind')} predictor, {args.file.stat().st_size / 1e6:.1f} MB")
-    print(f"  built from   {', '.join(about.get('datasets', [])) or 'live traffic'}")
+    sources = list(about.get("datasets", []))
+    if about.get("num_live") or not sources:
+        sources.append("live traffic")
+    print(f"  built from   {', '.join(sources)}")
     print(f"  prompts      {about.get('num_prompts', 0):,}")
     learned = int(arrays["lexical/scalars"][2])
     print(f"  words model  {learned:,} requests learned")
@@ -292,17 +315,21 @@ def _info(args: argparse.Namespace) -> int:
 _COMMANDS = {"build": _build, "predict": _predict, "eval": _eval, "tune": _tune, "info": _info}
 
 
-def _add_encoder(parser: argparse.ArgumentParser) -> None:
+def _add_encoder(parser: argparse.ArgumentParser, *, is_of_file: bool = False) -> None:
     group = parser.add_argument_group("encoder")
     group.add_argument(
         "--encoder", default=DEFAULT_ENCODER, help="name or folder (default: %(default)s)"
     )
-    group.add_argument("--precision", choices=PRECISIONS, default="int8", help="(default: int8)")
+    group.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        help=f"(default: {'as the file' if is_of_file else PRECISIONS[0]})",
+    )
     group.add_argument(
         "--max-prompt-tokens",
         type=int,
-        default=MAX_TOKENS,
-        help="tokens of a prompt that are read, half from each end (default: %(default)s)",
+        help="tokens of a prompt that are read, half from each end "
+        f"(default: {'as the file' if is_of_file else MAX_TOKENS})",
     )
 
 
@@ -316,9 +343,13 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _encoder(args: argparse.Namespace) -> SentenceEncoder:
+def _encoder(args: argparse.Namespace, identity: Any = None) -> SentenceEncoder:
+    """The encoder asked for; what is left open is as in the one of this identity."""
+    _, precision, max_tokens = parts_of(identity)
     return SentenceEncoder(
-        args.encoder, precision=args.precision, max_tokens=args.max_prompt_tokens
+        args.encoder,
+        precision=args.precision or precision,
+        max_tokens=max_tokens if args.max_prompt_tokens is None else args.max_prompt_tokens,
     )
 
 

@@ -9,11 +9,13 @@ not against an attacker; reading never executes anything from the file.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import os
-import tempfile
+import secrets
+import stat
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,24 +38,36 @@ _LENGTH_BYTES = 4
 
 
 def write_file(path: Path, header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
-    """Write a file; readers see the old one or the new one, never a part."""
+    """Write a file; readers see the old one or the new one, never a part.
+
+    A new one has the mode that the umask leaves, and one that was there before keeps its mode.
+    """
+    path = real_path(path)
     packed = io.BytesIO()
     # Typed without pickles already; the stubs take the names for options of savez.
     np.savez(packed, **arrays)  # type: ignore[arg-type]
     text = json.dumps({**header, "version": VERSION}, sort_keys=True).encode()
     body = len(text).to_bytes(_LENGTH_BYTES, "little") + text + packed.getvalue()
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    # As a new file and not by `tempfile`, whose modes do not follow the umask.
+    name = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(handle, "wb") as stream:
+            with contextlib.suppress(FileNotFoundError):
+                os.fchmod(handle, stat.S_IMODE(path.stat().st_mode))
             stream.write(MAGIC + hashlib.sha256(body).digest() + body)
             stream.flush()
             os.fsync(stream.fileno())
-        Path(name).chmod(0o644)
         os.replace(name, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        name.unlink(missing_ok=True)
         raise
+
+
+def real_path(path: Path) -> Path:
+    """Where a file lies or is to be made: behind a link, which stays a link when it is written."""
+    return Path(os.path.realpath(path))
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
@@ -97,6 +111,27 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         if isinstance(error, PredictorFileError):
             raise
         raise PredictorFileError(f"{path} must hold a header and arrays ({error}).") from error
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """What a file says of itself, without its arrays and unchecked: for what is read first.
+
+    Raises:
+        PredictorFileError: The file is missing or foreign.
+    """
+    try:
+        with path.open("rb") as stream:
+            start = stream.read(len(MAGIC) + _DIGEST_BYTES + _LENGTH_BYTES)
+            size = int.from_bytes(start[-_LENGTH_BYTES:], "little")
+            # A damaged size must not ask for memory that the file does not fill.
+            text = stream.read(min(size, path.stat().st_size))
+        if start.startswith(MAGIC):
+            header = json.loads(text)
+            if isinstance(header, dict) and len(text) == size:
+                return header
+    except (OSError, ValueError, RecursionError):
+        pass
+    return read_file(path)[0]  # which says what is wrong
 
 
 def pack(**parts: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
@@ -148,7 +183,10 @@ def save_predictor(
             lexical=predictor.lexical.model.to_arrays(),
             decoder=predictor.decoder.to_arrays() if predictor.decoder is not None else {},
             store=predictor.store.to_arrays(),
-            recalibration={"recent": predictor.recalibration.to_array()},
+            recalibration={
+                "recent": predictor.recalibration.to_array(),
+                "of_words": predictor.lexical.recalibration.to_array(),
+            },
         )
     write_file(path, header, arrays)
 
@@ -163,6 +201,8 @@ def load_lexical(path: Path) -> LexicalPredictor:
     predictor = LexicalPredictor(_models(arrays, path)[0])
     if header.get("kind") == predictor.kind:
         _restore(predictor, arrays, path)
+    else:
+        _restore_words(predictor, arrays, path)
     return predictor
 
 
@@ -196,6 +236,7 @@ def load_retrieval(
         raise PredictorFileError(f"{path} must hold a store of past prompts ({error}).") from error
     predictor = RetrievalPredictor(encoder, store, lexical, decoder)
     _restore(predictor, arrays, path)
+    _restore_words(predictor.lexical, arrays, path)
     return predictor
 
 
@@ -212,7 +253,7 @@ def check_file(path: Path, kind: str, *, is_written: bool = False) -> None:
             be written.
     """
     if is_written:
-        folder = next(each for each in path.absolute().parents if each.exists())
+        folder = next(each for each in real_path(path).parents if each.exists())
         if not folder.is_dir() or not os.access(folder, os.W_OK):
             raise PredictorFileError(
                 f"The folder of a predictor file that is saved must be writable (got {path}: no "
@@ -220,10 +261,46 @@ def check_file(path: Path, kind: str, *, is_written: bool = False) -> None:
             )
         if not path.exists():
             return
+        require_same_kind(path, kind)
     header, arrays = read_file(path)
     if kind == "retrieval":
         _require_retrieval(header, path)
     _models(arrays, path)
+
+
+def check_encoder(path: Path, folder: Path) -> None:
+    """Find out whether the model in a folder made a retrieval file's vectors, without loading it.
+
+    Raises:
+        PredictorFileError: As ``read_header``, or it did not.
+    """
+    from sola_sched.length_predictor.retrieval.embed import digest_of, parts_of
+
+    made_by, in_use = parts_of(read_header(path).get("encoder"))[0], digest_of(folder)
+    if made_by != in_use:
+        raise PredictorFileError(
+            f"{path} must be made by the encoder in use (file: {made_by!r}, in use: {in_use!r} of "
+            f"{folder}); build it again, or name its encoder as 'predictor_encoder'."
+        )
+
+
+def require_same_kind(path: Path, kind: str) -> dict[str, Any]:
+    """The header of a file that a predictor of this kind may be saved over.
+
+    A retrieval file serves a lexical predictor too, which would leave nothing of the rest of it.
+
+    Raises:
+        PredictorFileError: As ``read_header``, or the file is of another kind.
+    """
+    header = read_header(path)
+    if header.get("kind") != kind:
+        raise PredictorFileError(
+            f"A predictor is saved only over a file of its own kind (got {path} with a "
+            f"{header.get('kind')!r} predictor, 'predictor': {kind!r}): name another "
+            "'predictor_path', or read the file only, without 'predictor_save_s', or set "
+            f"'predictor': {header.get('kind')!r}."
+        )
+    return header
 
 
 def _require_retrieval(header: dict[str, Any], path: Path) -> None:
@@ -239,5 +316,18 @@ def _restore(
 ) -> None:
     try:
         predictor.recalibration.restore(unpack(arrays, "recalibration")["recent"])
-    except (KeyError, ValueError) as error:
+    except (KeyError, IndexError, ValueError) as error:
+        raise PredictorFileError(f"{path} must hold a recalibration ({error}).") from error
+
+
+def _restore_words(
+    predictor: LexicalPredictor, arrays: dict[str, NDArray[Any]], path: Path
+) -> None:
+    """The lexical part of a retrieval predictor; older files have no recalibration of it."""
+    state = unpack(arrays, "recalibration").get("of_words")
+    if state is None:
+        return
+    try:
+        predictor.recalibration.restore(state)
+    except (IndexError, ValueError) as error:
         raise PredictorFileError(f"{path} must hold a recalibration ({error}).") from error

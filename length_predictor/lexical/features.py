@@ -62,7 +62,7 @@ def describe(text: str, num_chars: int | None = None) -> PromptFeatures:
     buckets = set()
     before = 1
     for place, word in enumerate(words):
-        data = word.encode()
+        data = word.encode("utf-8", "surrogatepass")
         single = zlib.crc32(data)
         buckets.add(single % NUM_BUCKETS)
         buckets.add(zlib.crc32(data, before) % NUM_BUCKETS)

@@ -21,15 +21,18 @@ import socket
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sola_sched.errors import EncoderError, PredictorFileError
 from sola_sched.length_predictor.lexical.lexical_predictor import LexicalPredictor, Pending
 from sola_sched.length_predictor.process import protocol
 from sola_sched.length_predictor.process.protocol import ServiceSettings
 from sola_sched.length_predictor.process.text import Decode, SharedStart, load_tokenizer, readable
+
+if TYPE_CHECKING:  # its file format is of no use where nothing is saved
+    from sola_sched.length_predictor.process.saving import SavedFile
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +59,9 @@ class Service:
     def __init__(self, connection: socket.socket, predictor: Any, decode: Decode) -> None:
         self.predictor = predictor
         self.num_learned = 0
-        self._has_told = False  # that nothing can be saved
+        self._num_saved = 0
+        self._is_gone = False  # the scheduler; what it sent before may still be unread
+        self._was_reset = False
         self._socket = connection
         self._decode = decode
         self._shared = SharedStart()
@@ -70,31 +75,23 @@ class Service:
         self._poller = select.poll()
         self._poller.register(connection, select.POLLIN)
 
-    def run(self, *, save: Any = None, save_s: float = 0.0) -> None:
-        """Serve until the scheduler is gone; call ``save`` every so often if it was given."""
+    def run(self, *, saved: SavedFile | None = None, save_s: float = 0.0) -> None:
+        """Serve until the scheduler is gone; write what was learned every so often, and at last."""
         save_at_s = time.monotonic() + save_s
-        saved = 0
-        while self.turn():
-            if save is not None and time.monotonic() >= save_at_s:
-                if self.num_learned > saved and self._saved(save):
-                    saved = self.num_learned
-                save_at_s = time.monotonic() + save_s
-
-    def _saved(self, save: Callable[[], None]) -> bool:
-        """Save what was learned; where that fails, as on a full disk, predictions go on."""
         try:
-            save()
-        except OSError as error:
-            if not self._has_told:
-                logger.warning(
-                    "sola_sched: what the predictor has learned cannot be saved, which is tried "
-                    "again: %s",
-                    error,
-                )
-            self._has_told = True
-            return False
-        self._has_told = False
-        return True
+            while self.turn():
+                if saved is not None and time.monotonic() >= save_at_s:
+                    self._save(saved)
+                    save_at_s = time.monotonic() + save_s
+        finally:
+            if saved is not None:
+                self.learn()
+                self._save(saved)
+
+    def _save(self, saved: SavedFile) -> None:
+        """Write what was learned; of nothing new an older state is no better than the file's."""
+        if self.num_learned > self._num_saved and saved.save(self.predictor, self.num_learned):
+            self._num_saved = self.num_learned
 
     def turn(self) -> bool:
         """One turn of the loop; False when the scheduler is gone."""
@@ -106,6 +103,8 @@ class Service:
             wait_ms = min(wait_ms, _RESEND_MS)
         if not self._read(wait_ms):
             return False
+        if self._is_gone:
+            return True  # until all that it sent has been read
         self._send()
         if self._queue:
             self._predict()
@@ -134,6 +133,12 @@ class Service:
                 packet = self._socket.recv(protocol.MAX_PACKET, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return True
+            except ConnectionResetError:
+                # Said once, of answers that it left unread. What it sent comes after.
+                if self._was_reset:
+                    return False
+                self._was_reset = True
+                continue
             except OSError:
                 return False
             if not packet:
@@ -175,12 +180,17 @@ class Service:
                 self._socket.send(self._outbox[0], socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
+            except OSError:
+                self._is_gone = True
+                self._outbox.clear()
+                return
             self._outbox.popleft()
 
     def _predict(self) -> None:
         if self._has_encoder and len(self._queue) > _BATCH:
             # A first answer for those that will have to wait for theirs.
-            waiting = [handle for handle in self._queue if handle not in self._pending][_BATCH:]
+            later = list(self._queue)[_BATCH:]
+            waiting = [handle for handle in later if handle not in self._pending]
             if waiting:
                 self._answer(waiting, [self._queue[handle] for handle in waiting], self._words)
         handles = list(self._queue)[:_BATCH]
@@ -213,12 +223,15 @@ def make_predictor(settings: ServiceSettings) -> Any:
 
         return load_lexical(path)
     from sola_sched.length_predictor.retrieval.embed import DEFAULT_ENCODER, SentenceEncoder
-
-    encoder = SentenceEncoder(settings.encoder or DEFAULT_ENCODER)
     from sola_sched.length_predictor.retrieval.index import use_one_thread
     from sola_sched.length_predictor.retrieval.predictor import RetrievalPredictor
-    from sola_sched.length_predictor.storage import load_retrieval
+    from sola_sched.length_predictor.storage import load_retrieval, read_header
 
+    name = settings.encoder or DEFAULT_ENCODER
+    if is_new or path is None:
+        encoder = SentenceEncoder(name)
+    else:
+        encoder = SentenceEncoder.as_of(read_header(path).get("encoder"), name)
     use_one_thread()
     encoder.encode(["The first call takes longer."])
     if is_new or path is None:
@@ -228,40 +241,50 @@ def make_predictor(settings: ServiceSettings) -> Any:
 
 def serve(connection: socket.socket, settings: ServiceSettings) -> None:
     """Load what is needed, say so, and serve."""
+    saved = None
     try:
         decode = load_tokenizer(
             settings.tokenizer,
             revision=settings.tokenizer_revision,
             trust_remote_code=settings.trust_remote_code,
         )
+        if settings.path and settings.save_s > 0:
+            from sola_sched.length_predictor.process.saving import SavedFile
+
+            saved = SavedFile(Path(settings.path), settings.kind)
         predictor = make_predictor(settings)
-    except (EncoderError, PredictorFileError) as error:
-        connection.send(protocol.FAILED + str(error).encode()[: protocol.MAX_PACKET - 1])
-        # Closing over unread packets would make the scheduler see an error before the reason.
-        while connection.recv(protocol.MAX_PACKET):
-            pass
+    except Exception as error:  # of files, packages, tokenizers, encoders
+        reason = str(error)
+        if not isinstance(error, EncoderError | PredictorFileError):
+            logger.exception("sola_sched: the predictor could not be loaded")
+            reason = f"It could not be loaded ({type(error).__name__}: {error})."
+        if saved is not None:
+            saved.close()
+        _say_that_it_failed(connection, reason)
         return
-    save = None
-    if settings.path and settings.save_s > 0:
-        from sola_sched.length_predictor.storage import save_predictor
+    try:
+        service = Service(connection, predictor, decode)
+        connection.send(protocol.READY)
+        service.run(saved=saved, save_s=settings.save_s)
+    finally:
+        if saved is not None:
+            saved.close()
 
-        target = Path(settings.path)
 
-        def save() -> None:
-            save_predictor(target, predictor, {"num_prompts": service.num_learned})
-
-    service = Service(connection, predictor, decode)
-    connection.send(protocol.READY)
-    service.run(save=save, save_s=settings.save_s)
-    if save is not None:
-        service.learn()
-        service._saved(save)
+def _say_that_it_failed(connection: socket.socket, reason: str) -> None:
+    data = reason.encode(errors="replace")[: protocol.MAX_PACKET - 1]
+    connection.send(protocol.FAILED + data)
+    # Closing over unread packets would make the scheduler see an error before the reason.
+    while connection.recv(protocol.MAX_PACKET):
+        pass
 
 
 def main(arguments: Mapping[str, Any]) -> None:
     """Entry of the process; ``arguments`` are the descriptor and the settings."""
-    # Ctrl-C reaches the whole group: the scheduler decides when this process ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What reaches the whole group, as Ctrl-C does, does not end this process: its scheduler does,
+    # by closing the socket, and what was learned is saved then.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=int(arguments["fd"]))
     settings = ServiceSettings(**arguments["settings"])
     os.nice(settings.niceness)

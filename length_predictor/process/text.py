@@ -27,21 +27,21 @@ def load_tokenizer(
     which takes some seconds more to import.
 
     Raises:
-        EncoderError: There is no tokenizer of this name or folder.
+        EncoderError: There is no tokenizer of this name or folder, or its files are damaged.
     """
     path = Path(name) / "tokenizer.json"
-    if path.is_file():
-        from tokenizers import Tokenizer
-
-        fast = Tokenizer.from_file(str(path))
-        return lambda ids: str(fast.decode(ids, skip_special_tokens=True))
-    from transformers import AutoTokenizer
-
     try:
+        if path.is_file():
+            from tokenizers import Tokenizer
+
+            fast = Tokenizer.from_file(str(path))
+            return lambda ids: str(fast.decode(ids, skip_special_tokens=True))
+        from transformers import AutoTokenizer
+
         slow: Any = AutoTokenizer.from_pretrained(
             name, revision=revision, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # both raise what they like, `tokenizers` plain `Exception`
         raise EncoderError(
             f"A text predictor needs the model's tokenizer (got {name!r}: {error}); pass "
             '--tokenizer to vLLM, or set "predictor": "histogram".'

@@ -112,8 +112,44 @@ def load_model(folder: Path, max_tokens: int) -> SentenceTransformer:
             f"{folder} must hold a model that sentence-transformers can load "
             f"({type(error).__name__}: {error})."
         ) from error
+    most = _most_tokens(model)
+    if most is not None and max_tokens > most:
+        raise EncoderError(
+            f"An encoder must have places for the tokens that are read (got {max_tokens:,} tokens, "
+            f"{folder} has {most:,} places); have fewer read, with --max-prompt-tokens."
+        )
     model.max_seq_length = max_tokens
     return model
+
+
+def _most_tokens(model: SentenceTransformer) -> int | None:
+    """Tokens of the longest text that a model has positions for; None where that is not known."""
+    network: Any = getattr(model[0], "model", None)
+    config = getattr(network, "config", None)
+    most = getattr(config, "max_position_embeddings", None)
+    if not isinstance(most, int):
+        return None
+    # RoBERTa and its kin count positions from behind that of the padding.
+    before = getattr(getattr(network, "embeddings", None), "position_embeddings", None)
+    padding = getattr(before, "padding_idx", None)
+    return most - (padding + 1 if isinstance(padding, int) else 0)
+
+
+def digest_of(folder: Path) -> str:
+    """What tells the vectors of one model from those of another: of its shape and its weights."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for weights in sorted(folder.rglob("*.safetensors")):
+        digest.update(weights.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def parts_of(identity: Any) -> tuple[str, str, int]:
+    """Model, precision and tokens of a `SentenceEncoder.identity`; defaults if it is none."""
+    parts = str(identity).rsplit("-", 2)
+    if len(parts) == 3 and parts[1] in PRECISIONS and parts[2].isascii() and parts[2].isdigit():
+        return parts[0], parts[1], int(parts[2])
+    return str(identity), PRECISIONS[0], MAX_TOKENS
 
 
 class SentenceEncoder:
@@ -156,12 +192,18 @@ class SentenceEncoder:
             network = Int8Network(self._model[0].model, max_tokens)
             self._model[0].model = network
             self.num_bytes = network.num_bytes
-        config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
-        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-        for weights in sorted(self.folder.rglob("*.safetensors")):
-            digest.update(weights.read_bytes())
         #: Tells vectors of one encoder from those of another: they must never be mixed.
-        self.identity = f"{digest.hexdigest()[:16]}-{precision}-{max_tokens}"
+        self.identity = f"{digest_of(self.folder)}-{precision}-{max_tokens}"
+
+    @classmethod
+    def as_of(cls, identity: Any, model: str | Path = DEFAULT_ENCODER) -> SentenceEncoder:
+        """An encoder of the precision and length of another, by its ``identity``.
+
+        With the same model it makes the same vectors. Of what is no such identity the defaults
+        are taken.
+        """
+        _, precision, max_tokens = parts_of(identity)
+        return cls(model, precision=precision, max_tokens=max_tokens)
 
     def encode(self, texts: Sequence[str], *, batch_size: int = 16) -> Vectors:
         """Unit vectors [n, dim], float32, in the order of ``texts``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -158,6 +159,8 @@ class SolaConfig:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str | Path):
                 raise ConfigError(f"'{name}' must be a path or null (got {value!r}).")
+            if value is not None:  # no shell has done so within JSON
+                object.__setattr__(self, name, type(value)(os.path.expanduser(value)))
         rules.one_of("predictor", self.predictor, PREDICTORS)
         rules.number("predictor_save_s", self.predictor_save_s, low=0.0)
         if self.predictor_save_s and self.predictor_path is None:

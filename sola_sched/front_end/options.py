@@ -39,7 +39,11 @@ def read_options(additional_config: Any) -> SolaConfig:
     if config.predictor == "retrieval":
         from sola_sched.length_predictor.retrieval.embed import DEFAULT_ENCODER, find_encoder
 
-        find_encoder(config.predictor_encoder or DEFAULT_ENCODER)
+        folder = find_encoder(config.predictor_encoder or DEFAULT_ENCODER)
+        if config.predictor_path is not None and Path(config.predictor_path).exists():
+            from sola_sched.length_predictor.storage import check_encoder
+
+            check_encoder(Path(config.predictor_path), folder)
     return config
 
 

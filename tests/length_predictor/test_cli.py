@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ from sola_sched.length_predictor.building import build_lexical
 from sola_sched.length_predictor.corpus import Corpus, load
 from sola_sched.length_predictor.evaluation.evaluation import copy_of, evaluate, make, warm_up_split
 from sola_sched.length_predictor.evaluation.scoring import score
+from sola_sched.length_predictor.lexical.features import describe
+from sola_sched.length_predictor.lexical.lexical_predictor import LexicalPredictor
+from sola_sched.length_predictor.storage import save_predictor
 
 pytestmark = pytest.mark.usefixtures("short_training")
 
@@ -98,6 +103,10 @@ def test_eval_prints_a_row_for_each_predictor_before_and_after_live_traffic(
         ),
         (["tune", "OWN", "-o", "/dev/null/x"], "'--output' must name a folder that can be written"),
         (["tune", "OWN", "-o", "x", "--threads", "0"], "'--threads' must be >= 1"),
+        (["tune", "OWN", "-o", "x", "--seconds", "0"], "'--seconds' must be a number of seconds"),
+        (["tune", "OWN", "-o", "x", "--seconds", "nan"], "seconds > 0 (got nan)"),
+        (["eval", "--train", "OWN", "--proxy-seconds", "-1"], "'--proxy-seconds' must be"),
+        (["eval", "--train", "OWN", "--seed", "-1"], "'--seed' must be >= 0 (got -1)"),
     ],
 )
 def test_errors_say_what_must_hold(
@@ -150,6 +159,57 @@ def test_what_standard_input_holds_is_text(
     assert cli.main(["predict", str(path)]) == 2
 
     assert "Standard input must be UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["lexical", "retrieval"])
+def test_bytes_that_are_no_text_are_predicted_as_what_can_be_read_of_them(
+    words: None,
+    own_file: Path,
+    tmp_path: Path,
+    capsysbinary: pytest.CaptureFixture[bytes],
+    kind: str,
+) -> None:
+    path = tmp_path / "made.sola"
+    assert cli.main(["build", str(own_file), "-o", str(path), "--kind", kind]) == 0
+    capsysbinary.readouterr()
+
+    assert cli.main(["predict", str(path), "list bread \udcff", "\ud83d"]) == 0
+
+    rows = [json.loads(line) for line in capsysbinary.readouterr().out.splitlines()]
+    assert [row["prompt"] for row in rows] == ["list bread ?", "?"]
+
+
+def test_words_with_halves_of_surrogate_pairs_have_features() -> None:
+    assert describe("some \ud83d words").buckets.size > 0
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(own_file: Path, tmp_path: Path) -> None:
+    path, many = tmp_path / "made.sola", tmp_path / "many.txt"
+    assert cli.main(["build", str(own_file), "-o", str(path), "--kind", "lexical"]) == 0
+    many.write_text("list something about bread\n" * 5000)
+    command = f"'{sys.executable}' -P -m sola_sched.length_predictor predict '{path}' | head -1"
+
+    with many.open() as lines:
+        done = subprocess.run(
+            ["bash", "-c", command], stdin=lines, capture_output=True, text=True, check=True
+        )
+
+    assert len(done.stdout.splitlines()) == 1
+    assert done.stderr == ""
+
+
+def test_live_traffic_is_named_beside_what_a_file_was_built_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "made.sola"
+    about = {"datasets": ["alpaca"], "num_prompts": 1040, "num_live": 40}
+    save_predictor(path, LexicalPredictor(), about)
+
+    assert cli.main(["info", str(path)]) == 0
+
+    out = capsys.readouterr().out
+    assert "built from   alpaca, live traffic" in out
+    assert "prompts      1,040" in out
 
 
 _values = st.recursive(

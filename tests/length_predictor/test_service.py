@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,9 +17,11 @@ pytest.importorskip("faiss", reason="needs faiss-cpu")
 
 from sola_sched.length_predictor.lexical.lexical_predictor import LexicalPredictor
 from sola_sched.length_predictor.process import protocol, service
+from sola_sched.length_predictor.process.saving import SavedFile
 from sola_sched.length_predictor.process.service import Service
 from sola_sched.length_predictor.process.text import SharedStart, readable
 from sola_sched.length_predictor.retrieval.predictor import RetrievalPredictor
+from sola_sched.length_predictor.storage import read_file
 from sola_sched.prediction.length import LengthPrediction
 
 #: At its own niceness, 19, the process may not get far on a busy machine.
@@ -194,29 +197,100 @@ def test_cut_prompt_is_read_from_both_ends_and_counts_in_full() -> None:
     assert num_chars == pytest.approx(10 * len(text), rel=0.01)
 
 
-def test_what_cannot_be_saved_ends_nothing_and_is_told_once(
-    ends: tuple[socket.socket, socket.socket], caplog: pytest.LogCaptureFixture
+def test_newcomers_get_a_first_answer_while_others_wait_for_their_second(
+    ends: tuple[socket.socket, socket.socket],
 ) -> None:
-    served = Service(ends[1], LexicalPredictor(), decode)
-    is_full, num_saved = True, 0
+    mine, theirs = ends
+    server = Service(theirs, RetrievalPredictor(WordEncoder()), decode)
+    for handle in range(40):
+        mine.send(protocol.arrived(handle, [handle, 2, 3]))
+    server.turn()
+    received(mine)
+    for handle in range(100, 105):
+        mine.send(protocol.arrived(handle, [handle, 2, 3]))
 
-    def save() -> None:
-        nonlocal num_saved
-        if is_full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        num_saved += 1
+    server.turn()
 
-    with caplog.at_level("WARNING"):
-        assert not served._saved(save)
-        assert not served._saved(save)
-        is_full = False
-        assert served._saved(save)
+    assert {handle for handle, _ in received(mine)} >= set(range(100, 105))
 
-    assert num_saved == 1
-    assert [record.getMessage() for record in caplog.records] == [
-        "sola_sched: what the predictor has learned cannot be saved, which is tried again: "
-        "[Errno 28] No space left on device"
-    ]
+
+def learning(predictor: Any, connection: socket.socket, path: Path) -> tuple[Service, SavedFile]:
+    return Service(connection, predictor, decode), SavedFile(path, predictor.kind)
+
+
+def finish(mine: socket.socket, server: Service, count: int) -> None:
+    for handle in range(count):
+        mine.send(protocol.arrived(handle, [handle, 2, 3]))
+    while not (server.turn() and not server._queue and len(server._pending) >= count):
+        pass
+    for handle in range(count):
+        mine.send(protocol.finished(handle, 700, False))
+
+
+def num_words_learned(path: Path) -> int:
+    return int(read_file(path)[1]["lexical/scalars"][2])
+
+
+@pytest.mark.parametrize("are_read", [False, True])
+@pytest.mark.parametrize("kind", [LexicalPredictor, partial(RetrievalPredictor, WordEncoder())])
+def test_what_was_learned_is_saved_when_the_scheduler_ends_while_prompts_wait(
+    ends: tuple[socket.socket, socket.socket], tmp_path: Path, kind: Any, are_read: bool
+) -> None:
+    mine, theirs = ends
+    path = tmp_path / "lengths.sola"
+    server, saved = learning(kind(), theirs, path)
+    finish(mine, server, 30)
+    for handle in range(100, 130):
+        mine.send(protocol.arrived(handle, [handle, 2, 3]))
+    if are_read:
+        received(mine)
+    mine.close()
+
+    server.run(saved=saved, save_s=3600.0)
+
+    assert num_words_learned(path) == 30
+
+
+def test_a_scheduler_that_ends_during_a_prediction_loses_nothing(
+    ends: tuple[socket.socket, socket.socket], tmp_path: Path
+) -> None:
+    mine, theirs = ends
+    path = tmp_path / "lengths.sola"
+    encoder = WordEncoder()
+    server, saved = learning(RetrievalPredictor(encoder), theirs, path)
+    finish(mine, server, 30)
+    assert server.turn()
+    encode = encoder.encode
+
+    def ends_meanwhile(texts: list[str]) -> Any:
+        mine.send(protocol.finished(200, 700, False))
+        mine.close()
+        return encode(texts)
+
+    encoder.encode = ends_meanwhile  # type: ignore[method-assign, assignment]
+    mine.send(protocol.arrived(200, [9, 9, 9]))
+
+    server.run(saved=saved, save_s=3600.0)
+
+    assert num_words_learned(path) == 31
+
+
+def test_what_was_learned_is_saved_where_a_prediction_fails(
+    ends: tuple[socket.socket, socket.socket], tmp_path: Path
+) -> None:
+    mine, theirs = ends
+    path = tmp_path / "lengths.sola"
+    predictor = LexicalPredictor()
+    server, saved = learning(predictor, theirs, path)
+    finish(mine, server, 30)
+    assert server.turn()
+    predictor.consider = None  # type: ignore[assignment, method-assign]
+    mine.send(protocol.arrived(200, [9, 9, 9]))
+
+    with pytest.raises(TypeError):
+        server.run(saved=saved, save_s=3600.0)
+
+    assert num_words_learned(path) == 30
 
 
 def test_a_prompt_that_the_tokenizer_cannot_read_is_answered_all_the_same(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +19,13 @@ pytest.importorskip("faiss", reason="needs faiss-cpu")
 
 from sola_sched.errors import PredictorFileError
 from sola_sched.length_predictor.building import build_lexical, build_retrieval
+from sola_sched.length_predictor.calibration import Recalibration
 from sola_sched.length_predictor.storage import (
     MAGIC,
     load_lexical,
     load_retrieval,
     read_file,
+    read_header,
     save_predictor,
     write_file,
 )
@@ -168,3 +172,96 @@ def test_failed_write_leaves_the_old_file(lexical_file: Path, tmp_path: Path) ->
 
     assert path.read_bytes() == lexical_file.read_bytes()
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_a_new_file_has_the_mode_that_the_umask_leaves(tmp_path: Path, umask: int) -> None:
+    path = tmp_path / "new.sola"
+    before = os.umask(umask)
+    try:
+        write_file(path, {"kind": "lexical"}, {})
+    finally:
+        os.umask(before)
+
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
+def test_a_file_that_is_written_again_keeps_its_mode(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "kept.sola"
+    write_file(path, {"kind": "lexical"}, {})
+    path.chmod(mode)
+
+    write_file(path, {"kind": "lexical"}, {})
+
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+def test_a_link_stays_one_when_its_file_is_written(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    target, link = tmp_path / "elsewhere" / "real.sola", tmp_path / "link.sola"
+    write_file(target, {"kind": "lexical"}, {})
+    link.symlink_to(target)
+
+    write_file(link, {"kind": "lexical", "about": {"num_prompts": 7}}, {})
+
+    assert link.is_symlink()
+    assert read_file(target)[0]["about"] == {"num_prompts": 7}
+
+
+def test_header_is_read_alone_and_a_bad_file_as_before(lexical_file: Path, tmp_path: Path) -> None:
+    assert read_header(lexical_file) == read_file(lexical_file)[0]
+    path = tmp_path / "bad.sola"
+    for data, message in (
+        (b"foreign", "must be a file of"),
+        (MAGIC + bytes(32) + b"\xff\xff\xff\xff{}", "is damaged"),
+        (MAGIC, "is damaged"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(PredictorFileError, match=message):
+            read_header(path)
+    with pytest.raises(PredictorFileError, match="must be readable"):
+        read_header(tmp_path / "missing")
+
+
+def test_a_retrieval_file_keeps_the_recalibration_of_its_words(
+    retrieval_file: Path, tmp_path: Path
+) -> None:
+    predictor = load_retrieval(retrieval_file, WordEncoder())
+    _, pending = predictor.lexical.consider(CORPUS.prompts[:40])
+    predictor.lexical.learn(pending, [2000] * 40, [False] * 40)
+    save_predictor(tmp_path / "a.sola", predictor, {})
+    prompts = list(CORPUS.prompts[40:50])
+    expected = [each.median for each in predictor.lexical.predict(prompts)]
+
+    again = load_retrieval(tmp_path / "a.sola", WordEncoder()).lexical
+    alone = load_lexical(tmp_path / "a.sola")
+
+    for loaded in (again, alone):
+        assert [each.median for each in loaded.predict(prompts)] == pytest.approx(expected)
+    assert predictor.lexical.recalibration.shift != 0.0
+
+
+def test_a_retrieval_file_of_before_has_no_recalibration_of_words(
+    retrieval_file: Path, tmp_path: Path
+) -> None:
+    header, arrays = read_file(retrieval_file)
+    del arrays["recalibration/of_words"]
+    write_file(tmp_path / "old.sola", header, arrays)
+
+    assert load_lexical(tmp_path / "old.sola").recalibration.shift == 0.0
+    assert load_retrieval(tmp_path / "old.sola", WordEncoder()).lexical.recalibration.shift == 0.0
+
+
+def test_recalibration_forgets_the_oldest_first_also_after_a_save() -> None:
+    quantiles = np.linspace(1.0, 2.0, 10)
+    one, two = Recalibration(memory=8), Recalibration(memory=8)
+    for number in range(11):
+        one.observe(quantiles, float(number))
+    two.restore(one.to_array())
+    for each in (one, two):
+        for _ in range(4):
+            each.observe(quantiles, 100.0)
+
+    assert sorted(one.to_array()[:, 0]) == sorted(two.to_array()[:, 0])
+    assert two.to_array()[0, 0] == pytest.approx(7.0 - 1.5)
