@@ -77,7 +77,8 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
         options: The options in force, with ``int8`` turned to ``raw`` where it does not fit.
         accept: Asked before each load with request id, tokens on the accelerator and tokens that
             a load would restore; False has them computed again.
-        on_report: Called with each report of the workers and the tokens of the loads in it.
+        on_report: Called with each report of the workers and the tokens of the loads that ended
+            well with it.
         on_failure: Called with what was being done and what was raised, after all copies have been
             forgotten; False ends swapping.
         has_ended: No copies are made any more.
@@ -285,9 +286,7 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _book(self, report: Report) -> None:
         assert self.manager is not None
-        before = self.manager.counts.num_loaded
-        self.manager.report(report)
-        self.on_report(report, self.manager.counts.num_loaded - before)
+        self.on_report(report, self.manager.report(report))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

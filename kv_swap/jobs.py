@@ -64,8 +64,7 @@ class Report:
         failed: Jobs that failed on some worker.
         num_slots: Host slots of the smallest pool, in each worker's first report; else None.
         load_s, load_bytes, save_s, save_bytes: Seconds and bytes of the copies that ended, of
-            all workers, measured from submission to completion; their ratio is the bandwidth
-            of one worker.
+            all workers, failed ones not; their ratio is the bandwidth of one worker.
         num_loading: Workers on which loads ended.
     """
 

@@ -26,6 +26,7 @@ class _InFlight:
     pins: list[Any]
     num_left: int
     frees_blocks: bool = False
+    has_failed: bool = False
 
 
 class SwapManager:
@@ -263,8 +264,9 @@ class SwapManager:
         jobs, self._new_jobs = self._new_jobs, []
         return jobs
 
-    def report(self, report: Report) -> None:
-        """Book what the workers have ended."""
+    def report(self, report: Report) -> int:
+        """Book what the workers have ended; returns the tokens of the loads that ended well."""
+        num_loaded = 0
         if report.num_slots:
             self._slots = SlotAllocator(report.num_slots)
         self.counts.saved_bytes += report.save_bytes
@@ -278,6 +280,9 @@ class SwapManager:
             assert entry.num_left >= 0, f"job {job_id} was reported too often"
             if not entry.num_left:
                 self._ended(entry)
+                if entry.job.is_load and not entry.has_failed:
+                    num_loaded += entry.job.num_tokens
+        return num_loaded
 
     def check_integrity(self) -> None:
         """Assert that slots, copies and jobs agree."""
@@ -367,6 +372,7 @@ class SwapManager:
     def _failed(self, entry: _InFlight) -> None:
         """The copy ends where the failed segment begins; a failed load spoils all of it."""
         self.counts.num_failed_jobs += 1
+        entry.has_failed = True
         req_id = entry.job.req_id
         copy = self._copies.get(req_id)
         if copy is None or not any(segment in copy.segments for segment in entry.segments):

@@ -28,9 +28,10 @@ _ROOM_STEPS = 4
 _AHEAD_STEPS = 64
 #: Steps from the order to load until the request can run.
 _RESUME_STEPS = 3
+#: Most that one report takes from the memory of those before it.
 _AVERAGING = 0.2
-#: Loads refused in a row after which half the time is expected; doubled each time that the next
-#: load shows that it had been right.
+#: Requests refused a load in a row after which half the time is expected; doubled each time that
+#: the next load shows that it had been right.
 PATIENCE, MOST_PATIENCE = 32, 4096
 
 
@@ -41,29 +42,34 @@ class Link:
     refusals in a row shorter ones are expected, until one is made.
 
     Attributes:
-        s_per_token: Seconds per token of a load, a running mean; None before the first.
+        s_per_token: Seconds per token of a load: those of the last loads, summed, by their
+            tokens. So a short load, which takes a while whatever its length, counts for little.
+            None before the first.
     """
 
     def __init__(self) -> None:
         self.s_per_token: float | None = None
+        self._loads_s, self._load_tokens = 0.0, 0.0  # of the last loads, older ones for less
         self._measured_s: float | None = None  # what it was before refusals halved it
         self._num_refused, self._patience = 0, PATIENCE
 
     def observe(self, report: Report, num_tokens: int) -> None:
-        """Learn from the loads that ended in a step; `num_tokens` are theirs."""
-        num_loads = sum(report.num_ended.values())
-        if not num_tokens or not report.load_s or not num_loads:
+        """Learn from the loads that ended in a step; `num_tokens` are theirs, failed ones' not."""
+        if not num_tokens or not report.load_s:
             return
         # Each worker copies its part of the KV, beside the others.
-        seen = report.load_s / max(1, report.num_loading) / num_tokens
+        loads_s = report.load_s / max(1, report.num_loading)
         before = self._measured_s
         self._num_refused, self._measured_s = 0, None
         if before is not None:
-            is_as_slow = 2.0 * seen > before
+            is_as_slow = 2.0 * loads_s > before * num_tokens
             self._patience = min(2 * self._patience, MOST_PATIENCE) if is_as_slow else PATIENCE
-        if self.s_per_token is None or before is not None:
-            self.s_per_token = seen
-        self.s_per_token += _AVERAGING * (seen - self.s_per_token)
+            self._loads_s, self._load_tokens = 0.0, 0.0
+        # Short loads make little of the long ones before them forgotten.
+        lost = min(_AVERAGING, 2.0 * num_tokens / max(1.0, self._load_tokens))
+        self._loads_s += loads_s - lost * self._loads_s
+        self._load_tokens += num_tokens - lost * self._load_tokens
+        self.s_per_token = self._loads_s / self._load_tokens
 
     def is_worth_loading(
         self, cost: CostModel, num_tokens: int, num_before: int, num_running: int
@@ -78,18 +84,27 @@ class Link:
             num_tokens: Tokens to restore, after `num_before` that are there.
             num_running: Requests in the step, the resumed one not counted.
         """
+        return self._gain_s(cost, num_tokens, num_before, num_running) >= 0.0
+
+    def count_refusal(
+        self, cost: CostModel, num_tokens: int, num_before: int, num_running: int
+    ) -> None:
+        """A load was not worth it. Call once for a request each time it is preempted.
+
+        Args:
+            cost, num_tokens, num_before, num_running: As of `is_worth_loading`.
+        """
+        if self.s_per_token is None:
+            return
         gain_s = self._gain_s(cost, num_tokens, num_before, num_running)
-        if gain_s >= 0.0:
-            return True
-        assert self.s_per_token is not None
-        if gain_s + num_tokens * self.s_per_token >= 0.0:  # refused because loads are slow
-            self._num_refused += 1
-            if self._num_refused >= self._patience:
-                if self._measured_s is None:
-                    self._measured_s = self.s_per_token
-                self.s_per_token *= 0.5
-                self._num_refused = 0
-        return False
+        if gain_s + num_tokens * self.s_per_token < 0.0:  # no speed makes it worth it
+            return
+        self._num_refused += 1
+        if self._num_refused >= self._patience:
+            if self._measured_s is None:
+                self._measured_s = self.s_per_token
+            self.s_per_token *= 0.5
+            self._num_refused = 0
 
     def _gain_s(self, cost: CostModel, num_tokens: int, num_before: int, num_running: int) -> float:
         """By how much less a load delays the requests; infinite where nothing is known."""

@@ -24,7 +24,11 @@ _YIELD_S = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A copy that ended: `error` is None if it succeeded; `elapsed_s` since its submission."""
+    """A copy that ended: `error` is None if it succeeded.
+
+    `elapsed_s` is what the copy took, without the time until its turn came and until its end was
+    noticed.
+    """
 
     job: Job
     error: BaseException | None
@@ -57,16 +61,16 @@ class ThreadTransfers:
         self.delay_polls: Callable[[Job], int] | None = None
         self.before_copy: Callable[[Job], None] | None = None
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-swap")
-        self._held: list[tuple[int, Job, Callable[[Job], None], float]] = []
-        self._running: list[tuple[Job, Future[None], float]] = []
+        self._held: list[tuple[int, Job, Callable[[Job], None]]] = []
+        self._running: list[tuple[Job, Future[float]]] = []  # a copy's result is what it took, s
 
     def submit(self, job: Job, copy: Callable[[Job], None]) -> None:
         """See `Transfers.submit`."""
         polls = self.delay_polls(job) if self.delay_polls else 0
         if polls:
-            self._held.append((polls, job, copy, time.perf_counter()))
+            self._held.append((polls, job, copy))
         else:
-            self._start(job, copy, time.perf_counter())
+            self._start(job, copy)
 
     def poll(self) -> list[Ended]:
         """See `Transfers.poll`.
@@ -77,20 +81,20 @@ class ThreadTransfers:
         if not self._held and not self._running:
             return []
         held, self._held = self._held, []
-        for polls, job, copy, submitted_s in held:
+        for polls, job, copy in held:
             if polls > 1:
-                self._held.append((polls - 1, job, copy, submitted_s))
+                self._held.append((polls - 1, job, copy))
             else:
-                self._start(job, copy, submitted_s)
-        if not all(future.done() for _, future, _ in self._running):
+                self._start(job, copy)
+        if not all(future.done() for _, future in self._running):
             time.sleep(_YIELD_S)
         ended, running = [], []
-        now = time.perf_counter()
-        for job, future, submitted_s in self._running:
+        for job, future in self._running:
             if future.done():
-                ended.append(Ended(job, future.exception(), now - submitted_s))
+                error = future.exception()
+                ended.append(Ended(job, error, 0.0 if error else future.result()))
             else:
-                running.append((job, future, submitted_s))
+                running.append((job, future))
         self._running = running
         return ended
 
@@ -99,12 +103,13 @@ class ThreadTransfers:
         self._held.clear()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _start(self, job: Job, copy: Callable[[Job], None], submitted_s: float) -> None:
-        task: Future[None] = Future()
+    def _start(self, job: Job, copy: Callable[[Job], None]) -> None:
+        task: Future[float] = Future()
 
         def run() -> None:
             if not task.set_running_or_notify_cancel():
                 return
+            start_s = time.perf_counter()
             try:
                 if self.before_copy:
                     self.before_copy(job)
@@ -112,7 +117,7 @@ class ThreadTransfers:
             except Exception as error:
                 task.set_exception(error)
             else:
-                task.set_result(None)
+                task.set_result(time.perf_counter() - start_s)
 
         outcome = task
         try:
@@ -122,7 +127,7 @@ class ThreadTransfers:
             if task.cancel():
                 outcome = Future()
                 outcome.set_exception(error)
-        self._running.append((job, outcome, submitted_s))
+        self._running.append((job, outcome))
 
 
 class StreamTransfers:

@@ -369,6 +369,20 @@ def test_a_failed_load_forgets_the_copy() -> None:
     assert (manager.host_tokens("a"), manager.num_free_slots) == (0, 8)
 
 
+def test_only_loads_that_ended_well_say_how_many_tokens_were_loaded() -> None:
+    """What a failed one took is in no report."""
+    manager, pool = make_manager(world_size=2)
+    for name, end in (("a", 7), ("b", 5)):
+        manager.save(name, [pool.take(2)], end, num_processed=end, frees_blocks=True)
+    manager.report(Report({job.job_id: 2 for job in manager.take_jobs()}))
+    manager.load("a", 0, 7, [[1, 2]])
+    manager.load("b", 0, 5, [[3, 4]])
+    first, second = (job.job_id for job in manager.take_jobs())
+
+    assert manager.report(Report({first: 1, second: 1}, failed={first})) == 0
+    assert manager.report(Report({first: 1, second: 1})) == 5
+
+
 def test_slots_outlive_a_request_that_ends_while_they_are_written() -> None:
     manager, pool = make_manager()
     save(manager, [pool.take(2)], 8)

@@ -165,7 +165,53 @@ def num_loads(link: Link, s_per_token: float, count: int, num_tokens: int = 1000
         if link.is_worth_loading(cost, num_tokens, 0, 2):
             loads += 1
             link.observe(Report({1: 1}, load_s=num_tokens * s_per_token), num_tokens)
+        else:
+            link.count_refusal(cost, num_tokens, 0, 2)
     return loads
+
+
+def test_short_loads_do_not_make_the_link_look_slow() -> None:
+    """Each takes a millisecond or two whatever its length."""
+    link, cost = Link(), make_cost()
+    for _ in range(20):
+        link.observe(Report({1: 1}, load_s=2000 * TOKEN_S / 4), 2000)
+    long_s, long_crossover = link.s_per_token, link.crossover_tokens(cost, 4)
+    for _ in range(40):
+        link.observe(Report({1: 1}, load_s=8 * TOKEN_S / 4 + 0.002), 8)
+    crossover = link.crossover_tokens(cost, 4)
+
+    assert long_s == pytest.approx(TOKEN_S / 4)
+    assert link.s_per_token is not None
+    assert link.s_per_token < 1.5 * TOKEN_S / 4
+    assert long_crossover is not None
+    assert crossover is not None
+    assert crossover <= 1.2 * long_crossover
+
+
+def test_a_short_load_at_the_start_is_soon_outweighed() -> None:
+    link = Link()
+    link.observe(Report({1: 1}, load_s=0.01), 1)
+    link.observe(Report({1: 1}, load_s=2000 * TOKEN_S), 2000)
+
+    assert link.s_per_token == pytest.approx(TOKEN_S, rel=0.1)
+
+
+def test_a_link_that_becomes_slower_is_noticed_within_a_few_loads() -> None:
+    link = Link()
+    for factor in (1, 10):
+        for _ in range(15):
+            link.observe(Report({1: 1}, load_s=2000 * factor * TOKEN_S), 2000)
+
+    assert link.s_per_token == pytest.approx(10 * TOKEN_S, rel=0.1)
+
+
+def test_asking_is_not_refusing() -> None:
+    """A request that waits is asked about in each step."""
+    link, cost = measured(100 * TOKEN_S), make_cost()
+    for _ in range(10 * PATIENCE):
+        assert not link.is_worth_loading(cost, 1000, 0, 2)
+
+    assert link.s_per_token == 100 * TOKEN_S
 
 
 def test_a_link_that_was_slow_once_is_used_again() -> None:

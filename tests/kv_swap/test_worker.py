@@ -243,6 +243,19 @@ def test_late_copies_start_late() -> None:
     assert done == [1]
 
 
+def test_what_a_copy_takes_does_not_depend_on_when_it_is_asked_for() -> None:
+    """On a CPU the next poll comes a step later."""
+    transfers = ThreadTransfers(1)
+    for job_id in range(2):
+        transfers.submit(save_job(job_id, [1], (0,)), lambda job: time.sleep(0.01))
+    time.sleep(0.3)
+    ended = transfers.poll()
+    transfers.close()
+
+    assert len(ended) == 2
+    assert all(0.01 <= each.elapsed_s < 0.15 for each in ended)
+
+
 def test_a_copy_for_which_no_thread_can_be_started_has_failed_and_is_not_made_later() -> None:
     class Starved:
         def __init__(self) -> None:

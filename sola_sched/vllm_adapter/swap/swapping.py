@@ -57,6 +57,7 @@ class Swapping:
         self.connector = connector
         self.inexact: set[str] = set()
         self._link = Link()
+        self._refused: set[str] = set()  # counted as refused since they were preempted
         self._ahead = SwappingAhead(scheduler, seams, self)
         #: Tokens of a waiting request that the plan of this step expects from its copy; 0 where the
         #: copy is not to be loaded.
@@ -94,10 +95,21 @@ class Swapping:
     def _accepts(self, req_id: str, num_before: int, num_tokens: int) -> bool:
         """vLLM's question whether to load a copy; where we cannot tell, it is used."""
         try:
-            return self.is_worth_loading(req_id, num_before, num_tokens)
+            return self._accepts_load(req_id, num_before, num_tokens)
         except Exception as error:
             self._guard.failed("weighing a copy", error)
             return True
+
+    def _accepts_load(self, req_id: str, num_before: int, num_tokens: int) -> bool:
+        """`is_worth_loading`; where it is not, the link is told, once since the preemption."""
+        if self.is_worth_loading(req_id, num_before, num_tokens):
+            return True
+        if req_id not in self._refused:
+            self._refused.add(req_id)
+            self._link.count_refusal(
+                self._monitor.cost, num_tokens, num_before, len(self._scheduler.running)
+            )
+        return False
 
     def is_worth_loading(self, req_id: str, num_before: int, num_tokens: int) -> bool:
         """Whether loading a copy is faster than computing what it holds.
@@ -110,8 +122,8 @@ class Swapping:
         if self.connector.options.always:
             return True
         expected = self._expected.get(req_id)
-        if expected is not None:
-            return expected > 0
+        if expected is not None and not num_before:
+            return expected > 0  # as it was planned
         return self._link.is_worth_loading(
             self._monitor.cost, num_tokens, num_before, len(self._scheduler.running)
         )
@@ -131,6 +143,7 @@ class Swapping:
     def leaves(self, request: Request, is_reset: bool) -> None:
         """A request is about to be preempted; `is_reset` if what it has is no longer wanted."""
         self.inexact.discard(request.request_id)
+        self._refused.discard(request.request_id)
         try:
             self._save_leaving(request, is_reset)
         except Exception as error:  # what was copied of it is not trusted
@@ -142,7 +155,7 @@ class Swapping:
         req_id, num_tokens = request.request_id, request.num_computed_tokens
         if is_reset:
             self.connector.drop(req_id)
-        elif self.is_worth_loading(req_id, 0, num_tokens):
+        elif self._accepts_load(req_id, 0, num_tokens):
             self.connector.save(request, num_tokens, frees_blocks=True)
         else:
             self.copies.counts.num_not_worth += num_tokens
@@ -174,6 +187,7 @@ class Swapping:
     def ended(self, request: Request) -> None:
         """A request has ended."""
         self.inexact.discard(request.request_id)
+        self._refused.discard(request.request_id)
 
     # Around a reset -------------------------------------------------------------------------
 
@@ -299,7 +313,7 @@ class Swapping:
             num_tokens = min(self.copies.covered_tokens(req_id), request.num_tokens - 1)
             # One token is left to compute: vLLM admits nobody in a step without tokens for it.
             most = min(num_tokens, int(table.prefill_target[row]) - 1)
-            self._expected[req_id] = most if self.is_worth_loading(req_id, 0, num_tokens) else 0
+            self._expected[req_id] = most if self._accepts_load(req_id, 0, num_tokens) else 0
         for req_id, num_tokens in before.items():
             row = table.row_of.get(req_id, -1)
             is_waiting = row >= 0 and table.phase[row] == WAITING
