@@ -189,8 +189,12 @@ class Replicas:
             return Refusal("no replica can be reached", is_temporary=True)
         views = self._views(usable)
         place = self._router.choose(request, views, self.clock())
-        if isinstance(place, Refusal):  # for good: a replica gives the reason better
-            return place if place.is_temporary else next(iter(usable.values()))
+        if isinstance(place, Refusal) and not place.is_temporary:
+            # The prompt's length is a guess: who takes the longest may take it, or says why not.
+            place = self._router.choose(_shortened(request, views), views, self.clock())
+        if isinstance(place, Refusal):
+            fresh = (r for r in usable.values() if r.position not in request.avoid)
+            return place if place.is_temporary else next(fresh, next(iter(usable.values())))
         return usable[place]
 
     def shown(self) -> list[dict[str, Any]]:
@@ -300,8 +304,15 @@ class Replicas:
         replica.is_silent = True
 
     def lost(self, replica: Replica) -> None:
-        """The replica is known to be dead: those that are there go elsewhere at once."""
+        """The replica is known to be dead: those that are there go elsewhere at once.
+
+        What comes back at its URL has nothing of what it last told, and may tell nothing before it
+        has a request.
+        """
         replica.is_gone = True
+        if replica.has_reported:
+            replica.has_reported = False
+            self.reports.assume(replica.position, unknown_view(self.clock(), self._known))
         self._end_attempts(replica)
 
     def found(self, replica: Replica) -> None:
@@ -345,6 +356,13 @@ class Replicas:
     def _end_attempts(self, replica: Replica) -> None:
         for attempt in replica.attempts:
             attempt.end()
+
+
+def _shortened(request: RoutedRequest, views: Sequence[InstanceView]) -> RoutedRequest:
+    """The request with the longest prompt that one of them takes."""
+    longest = (min(v.max_model_len, v.kv_capacity_tokens) for v in views if v.is_alive)
+    most = max(longest, default=1) - 1
+    return replace(request, prompt_tokens=max(1, min(request.prompt_tokens, most)))
 
 
 def _must_progress(replica: Replica) -> bool:

@@ -164,6 +164,48 @@ def _sent(replicas: Replicas, req_id: str) -> Replica:
     return replica
 
 
+@pytest.mark.parametrize("router", sorted(ALL_ROUTERS))
+def test_one_that_died_under_load_and_is_started_again_is_not_taken_to_be_full(router: str) -> None:
+    replicas = replicas_of(router)
+    a, b = by_name(replicas).values()
+    replicas.reported(a, make_view(running=[900.0] * 90, waiting=[500.0] * 50, reported_s=99.0))
+    replicas.reported(b, make_view(running=[900.0] * 20, reported_s=99.0))
+
+    replicas.lost(a)
+    replicas.found(a)  # its engine reports with its first step: nothing comes before a request
+
+    view = replicas.reports.views[a.position]
+    assert (a.has_reported, view.num_requests, view.is_alive) == (False, 0, True)
+    assert view.max_num_seqs == 256  # as the others have it
+    assert "a" in {_sent(replicas, f"r{number}").name for number in range(8)} or router == "single"
+    replicas.reported(a, make_view(running=[1.0], reported_s=100.0))
+    assert replicas.reports.views[a.position].num_running == 1
+
+
+@pytest.mark.parametrize("router", sorted(ALL_ROUTERS))
+def test_a_prompt_that_is_taken_for_too_long_goes_to_any_of_those_that_take_the_longest(
+    router: str,
+) -> None:
+    """What it has is a guess; and where it has failed it does not go again."""
+    replicas = replicas_of(router, "sabcd")
+    for replica in replicas:
+        length = 4096 if replica.name == "s" else 8192
+        replicas.reported(replica, make_view(max_model_len=length, reported_s=99.0))
+    long = {"prompt_tokens": 9000}
+
+    names = []
+    for number in range(40):
+        choice = replicas.choose(make_routed(f"r{number}", **long), ())
+        assert isinstance(choice, Replica)
+        replicas.attempt(choice, make_routed(f"r{number}", **long), None).__enter__()
+        names.append(choice.name)
+    again = replicas.choose(make_routed("z", **long, avoid=[by_name(replicas)["a"].position]), ())
+
+    assert isinstance(again, Replica)
+    assert again.name not in "sa"
+    assert set(names) == ({"a"} if router == "single" else set("abcd"))
+
+
 @pytest.mark.parametrize("url", ["http://me:s3cret@b:1", "http://s3cret@b:1"])
 def test_a_url_with_a_password_is_refused_and_not_shown(url: str) -> None:
     replicas = replicas_of()
