@@ -60,6 +60,7 @@ async def follow(
                 if replica.has_feed:
                     await _read(reply, replica, replicas)
                 else:
+                    replicas.began_anew(replica)
                     pause_s = 0.0
             if not replica.has_feed:
                 if stall_s is None:
@@ -108,7 +109,11 @@ async def _metrics(replica: Replica, session: aiohttp.ClientSession) -> bytes:
 
 
 async def _read(reply: aiohttp.ClientResponse, replica: Replica, replicas: Replicas) -> None:
+    is_first = True
     async for line in reply.content:
+        if is_first and not line.strip():  # the last report comes first, where there is one
+            replicas.began_anew(replica)
+        is_first = False
         if line.strip() == b"!":  # it works, and its scheduler does not know with what
             replicas.progressed(replica)
             continue

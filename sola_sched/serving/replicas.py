@@ -304,16 +304,19 @@ class Replicas:
         replica.is_silent = True
 
     def lost(self, replica: Replica) -> None:
-        """The replica is known to be dead: those that are there go elsewhere at once.
-
-        What comes back at its URL has nothing of what it last told, and may tell nothing before it
-        has a request.
-        """
+        """The replica is known to be dead: those that are there go elsewhere at once."""
         replica.is_gone = True
+        self.began_anew(replica)
+        self._end_attempts(replica)
+
+    def began_anew(self, replica: Replica) -> None:
+        """What the replica has told is not true any more: its engine is another one by now.
+
+        A new engine may tell nothing before it has a request, so it must not seem full until then.
+        """
         if replica.has_reported:
             replica.has_reported = False
             self.reports.assume(replica.position, unknown_view(self.clock(), self._known))
-        self._end_attempts(replica)
 
     def found(self, replica: Replica) -> None:
         """The replica can be reached; one that could be before has not shown that it computes."""

@@ -104,6 +104,25 @@ def test_the_end_of_a_feed_keeps_new_requests_away_at_once() -> None:
     asyncio.run(whole())
 
 
+@pytest.mark.parametrize("has_feed", [True, False])
+def test_what_is_started_again_within_a_moment_has_nothing_of_what_was_told(has_feed: bool) -> None:
+    fake = FakeReplica(load=[line(waiting=3)])
+
+    async def whole() -> None:
+        async with gateway_before(fake) as client:
+            (replica,) = client.gateway.replicas
+            await until(lambda: replica.has_reported)
+            fake._is_dead = True
+            await asyncio.sleep(0.05)
+            fake._is_dead, fake.load = False, [b""] if has_feed else None
+
+            await until(lambda: not replica.has_reported)
+            assert client.gateway.replicas.reports.views[replica.position].num_waiting == 0
+            assert not replica.is_gone
+
+    asyncio.run(whole())
+
+
 def test_the_gateway_has_no_feed_and_says_where_there_is_one() -> None:
     fake = FakeReplica(load=[line(waiting=2)])
 
