@@ -10,6 +10,9 @@ from http import HTTPStatus
 from aiohttp import web
 from multidict import MultiMapping
 
+#: Bytes that are written at once: so much of an answer waits here for a client that reads slowly.
+_PIECE = 2**16
+
 
 class ClientGoneError(Exception):
     """Who has sent the request does not read any more."""
@@ -22,8 +25,8 @@ class Answer:
         request: Of the client.
 
     Attributes:
-        writing_since_s: Since when the client has taken nothing of what is being written, on the
-            event loop's clock; None while nothing is.
+        writing_since_s: Since when the client has taken nothing of what is being written, as far as
+            is known, on the event loop's clock; None while nothing is.
         on_begin: Called when it begins.
     """
 
@@ -32,6 +35,7 @@ class Answer:
         self.writing_since_s: float | None = None
         self.on_begin: Callable[[], None] | None = None
         self._response: web.StreamResponse | None = None
+        self._num_unsent = 0  # bytes, at the last look
         self._loop = asyncio.get_running_loop()
         self._has_body = request.method != "HEAD"
 
@@ -54,10 +58,15 @@ class Answer:
     async def write(self, data: bytes) -> None:
         """More of it; called for each token, so `_do` is written out.
 
-        An answer to HEAD has no body: its client would take one for the next answer.
+        Of much of it each piece has its own time. An answer to HEAD has no body: its client would
+        take one for the next answer.
         """
         assert self._response is not None
         if not self._has_body:
+            return
+        if len(data) > _PIECE:
+            for begin in range(0, len(data), _PIECE):
+                await self.write(data[begin : begin + _PIECE])
             return
         self.writing_since_s = self._loop.time()
         try:
@@ -66,6 +75,19 @@ class Answer:
             raise ClientGoneError from error
         finally:
             self.writing_since_s = None
+
+    def has_not_read_since(self, time_s: float) -> bool:
+        """Whether nothing of what is being written has gone out since then; asked now and then.
+
+        What has gone out since it was asked last counts as gone out now.
+        """
+        transport = self.request.transport
+        num_unsent = 0 if transport is None else transport.get_write_buffer_size()
+        if num_unsent != self._num_unsent:
+            self._num_unsent = num_unsent
+            if self.writing_since_s is not None:
+                self.writing_since_s = self._loop.time()
+        return self.writing_since_s is not None and self.writing_since_s < time_s
 
     async def end(self) -> web.StreamResponse:
         """The whole response, also where its client has gone."""

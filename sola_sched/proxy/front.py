@@ -125,7 +125,8 @@ class Front:
         return False
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
-        if request.method != "OPTIONS":  # browsers ask without a key what they may send
+        # Browsers ask without a key what they may send, and send no body with that.
+        if request.method != "OPTIONS" or request.body_exists:
             self._keys.check(request.headers)
         passage = find(request.method, request.path, self.limits.pass_paths)
         async with self.bodies.of(request) as data:
@@ -165,7 +166,7 @@ class Front:
             await asyncio.sleep(_LOOK_S)
             before_s = loop.time() - self.limits.write_s
             for answer in list(self._answers.values()):
-                if answer.writing_since_s is not None and answer.writing_since_s < before_s:
+                if answer.has_not_read_since(before_s):
                     logger.warning("a client has read nothing for %g s: left", self.limits.write_s)
                     answer.abort()
             self._forget_gone()

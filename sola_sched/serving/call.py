@@ -40,7 +40,11 @@ from sola_sched.serving.slo_headers import (
 
 #: Characters of a token, until something better is known.
 _CHARS_PER_TOKEN = 4.0
-#: Weight of one prompt in the running mean of that.
+#: Tokens of a prompt, until something better is known.
+_PROMPT_TOKENS = 1000.0
+#: Weight of one prompt in the running means of its characters and its tokens. They are means of
+#: both, and not of their quotient, in which short prompts would weigh most: these are mostly what a
+#: chat's template adds, and it is for long ones that a guess matters.
 _WEIGHT = 0.05
 #: Output of a request that does not limit it, or by more, tokens.
 _MOST_TOKENS = 2**17
@@ -219,7 +223,8 @@ class Lengths:
     """What a gateway learns of lengths: characters per token, and output tokens."""
 
     _histogram: LengthHistogram = field(default_factory=LengthHistogram)
-    _chars_per_token: float = _CHARS_PER_TOKEN
+    _chars: float = _CHARS_PER_TOKEN * _PROMPT_TOKENS
+    _tokens: float = _PROMPT_TOKENS
 
     def routed(
         self, call: Call, name: str, num_resumed: int | None, avoid: frozenset[int]
@@ -252,13 +257,13 @@ class Lengths:
 
     def prompt_tokens(self, call: Call) -> int:
         """Tokens of a request's prompt, roughly; exact where it is token ids."""
-        return max(1, call.num_ids + round(call.num_chars / self._chars_per_token))
+        return max(1, call.num_ids + round(call.num_chars * self._tokens / self._chars))
 
     def learn_prompt(self, call: Call, num_tokens: int) -> None:
         """A replica has said how many tokens a prompt has."""
         if call.num_chars and num_tokens > call.num_ids:
-            new = call.num_chars / (num_tokens - call.num_ids)
-            self._chars_per_token += _WEIGHT * (new - self._chars_per_token)
+            self._chars += _WEIGHT * (call.num_chars - self._chars)
+            self._tokens += _WEIGHT * (num_tokens - call.num_ids - self._tokens)
 
     def learn_output(self, call: Call, num_tokens: int) -> None:
         """A request has ended with so many output tokens."""

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import replace
 from http import HTTPStatus
 
 import aiohttp
@@ -24,10 +24,12 @@ from sola_sched.proxy.headers import passed_back
 from sola_sched.proxy.json_object import encoded
 from sola_sched.proxy.owners import Owners, of_response, response_id
 from sola_sched.proxy.upstream import NOT_CONNECTED, Upstream, reason
+from sola_sched.serving.answers import Answer, beginning
 from sola_sched.serving.arrivals import ATTEMPT_HEADER
 from sola_sched.serving.call import Call, Lengths
 from sola_sched.serving.options import GatewayOptions
 from sola_sched.serving.outgoing import Client, Outgoing
+from sola_sched.serving.refusals import Refusals
 from sola_sched.serving.replicas import Attempt, Replica, Replicas
 from sola_sched.serving.resuming import events
 from sola_sched.serving.resuming.asked import Asked, without_query
@@ -41,8 +43,6 @@ logger = logging.getLogger(__name__)
 _EVENT_STREAM = "text/event-stream"
 #: Names of requests; what a client calls them need not be unique.
 _numbers = itertools.count()
-#: Answers that another replica may do better than.
-_FAILURES = frozenset((500, 502, 504))
 _CANNOT_GO_ON = (
     "the replica was lost, and the rest of this answer cannot come from another one: see 'What "
     "happens when a replica fails' in docs/cluster.md; with a 'seed' or at temperature 0 it can"
@@ -51,23 +51,6 @@ _CANNOT_GO_ON = (
 
 class CutError(Exception):
     """An attempt has ended before the answer was whole."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """A whole answer of a replica."""
-
-    status: int
-    headers: CIMultiDict[str]
-    body: bytes
-
-    @property
-    def retry_after_s(self) -> float:
-        """When it asks to be tried again; later than all if it does not say."""
-        try:
-            return float(self.headers.get("Retry-After", "inf"))
-        except ValueError:  # a date
-            return float("inf")
 
 
 class Delivery:
@@ -107,9 +90,8 @@ class Delivery:
         self._num_resumed: int | None = None
         self._owner_key, self._may_store = call.owner_key, call.may_store
         self._has_waited = False
-        self._refused_by: set[Replica] = set()
+        self._refusals = Refusals(call, replicas, counts)
         self._avoid: set[int] = set()
-        self._refusal: _Answer | None = None
         self._num_attempts = self._num_failures = 0
         self._has_arrived = False  # at a replica, which has counted it
 
@@ -147,8 +129,8 @@ class Delivery:
             choice = self._choose(request)
             if isinstance(choice, Replica):
                 return choice, request
-            if self._refusal is not None:  # all that can be reached have refused
-                await self._answer(self._refusal)
+            if self._refusals.answer is not None:  # all that can be reached have refused
+                await self._answer(self._refusals.answer)
                 return None
             left_s = limit_s - self._replicas.clock()
             if left_s <= 0.0:
@@ -163,13 +145,13 @@ class Delivery:
     def _choose(self, request: RoutedRequest) -> Replica | Refusal:
         """The replica that has what the request is about, or the one that the router says."""
         owner = self._owners.of(self._owner_key) if self._owner_key is not None else None
-        has_failed = owner is None or owner in self._refused_by or owner.position in self._avoid
+        has_failed = owner is None or owner in self._refusals.by or owner.position in self._avoid
         if not has_failed:
             others = {each for each in self._replicas if each is not owner}
             choice = self._replicas.choose(request, others)
             if isinstance(choice, Replica):
                 return choice
-        return self._replicas.choose(request, self._refused_by)
+        return self._replicas.choose(request, self._refusals.by)
 
     async def _try(self, replica: Replica, request: RoutedRequest) -> bool:
         """One attempt; whether it has answered."""
@@ -196,8 +178,28 @@ class Delivery:
                     headers = passed_back(reply.headers, replica.url, keeps_length=not is_stream)
                     if is_stream:
                         return await self._relay(reply, headers, replica, attempt)
-                    answer = _Answer(reply.status, headers, await reply.read())
+                    data, is_whole = await beginning(reply)
+                    answer = Answer(reply.status, headers, data)
+                    if not is_whole and not self._out.has_started:
+                        if not self._refusals.may_go_on(reply.status):
+                            return await self._pass_on(reply, answer, replica, attempt)
+                        answer = replace(answer, body=data + await reply.read())
         return await self._answered(replica, answer)
+
+    async def _pass_on(
+        self, reply: aiohttp.ClientResponse, begun: Answer, replica: Replica, attempt: Attempt
+    ) -> bool:
+        """Pass on a long answer that is no stream of events, as it comes after its beginning."""
+        attempt.has_begun = True
+        self._learn_stored(begun.body, replica)
+        with attempt.writing():
+            await self._out.whole(begun.status, begun.headers, begun.body)
+        async for piece in reply.content.iter_any():
+            self._replicas.progressed(replica)
+            with attempt.writing():
+                await self._out.more(piece)
+        self._replicas.served(replica)
+        return True
 
     def _headers(self) -> CIMultiDict[str]:
         """Those of the request, and where a replica has counted it, the number of attempts."""
@@ -274,30 +276,22 @@ class Delivery:
             await self._out.write(reply.status, headers, splitter.rest)
         return True
 
-    async def _answered(self, replica: Replica, answer: _Answer) -> bool:
+    async def _answered(self, replica: Replica, answer: Answer) -> bool:
         """Whether a whole answer is one for the client."""
         self._replicas.progressed(replica)
-        if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            self._counts["refused"] += 1
-            self._refused_by.add(replica)
-            best = self._refusal
-            if best is None or answer.retry_after_s < best.retry_after_s:
-                self._refusal = answer
-            return False
-        if answer.status == HTTPStatus.NOT_FOUND and self._call.stored_id is not None:
-            self._refused_by.add(replica)  # another one may have it
-            self._refusal = self._refusal or answer
+        if self._refusals.take(replica, answer, self._out.has_started):
             return False
         self._learn_stored(answer.body, replica)
-        if answer.status in _FAILURES:
+        if answer.is_failure:
             self._replicas.erred(replica, self._options.avoid_s)
         else:
             self._replicas.served(replica)
         may_retry = self._call.is_repeatable and self._num_failures + 1 < self._options.max_failures
-        if answer.status in _FAILURES and may_retry:
+        is_no_rest = self._out.has_started and answer.status != HTTPStatus.OK
+        if is_no_rest or (answer.is_failure and may_retry):
             raise CutError(f"HTTP {answer.status}: {answer.body[:200].decode(errors='replace')}")
-        if self._out.has_started and answer.status != HTTPStatus.OK:
-            raise CutError(f"HTTP {answer.status}: {answer.body[:200].decode(errors='replace')}")
+        if not self._out.has_started and (num_prompt := answer.prompt_tokens) is not None:
+            self._lengths.learn_prompt(self._call, num_prompt)
         await self._answer(answer)
         return True
 
@@ -307,7 +301,7 @@ class Delivery:
             self._may_store = False
             self._owners.learn(of_response(stored_id), replica)
 
-    async def _answer(self, answer: _Answer) -> None:
+    async def _answer(self, answer: Answer) -> None:
         if self._out.has_started:
             await self.give_up("no other replica takes the rest of the answer")
             return
@@ -323,6 +317,9 @@ class Delivery:
         told = str(error) or type(error).__name__
         logger.warning("request %s on %s: %s", self._call.request_id, replica.name, told)
         what = reason(error)
+        if self._out.is_plain:  # what is missing can only be seen from its length
+            await self.give_up(what)
+            return True
         if self._has_arrived and not self._call.is_repeatable:
             await self.give_up(f"it may have been done, and must not be done twice: {what}")
             return True

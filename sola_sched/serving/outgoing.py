@@ -29,6 +29,9 @@ class Client(Protocol):
     async def write(self, data: bytes) -> None:
         """More of the answer."""
 
+    def abort(self) -> None:
+        """Cut the connection."""
+
 
 class Part(NamedTuple):
     """Events of a replica, as they go on to the client.
@@ -55,11 +58,13 @@ class Outgoing:
 
     Attributes:
         has_started: Whether the status of the answer has been sent.
+        is_plain: Whether what was started is no stream of events, so that nothing can be said in
+            it of its end.
         rewrite: What events go through, after the stream has gone on elsewhere.
     """
 
     def __init__(self, call: Call, client: Client) -> None:
-        self.has_started = False
+        self.has_started = self.is_plain = False
         self.rewrite: Rewrite | None = None
         self._call, self._client = call, client
         self._is_stream = call.is_stream  # looked at for each event
@@ -151,9 +156,14 @@ class Outgoing:
         await self._client.write(data)
 
     async def whole(self, status: int, headers: MultiMapping[str], body: bytes) -> None:
-        """An answer in one piece."""
+        """An answer in one piece, or the beginning of one that is no stream of events."""
+        self.is_plain = True
         await self._start(status, headers)
         await self._client.write(body)
+
+    async def more(self, data: bytes) -> None:
+        """More of an answer that is no stream of events."""
+        await self._client.write(data)
 
     async def end_with(self, end: Iterable[bytes]) -> None:
         """The last events of a stream."""
@@ -161,6 +171,9 @@ class Outgoing:
 
     async def give_up(self, reason: str, status: HTTPStatus) -> None:
         """Tell the client that there is no more of its answer, or none."""
+        if self.is_plain:
+            self._client.abort()
+            return
         if self.has_started:
             await self._client.write(self._protocol.last_events(reason, status, self._last))
             return

@@ -197,6 +197,15 @@ class Replicas:
             return place if place.is_temporary else next(fresh, next(iter(usable.values())))
         return usable[place]
 
+    def with_longer_context(self, replica: Replica) -> set[Replica]:
+        """Those that can be used and are known to take longer prompts than this one."""
+        views = self.reports.views
+        if not replica.has_reported:
+            return set()
+        most = views[replica.position].max_model_len
+        able = (each for each in self if each.has_reported and self.is_usable(each))
+        return {each for each in able if views[each.position].max_model_len > most}
+
     def shown(self) -> list[dict[str, Any]]:
         """What is known of each that has not left; null where it has not reported."""
         now_s, views = self.clock(), self.reports.views

@@ -16,7 +16,8 @@ pytest.importorskip("aiohttp")
 
 import aiohttp
 from aiohttp import web
-from gateway_clients import gateway_at, gateway_to
+from gateway_clients import Echo, gateway_at, gateway_to
+from gateway_clients import echoed as asked
 from listeners import ask, post, run, status_of
 from multidict import CIMultiDict
 from yarl import URL
@@ -27,37 +28,6 @@ from sola_sched.serving.call import Call, Lengths
 from sola_sched.serving.slo_headers import ClientRules
 
 PATH = "/v1/completions"
-
-
-class Echo:
-    """Answers with nothing in particular, and keeps what has come."""
-
-    def __init__(self, **answer: Any) -> None:
-        self.requests: list[web.Request] = []
-        self.bodies: list[bytes] = []
-        self._answer = answer
-
-    async def __call__(self, request: web.Request) -> web.StreamResponse:
-        self.requests.append(request)
-        self.bodies.append(await request.read())
-        return web.Response(**({"text": "{}"} | self._answer))
-
-    @property
-    def xargs(self) -> Any:
-        """Free arguments of the last body."""
-        return json.loads(self.bodies[-1]).get("vllm_xargs")
-
-
-def asked(*requests: bytes, echo: Echo, **more: Any) -> list[bytes]:
-    """The answers to requests, one after another."""
-    answers: list[bytes] = []
-
-    async def test() -> None:
-        async with gateway_to(echo, **more) as (url, _):
-            answers.extend([await ask(url, each) for each in requests])
-
-    run(test)
-    return answers
 
 
 def test_headers_go_on_as_often_as_they_came_and_those_of_the_connection_stay() -> None:
@@ -219,54 +189,6 @@ def test_the_router_is_told_the_targets_that_a_request_names(xargs: Any, ttft_s:
     call = Call.of("POST", PATH, CIMultiDict(), body, request_id="r", arrival_s=0.0)
 
     assert Lengths().routed(call, "r", None, frozenset()).slo.ttft_s == ttft_s
-
-
-FORM = "Content-Type: multipart/form-data; boundary=b"
-SPOKEN = "/v1/audio/transcriptions"
-
-
-def form(*values: tuple[str, str]) -> bytes:
-    """A form."""
-    parts = (f'--b\r\nContent-Disposition: form-data; name="{n}"\r\n\r\n{v}\r\n' for n, v in values)
-    return ("".join(parts) + "--b--\r\n").encode()
-
-
-def test_targets_of_headers_go_on_in_a_form_too() -> None:
-    echo = Echo()
-    lines = (FORM, "x-slo-ttft-ms: 200")
-
-    asked(post(SPOKEN, form(("model", "m")), *lines),
-          post(SPOKEN, form(("vllm_xargs", '{"ttft_slo_ms": 5, "a": 1}')), *lines),
-          post(SPOKEN, form(("model", "m")), FORM), echo=echo)  # fmt: skip
-
-    assert echo.bodies[0] == form(("vllm_xargs", '{"ttft_slo_ms": 200.0}'), ("model", "m"))
-    assert echo.bodies[1] == form(("vllm_xargs", '{"ttft_slo_ms": 5, "a": 1}'))
-    assert echo.bodies[2] == form(("model", "m"))
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "told"),
-    [
-        (SPOKEN, form(*[("a", "1")] * 300), "256 parts at most"),
-        (SPOKEN, form(("vllm_xargs", "{}"), ("vllm_xargs", "{}")), "'vllm_xargs' once"),
-        (SPOKEN, form(("vllm_xargs", "[" * 50_000)), "the body must be"),
-        (SPOKEN, form(("vllm_xargs", "[1]")), "'vllm_xargs' must be an object"),
-        (SPOKEN, form(("vllm_xargs", f'{{"a": "{"x" * 2**17}"}}')), "longer than"),
-        (SPOKEN, form(('a"; name*0="b', "1")), "must have one name"),
-        (PATH, form(("vllm_xargs", "{}")), "must be a JSON object"),
-        ("/v1/chat/completions", form(*[("a", "1")] * 300), "must be a JSON object"),
-    ],
-)
-def test_a_form_that_no_client_writes_is_refused_with_the_rule(
-    path: str, body: bytes, told: str
-) -> None:
-    echo = Echo()
-
-    (answer,) = asked(post(path, body, FORM), echo=echo)
-
-    message = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
-    assert (status_of(answer), echo.bodies) == (400, [])
-    assert told in message
 
 
 def test_gateways_before_a_gateway_say_how_long_a_request_has_waited() -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import listeners
+from aiohttp import web
 from fake_replica import FakeReplica
 from listeners import Handler, serving, upstream
 
@@ -141,6 +143,37 @@ async def gateway_to(*handlers: Handler, **more: Any) -> AsyncIterator[tuple[str
     async with AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(upstream(handler)) for handler in handlers]
         yield await stack.enter_async_context(gateway_at(*servers, **more))
+
+
+class Echo:
+    """Answers with nothing in particular, and keeps what has come."""
+
+    def __init__(self, **answer: Any) -> None:
+        self.requests: list[web.Request] = []
+        self.bodies: list[bytes] = []
+        self._answer = answer
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse:
+        self.requests.append(request)
+        self.bodies.append(await request.read())
+        return web.Response(**({"text": "{}"} | self._answer))
+
+    @property
+    def xargs(self) -> Any:
+        """Free arguments of the last body."""
+        return json.loads(self.bodies[-1]).get("vllm_xargs")
+
+
+def echoed(*requests: bytes, echo: Echo, **more: Any) -> list[bytes]:
+    """The answers to requests, one after another, through a gateway before one server."""
+    answers: list[bytes] = []
+
+    async def test() -> None:
+        async with gateway_to(echo, **more) as (url, _):
+            answers.extend([await listeners.ask(url, each) for each in requests])
+
+    listeners.run(test)
+    return answers
 
 
 async def until(condition: Any, limit_s: float = 5.0) -> None:
