@@ -58,17 +58,20 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None]) -> Plan:
     """
     _check_backend_flags(args)
     schedulers = _schedulers(args)
-    slo_classes = [values.parse_slo_class(text) for text in args.slo_class]
+    slo_classes = values.parse_slo_classes(args.slo_class)
     given_slo = values.parse_slo(args.slo) if args.slo else None
     percentiles = values.parse_percentiles(args.metric_percentiles)
     names = values.parse_metric_names(args.percentile_metrics)
     metadata = values.parse_pairs(args.metadata, "--metadata")
+    results.refuse_own_keys(metadata, names, percentiles)
     if args.append_result and not args.result_filename:
         raise ConfigError("'--append-result' needs --result-filename, the file to append to.")
     if args.self_timed and args.num_prompts is None:
         raise ConfigError("'--self-timed' needs --num-prompts: how much of the trace to replay.")
     backend, limits = _backend(args, say)
     workload = build(dataset_options(args), limits)
+    if args.self_timed and any(map(math.isfinite, args.request_rate or (1.0,))):
+        workload.stretched_to(1.0)  # raises where that cannot be done
     workload = assign_classes(workload, slo_classes, args.seed)
     say(f"Model {backend.model_id}, backend {backend.name}, data set {args.dataset_name}.")
     for note in workload.notes:

@@ -39,8 +39,17 @@ def run(args: argparse.Namespace, say: Say = print) -> int:
     require_report(args.html)
     plan = make_plan(args, say)
     finished: list[Result] = []
+    is_interrupted = False
     try:
         _sweep(args, plan, started_s, finished, files, say)
+        is_interrupted = bool(finished[-1]["interrupted"])
+    except KeyboardInterrupt:
+        if not finished:
+            raise
+        say(
+            f"Interrupted: {len(finished)} of {_num_runs(plan)} runs have ended, all of them whole."
+        )
+        is_interrupted = True
     except Exception as error:
         say(
             f"Run {len(finished) + 1} of {_num_runs(plan)} failed "
@@ -53,7 +62,7 @@ def run(args: argparse.Namespace, say: Say = print) -> int:
     say(f"Took {time.monotonic() - started_s:.0f} s.")
     if not is_saved:
         return EXIT_NOT_SAVED
-    return EXIT_INTERRUPTED if finished[-1]["interrupted"] else 0
+    return EXIT_INTERRUPTED if is_interrupted else 0
 
 
 def _sweep(

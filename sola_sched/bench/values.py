@@ -58,6 +58,19 @@ def parse_slo_class(text: str) -> SloClass:
     return SloClass(name, positive_number(parts[0], flag), slo)
 
 
+def parse_slo_classes(texts: list[str]) -> list[SloClass]:
+    """`parse_slo_class` of each; no name may come twice."""
+    classes = [parse_slo_class(text) for text in texts]
+    names = [each.name for each in classes]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"'--slo-class' must name each class once (got {name!r} {names.count(name)} "
+                "times); give each a name of its own."
+            )
+    return classes
+
+
 def parse_pairs(items: list[str], flag: str) -> dict[str, str]:
     """Parse ``["key=value", ...]``."""
     pairs = {}

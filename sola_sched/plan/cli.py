@@ -16,7 +16,7 @@ from sola_sched.bench.report.page import require_report
 from sola_sched.bench.report.plots import NoPlotError
 from sola_sched.bench.report.progress import interval_s
 from sola_sched.bench.report.results import to_json
-from sola_sched.bench.values import parse_slo_class
+from sola_sched.bench.values import parse_slo_classes
 from sola_sched.config.output_file import require_writable
 from sola_sched.config.progress_bar import tqdm_class
 from sola_sched.errors import (
@@ -279,7 +279,7 @@ def _write(
 
 
 def _commands(args: argparse.Namespace, load: Load, best: Outcome) -> list[str]:
-    classes = [parse_slo_class(text) for text in args.slo_class]
+    classes = parse_slo_classes(args.slo_class)
     model = served_name(args.model, args.model in MODELS)
     return commands(best.configuration, model, load.slo, classes, args.max_model_len)
 

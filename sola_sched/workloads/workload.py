@@ -72,10 +72,20 @@ class Workload:
         return replace(self, requests=requests, request_rate=request_rate, burstiness=burstiness)
 
     def stretched_to(self, request_rate: float) -> Workload:
-        """The recorded arrivals, stretched in time to a mean of ``request_rate`` per second."""
-        span_s = self.requests[-1].arrival_s if self.requests else 0.0
-        if math.isinf(request_rate) or span_s <= 0:
+        """The recorded arrivals, stretched in time to a mean of ``request_rate`` per second.
+
+        Raises:
+            ConfigError: All come at once, so that there is nothing to stretch.
+        """
+        if math.isinf(request_rate) or not self.requests:
             return self
+        span_s = self.requests[-1].arrival_s
+        if span_s <= 0:
+            raise ConfigError(
+                "Arrival times must be finite, >= 0 and not all at once "
+                f"(all {len(self.requests)} requests have that of the first); leave --self-timed "
+                "out."
+            )
         factor = (len(self.requests) / request_rate) / span_s
         requests = tuple(replace(r, arrival_s=r.arrival_s * factor) for r in self.requests)
         return replace(self, requests=requests, request_rate=request_rate)

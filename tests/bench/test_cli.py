@@ -50,6 +50,10 @@ def use_fixed_backend(monkeypatch: pytest.MonkeyPatch, backend: Any = None) -> A
         (["--request-rate", "-1"], "must be a number > 0"),
         (["--num-prompts", "0"], "whole number >= 1"),
         (["--metadata", "novalue"], "KEY=VALUE"),
+        (["--metadata", "label=x", "tp=1", "num_prompts=7"], r"got label, num_prompts\)"),
+        (["--metadata", "p99_ttft_ms=1"], r"got p99_ttft_ms\)"),
+        (["--metadata", "bound_attainment=1"], r"got bound_attainment\)"),
+        (["--slo-class", "chat:1:9:9", "--slo-class", "chat:2:9:9"], "got 'chat' 2 times"),
         (["--metric-percentiles", "50,101"], r"numbers in \[0, 100\]"),
         (["--percentile-metrics", "ttft,foo"], "takes ttft, tpot, itl, e2el"),
         (["--append-result"], "needs --result-filename"),
@@ -178,6 +182,81 @@ def test_interrupted_run_saves_what_it_has(
     (saved,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
     assert saved["interrupted"] is True
     assert saved["attainment"] == 0.75
+
+
+@pytest.mark.parametrize("place", ["between runs", "as a run starts"])
+def test_an_interrupt_outside_a_run_keeps_the_runs_before(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    place: str,
+) -> None:
+    class Starting(FixedBackend):
+        def run(self, *args: Any, **kwargs: Any) -> RunOutcome:
+            if self.calls:
+                raise KeyboardInterrupt
+            return super().run(*args, **kwargs)
+
+    def bound(*_: Any) -> dict[str, float]:
+        if backend.calls:
+            raise KeyboardInterrupt
+        return {}
+
+    backend = use_fixed_backend(
+        monkeypatch, FixedBackend() if place == "between runs" else Starting()
+    )
+    monkeypatch.setattr(runner, "_bound", bound)
+
+    code = main(
+        ["--schedulers", "stock", "--request-rate", "5", "6", "--num-prompts", "4", "--slo",
+         "ttft:500", "--result-dir", str(tmp_path), "--disable-tqdm"]
+    )  # fmt: skip
+
+    told = capsys.readouterr()
+    assert code == runner.EXIT_INTERRUPTED
+    assert "Interrupted: 1 of 2 runs have ended" in told.out
+    assert "Saved 1 results" in told.out
+    assert "nothing was saved" not in told.out + told.err
+    (saved,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
+    assert (saved["interrupted"], saved["attainment"]) == (False, 1.0)
+
+
+def test_an_interrupt_before_the_first_run_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def bound(*_: Any) -> dict[str, float]:
+        raise KeyboardInterrupt
+
+    use_fixed_backend(monkeypatch)
+    monkeypatch.setattr(runner, "_bound", bound)
+
+    code = main(
+        ["--schedulers", "stock", "--request-rate", "5", "--num-prompts", "4", "--slo",
+         "ttft:500", "--result-dir", str(tmp_path), "--disable-tqdm"]
+    )  # fmt: skip
+
+    assert code == runner.EXIT_INTERRUPTED
+    assert "nothing was saved" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_recorded_arrivals_that_come_at_once_cannot_be_stretched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend = use_fixed_backend(monkeypatch)
+    rows = [{"timestamp": 7.0, "input_length": 8, "output_length": 2, "hash_ids": []}] * 4
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    given = ["--dataset-name", "mooncake", "--dataset-path", str(trace), "--num-prompts", "4",
+             "--self-timed", "--slo", "ttft:500", "--no-save-result"]  # fmt: skip
+
+    for rate in ([], ["--request-rate", "5"]):
+        assert main([*given, *rate]) == 2
+        error = capsys.readouterr().err
+        assert "not all at once" in error
+        assert len(error.splitlines()) == 1
+    assert backend.calls == []
+    assert main([*given, "--request-rate", "inf"]) == 0
 
 
 def test_single_request_latency_ignores_waiting_for_the_one_before() -> None:

@@ -18,6 +18,7 @@ from sola_sched.bench.backends.model import TINY_SHAPE, write_model
 from sola_sched.bench.backends.probe import SchedulerProbe
 from sola_sched.bench.cli import main
 from sola_sched.config.slo import SloTarget
+from sola_sched.workloads.datasets import ModelLimits
 from sola_sched.workloads.workload import RequestSpec, Workload
 
 #: Enough for one request of the tiny model's full length (512 tokens), little more than that.
@@ -59,6 +60,78 @@ def test_probe_counts_steps_batch_sizes_and_preemptions() -> None:
     assert stats.num_preemptions == 2
     assert (stats.max_num_running, stats.mean_num_running) == (4, 3.5)
     assert stats.cpu_s >= sum(stats.step_cpu_s) > 0
+
+
+class Replays:
+    """In place of the replay of requests: what each call ends as, in order."""
+
+    def __init__(self, *outcomes: RunOutcome) -> None:
+        self.outcomes = list(outcomes)
+        self.cpu_share = 1.0
+        self.served: list[list[str]] = []
+
+    def __call__(self, *_: Any) -> Replays:
+        return self
+
+    def wall_s(self) -> float:
+        return 0.0
+
+    def run(self, requests: Any, *_: Any, **__: Any) -> RunOutcome:
+        self.served.append([request.req_id for request in requests])
+        return self.outcomes.pop(0)
+
+
+def served_by(replays: Replays, monkeypatch: pytest.MonkeyPatch) -> list[RunOutcome]:
+    """What a backend with these replays tells of one workload."""
+    module = pytest.importorskip("sola_sched.bench.backends.engine_replay")
+    monkeypatch.setattr(module, "Replay", replays)
+    backend = EngineBackend(EngineOptions("model", num_warmups=2, times_reference=True))
+    backend.__dict__["limits"] = ModelLimits(max_model_len=512, vocab_size=100)
+    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=FakeScheduler()))
+    engine = SimpleNamespace(engine_core=core, reset_prefix_cache=lambda: None)
+    told: list[RunOutcome] = []
+    backend._serve(engine, [make_burst(2, 8, 4)], parse_scheduler("stock"), told.append, None, None)
+    return told
+
+
+def ended(*notes: str, is_interrupted: bool = False) -> RunOutcome:
+    return RunOutcome([], 1.0, notes=list(notes), interrupted=is_interrupted)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_interrupt_in_the_warm_up_or_the_batch_before_ends_all(
+    monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    replays = Replays(*(ended(is_interrupted=number == place) for number in range(4)))
+
+    with pytest.raises(KeyboardInterrupt):
+        served_by(replays, monkeypatch)
+
+    assert len(replays.served) == place + 1
+
+
+@pytest.mark.vllm
+def test_an_interrupt_in_the_batch_after_a_run_keeps_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replays = Replays(ended(), ended(), ended("a note."), ended(is_interrupted=True))
+
+    (outcome,) = served_by(replays, monkeypatch)
+
+    assert outcome.interrupted
+    assert outcome.reference_s == (1.0, 1.0)
+    assert outcome.notes == ["a note."]
+
+
+@pytest.mark.vllm
+def test_a_warm_up_that_stalls_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    replays = Replays(ended("2 of 2 requests ended: no token for 9 s."), ended(), ended(), ended())
+
+    (outcome,) = served_by(replays, monkeypatch)
+
+    assert outcome.notes == ["The warm-up was cut short: 2 of 2 requests ended: no token for 9 s."]
+    assert replays.served[0] == ["warmup-0", "warmup-1"]
 
 
 @pytest.fixture(scope="module")

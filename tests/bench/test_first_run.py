@@ -391,6 +391,23 @@ def test_without_arguments_virtual_time_comes_first_then_the_engine(
     assert "can be trusted" in out
 
 
+def test_an_interrupt_while_the_engine_starts_says_that_runs_are_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def starting(say: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(first_run.first_run_virtual, "run", lambda directory, say: None)
+    monkeypatch.setattr(first_run, "_engine", starting)
+
+    assert cli.main([]) == first_run.EXIT_INTERRUPTED
+
+    told = capsys.readouterr()
+    assert "Interrupted; the runs before are saved." in told.out
+    assert told.err == ""
+
+
 def test_what_a_reader_must_know_of_a_run_is_said_beside_its_numbers(tmp_path: Path) -> None:
     backend = QueueBackend()
     backend.notes = ["sola_sched stepped aside."]

@@ -106,6 +106,18 @@ def test_results_that_stay_unsaved_are_printed(
     assert "The plots could not be saved" in out
 
 
+def test_no_result_takes_the_place_of_another_of_the_same_run(
+    backend: FixedBackend, tmp_path: Path
+) -> None:
+    """Rates that are written alike, in one second."""
+    given = [*RUN, "--schedulers", "stock:64", "--request-rate", "5.0001", "5.0002", "5.0003"]
+
+    assert main([*given, "--result-dir", str(tmp_path)]) == 0
+
+    saved = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert sorted(run["request_rate"] for run in saved) == [5.0001, 5.0002, 5.0003]
+
+
 def test_nothing_is_written_where_nothing_is_to_be_saved(
     backend: FixedBackend, tmp_path: Path
 ) -> None:

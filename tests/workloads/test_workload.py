@@ -103,6 +103,10 @@ def test_recorded_arrivals_are_stretched_to_a_rate() -> None:
 
     assert workload.requests[-1].arrival_s == pytest.approx(11 / 5.0)
     assert make_workload(3).stretched_to(math.inf).requests[-1].arrival_s == 2.0
+    at_once = make_workload(3, gap_s=0.0)
+    assert at_once.stretched_to(math.inf) is at_once
+    with pytest.raises(ConfigError, match="not all at once"):
+        at_once.stretched_to(5.0)
 
 
 def test_classes_are_assigned_by_share() -> None:

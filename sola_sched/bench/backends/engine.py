@@ -178,7 +178,10 @@ class EngineBackend:
         if clock.name != "wall" and scheduler.kind == "sola":
             live_scheduler.sola_clock = clock.now_s
             live_scheduler.sola_wall_clock = replay.wall_s
-        replay.run(self._warmup(workloads[0]), max_concurrency)
+        warmup = replay.run(self._warmup(workloads[0]), max_concurrency)
+        if warmup.interrupted:
+            raise KeyboardInterrupt
+        lost = [f"The warm-up was cut short: {note}" for note in warmup.notes]
         for workload in workloads:
             engine.reset_prefix_cache()
             gc.collect()
@@ -188,11 +191,15 @@ class EngineBackend:
             self._warmed_up()
             outcome = replay.run(workload.requests, max_concurrency, on_done)
             outcome.scheduler = probe.stats()
+            outcome.notes += lost
             if probe.problem:
                 outcome.notes.append(f"{probe.problem}.")
             self._note_cpu_share(outcome, replay, clock)
             if before_s is not None and not outcome.interrupted:
-                after_s = self._reference_s(replay, probe, 1)
+                try:
+                    after_s = self._reference_s(replay, probe, 1)
+                except KeyboardInterrupt:  # of what has been measured nothing is lost
+                    after_s, outcome.interrupted = None, True
                 outcome.reference_s = (before_s, before_s if after_s is None else after_s)
             on_run(outcome)
             if outcome.interrupted:
@@ -218,7 +225,11 @@ class EngineBackend:
         """Called before the requests of each workload, for subclasses that look on."""
 
     def _reference_s(self, replay: Any, probe: SchedulerProbe, number: int) -> float | None:
-        """Seconds of the reference batch; None if it was not asked for or the run was ended."""
+        """Seconds of the reference batch; None if it was not asked for.
+
+        Raises:
+            KeyboardInterrupt: The user has stopped it.
+        """
         if not self.options.times_reference:
             return None
         length = min(_REFERENCE_PROMPT, self.limits.max_model_len - _REFERENCE_OUTPUT)
@@ -233,7 +244,9 @@ class EngineBackend:
         ]
         probe.reset()
         outcome = replay.run(requests, max_concurrency=1)
-        return None if outcome.interrupted else float(outcome.duration_s - probe.stats().cpu_s)
+        if outcome.interrupted:
+            raise KeyboardInterrupt
+        return float(outcome.duration_s - probe.stats().cpu_s)
 
     def _engine_args(self, scheduler: SchedulerSpec, slo: SloTarget, workload: Workload) -> Any:
         from vllm.engine.arg_utils import EngineArgs

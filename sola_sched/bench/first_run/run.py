@@ -32,11 +32,10 @@ def run(directory: Path = Path("bench-results"), say: Say | None = None) -> int:
     begun_s = time.monotonic()
     first_run_virtual.run(directory, say)
     say(f"   Took {time.monotonic() - begun_s:.0f} s.\n")
-    backend, pool = _engine(say)
-    comparison = FirstRun(backend, pool, directory, say)
     try:
-        verdict = comparison.run()
-    except Interrupted:
+        backend, pool = _engine(say)
+        verdict = FirstRun(backend, pool, directory, say).run()
+    except (Interrupted, KeyboardInterrupt):
         say("Interrupted; the runs before are saved.")
         return EXIT_INTERRUPTED
     say("\nVerdict of the runs on this machine (95 % intervals)")

@@ -26,6 +26,7 @@ class ResultFiles:
         self._args, self._say = args, say
         self._unsaved: list[Result] = []
         self._num_saved = 0
+        self._taken: set[Path] = set()  # of this run
         self.folder: Path = args.result_dir
         #: Whether anything is to be saved.
         self.is_on = args.save_result is not False or bool(args.append_result)
@@ -66,9 +67,21 @@ class ResultFiles:
         args = self._args
         while self._unsaved:
             result = self._unsaved[0]
-            path = self.folder / (args.result_filename or results.result_filename(result))
+            path = self._path_of(result)
             kept = result if args.save_detailed else results.without_details(result)
             append = args.append_result or bool(args.result_filename and self._num_saved)
             results.save(path, [kept], append=append)
             self._num_saved += 1
+            self._taken.add(path)
             self._unsaved.pop(0)
+
+    def _path_of(self, result: Result) -> Path:
+        """Its file: none that holds another result of this run, unless one is to hold all."""
+        if self._args.result_filename:
+            return self.folder / str(self._args.result_filename)
+        path = first = self.folder / results.result_filename(result)
+        number = 1
+        while path in self._taken:
+            number += 1
+            path = first.with_name(f"{first.stem}-{number}{first.suffix}")
+        return path

@@ -19,6 +19,7 @@ from sola_sched import __version__
 from sola_sched.bench.backends.base import RunOutcome, SchedulerSpec
 from sola_sched.config.slo import SloTarget
 from sola_sched.core import metrics
+from sola_sched.errors import ConfigError
 from sola_sched.workloads.workload import Workload
 
 Result = dict[str, Any]
@@ -129,6 +130,28 @@ def make_result(
         "environment": environment(),
     }  # fmt: skip
     return result
+
+
+def refuse_own_keys(
+    metadata: Mapping[str, str],
+    percentile_metrics: Sequence[str] = METRIC_NAMES,
+    percentiles: Sequence[float] = (50.0, 99.0),
+) -> None:
+    """Refuse metadata that would stand in place of what a result says itself.
+
+    Raises:
+        ConfigError: A key is one of the result's.
+    """
+    slo = SloSource(SloTarget(), "")
+    info = RunInfo(
+        *("",) * 4, 0, slo, percentile_metrics=percentile_metrics, percentiles=percentiles
+    )
+    empty = make_result(info, Workload(()), SchedulerSpec("", "stock"), RunOutcome([], 0.0))
+    if taken := [key for key in metadata if key in empty or key == BOUND_KEY]:
+        raise ConfigError(
+            f"'--metadata' must not have keys that a result has itself (got {', '.join(taken)}); "
+            "name them otherwise."
+        )
 
 
 def _latencies(

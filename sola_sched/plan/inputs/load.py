@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sola_sched.bench.plan import dataset_options, load_encode
-from sola_sched.bench.values import parse_slo, parse_slo_class
+from sola_sched.bench.values import parse_slo, parse_slo_classes
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError, DatasetError
 from sola_sched.simulator.cluster.engine import ClusterRequest
@@ -109,7 +109,7 @@ def make_load(args: argparse.Namespace, max_model_len: int, vocab_size: int) -> 
         notes.append(f"Synthetic chat lengths instead of {args.dataset_name}: {error}")
         args.dataset_name = "sharegpt-like"
         workload = build(dataset_options(args), limits)
-    workload = assign_classes(workload, [parse_slo_class(x) for x in args.slo_class], args.seed)
+    workload = assign_classes(workload, parse_slo_classes(args.slo_class), args.seed)
     if not args.self_timed:
         workload = workload.at_rate(args.request_rate, burstiness=args.burstiness, seed=args.seed)
     elif args.request_rate is not None:
