@@ -27,6 +27,9 @@ _MAX_SURPRISE = 3.0
 _DOUBTED_STEPS, _DOUBTED_TOKENS, _DOUBTED_TIMES = 512, 128.0, 10.0
 _MIN_STEPS = 16
 _MIN_STEPS_PER_PHASE = 4
+# After so many steps without a decode there are none here: answers have one token, as of those that
+# only compute prompts for others. What decodes would take is guessed then.
+_MIN_PREFILLS_ALONE = 64
 
 #: A cost model, but for the steps that it remembers: coefficients, correction, review and
 #:
@@ -161,6 +164,8 @@ def _are_prompts_doubted(at, decodes_s):
 def has_enough_steps(at):
     """Whether coefficients can rest on what is remembered."""
     prefill, decode, mixed = at.num_added[PREFILL], at.num_added[DECODE], at.num_added[MIXED]
+    if decode + mixed == 0:
+        return prefill >= _MIN_PREFILLS_ALONE
     return (
         at.num_steps >= _MIN_STEPS
         and prefill + mixed >= _MIN_STEPS_PER_PHASE

@@ -36,9 +36,10 @@ class PaperPlanner:
     Where the paper is silent: p_TTFT is taken over requests without a first token and p_TPOT over
     requests that decode, since only those can still change; both as ratios to each request's own
     target, so that targets may differ; the sliding window compares the mean ratios of the last
-    `window` steps; preemption, which Algorithm 1 leaves out, is vLLM's, but a request of a higher
-    class of priority displaces lower ones. While slots are full and memory is ample the order of
-    the decodes decides nothing, and is left alone.
+    `window` steps; where no request has a TTFT target, prompts get what TPOT leaves, and while
+    nobody decodes one prompt at least is computed; preemption, which Algorithm 1 leaves out, is
+    vLLM's, but a request of a higher class of priority displaces lower ones. While slots are full
+    and memory is ample the order of the decodes decides nothing, and is left alone.
 
     Args:
         config: `window`, `tile` and the targets are used.
@@ -84,6 +85,8 @@ class PaperPlanner:
         ratio_ttft, ratio_tpot = ttft_s / ttft_limit, tpot_s / tpot_limit
         self._ratios.append((ratio_ttft.max(initial=0.0), ratio_tpot.max(initial=0.0)))
         optimize_ttft, level_ttft, level_tpot = self._problem(ratio_ttft, ratio_tpot)
+        if np.isinf(ttft_limit).all():  # no TTFT to meet: prompts get what TPOT leaves (Eq. 1)
+            optimize_ttft = True
 
         if not len(prefills) and slots <= 0:  # nobody can start: the step has no prefill
             order = None
@@ -103,7 +106,8 @@ class PaperPlanner:
         has = table.num_computed[pending].astype(np.float64)
         chunk = new if state.max_chunk is None else np.minimum(new, state.max_chunk)
         prefill_s = np.asarray(state.cost.prefill_s(new, has))
-        by_ttft = np.lexsort((-(ttft_s + prefill_s - ttft_limit), table.priority[pending]))
+        late_s = ttft_s + prefill_s - ttft_limit
+        by_ttft = np.lexsort((-ttft_s, -late_s, table.priority[pending]))
         num_decode_tokens = state.tokens_per_decode
 
         if optimize_ttft:
@@ -120,7 +124,7 @@ class PaperPlanner:
             count = self._eq2_count(
                 state, decodes, ttft_s, ttft_limit, prefill_s, by_ttft, level_ttft
             )
-            chosen = by_ttft[: max(count, len(victims))]
+            chosen = by_ttft[: max(count, len(victims), 1 if not len(decodes) else 0)]
             run_decodes, budget = ordered_decodes, state.max_num_tokens
             problem = "tpot"
 

@@ -83,6 +83,21 @@ def test_model_is_ready_only_with_both_phases() -> None:
     assert model.is_ready
 
 
+def test_where_nothing_decodes_prompts_alone_are_enough() -> None:
+    model, truth, random = CostModel(), make_model(), np.random.default_rng(1)
+    for number in range(64):
+        assert not model.is_ready, number
+        prompt = make_shape(chunk=int(random.integers(1, 2000)))
+        model.observe(prompt, truth.step_s(prompt))
+    prompt, decode = make_shape(chunk=777), make_shape(num_decodes=4, ctx=999)
+    assert model.is_ready
+    assert model.step_s(prompt) == pytest.approx(truth.step_s(prompt), rel=0.05)
+
+    for _ in range(100):  # they come all the same
+        model.observe(decode, truth.step_s(decode))
+    assert model.step_s(decode) == pytest.approx(truth.step_s(decode), rel=0.05)
+
+
 def test_model_is_not_ready_before_sixteen_steps() -> None:
     model = CostModel()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from states import NOW, SLO, StateBuilder, make_attain, make_cost
@@ -73,3 +74,40 @@ def test_lengths_decide_whether_one_behind_its_schedule_is_lost() -> None:
         builder = StateBuilder(left=left)
         builder.decode("behind", first_ago_s=2.0, out=19)  # the 20th token was due at 1.9 s
         assert judge(builder).decodes[:1].is_lost.tolist() == [is_lost], left
+
+
+#: Steps of one decode alone take 11 ms.
+IMPOSSIBLE = SloTarget(2.0, 0.005)
+
+
+@pytest.mark.parametrize(("max_tokens", "is_on_time"), [(100, False), (1, True)])
+def test_a_prompt_whose_tokens_would_be_late_on_an_idle_engine_displaces_nobody(
+    max_tokens: int, is_on_time: bool
+) -> None:
+    """But for one that has a single token to come, whatever its TPOT target."""
+    b = StateBuilder(max_num_running=1)
+    b.decode("lost", first_ago_s=9.0, out=3)
+    new = b.waiting("new", waited_s=0.1, slo=IMPOSSIBLE)
+    b.table.max_tokens[new] = max_tokens
+    state = b.build()
+    assert b.names(make_attain().plan(state).preempt) == (["lost"] if is_on_time else [])
+    rejected = make_attain(overload="reject").plan(state).reject
+    assert b.names(rejected) == ([] if is_on_time else ["new"])
+
+
+def test_after_refusals_in_a_row_one_of_any_rank_is_served() -> None:
+    """Requests of two ranks that come together, all refused by what step times are said to be."""
+    b = StateBuilder()
+    planner = make_attain(overload="reject")
+    for number in range(20):
+        pair = [
+            b.waiting(f"{name}{number}", waited_s=0.0, prompt=50_000, priority=priority)
+            for name, priority in (("high", 0), ("low", 1))
+        ]
+        plan = planner.plan(b.build(max_num_tokens=100_000))
+        if plan.admit is not None and len(plan.admit):
+            break
+        assert sorted(plan.reject.tolist()) == sorted(pair)
+        for row in pair:
+            b.table.remove(str(b.table.req_id[row]))
+    assert number == AttainTuning().refused_in_a_row // 2

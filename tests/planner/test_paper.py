@@ -172,3 +172,29 @@ def test_full_slots_the_decodes_are_ordered_only_where_memory_may_end(
         assert b.names(plan.run) == ["slow", "fast"]
     else:
         assert plan.run is None
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_without_ttft_targets_prompts_get_what_tpot_leaves(decodes: bool) -> None:
+    b = StateBuilder()
+    if decodes:
+        b.decode("d", first_ago_s=0.4, out=8, slo=SloTarget(tpot_s=0.1))
+    b.waiting("w", waited_s=0.8, prompt=6000, slo=SloTarget(tpot_s=0.1))
+    plan = make_paper().plan(b.build(max_num_tokens=8192))
+    assert b.names(plan.admit) == ["w"]
+    assert plan.token_budget == (30 * 128 if decodes else 47 * 128)
+
+
+def test_where_nobody_decodes_one_prompt_at_least_is_computed() -> None:
+    """The window still says that TPOT is what lags."""
+    b = StateBuilder()
+    paper = make_paper(window=8)
+    b.decode("d", first_ago_s=9.0, out=2, slo=SLO)
+    paper.plan(b.build())
+    b.table.remove("d")
+    b.running.clear()
+    b.waiting("far", waited_s=0.0, slo=SloTarget(100.0, 0.1))
+    b.waiting("none", waited_s=0.0, slo=SloTarget(tpot_s=0.1))
+    plan = paper.plan(b.build())
+    assert plan.problem == "tpot"
+    assert b.names(plan.admit) == ["far"]

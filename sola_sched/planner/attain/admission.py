@@ -80,7 +80,8 @@ def _serve(step, count):
     for i in range(count):
         prefill = step.prefills[may[i]]
         end = at.chunk + prefill.chunk
-        tokens = tokens_within(step, end, at.limit_s, room, step.prefills[first].has)
+        limit_s = at.upper_limit_s if prefill.rank <= at.upper_rank else at.limit_s
+        tokens = tokens_within(step, end, limit_s, room, step.prefills[first].has)
         is_cut = is_cut or tokens < end or prefill.chunk < prefill.new
         if tokens > at.chunk:
             may[at.num_served], at.chunk = may[i], tokens

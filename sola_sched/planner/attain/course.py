@@ -85,14 +85,17 @@ def _is_settled(step, running, waiting):
             return False
         ctx += request.num_prompt + request.num_output
         shortest_s = min(shortest_s, request.tpot_s)
-        could_give_way = could_give_way or request.first_token_s > request.due_s
+        # Late with its first token, or behind its schedule.
+        behind_s = at.now_s - request.first_token_s
+        behind_s -= request.tpot_s * (request.num_output + request.num_in_flight)
+        could_give_way = could_give_way or request.first_token_s > request.due_s or behind_s > 0.0
         could_if_due = could_if_due or math.isinf(min(request.due_s, request.tpot_s))
     bare_s = decode_s(at, len(running), ctx)
     if not bare_s <= step.tuning.keep * shortest_s * at.per_step:
         return False
     if not len(waiting):
         return True
-    # One that is late, or has no target, could give its slot to one that is still on time.
+    # One that is lost, or has no target, could give its slot to one that is still on time.
     if could_give_way:
         return False
     if could_if_due:

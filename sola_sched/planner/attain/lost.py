@@ -140,14 +140,29 @@ def weigh(step):
         decode = decodes[place]
         if decode.is_lost:
             continue
-        gain_s = catching_up * max(decode.sustain_s - at.decode_s, 0.0)
-        halfway_s = at.decode_s + gain_s
-        bears_s = decode.bank_s
-        if bears_s < halfway_s:
-            bears_s = min(halfway_s, decode.token_s)
-        at.slack_s = min(at.slack_s, bears_s)
+        at.slack_s = min(at.slack_s, _bears_s(at, catching_up, decode))
         at.bear_s = min(at.bear_s, decode.sustain_s)
         at.pace_s = min(at.pace_s, decode.token_s)
+
+
+@compiled
+def _bears_s(at, catching_up, decode):
+    """The longest next step that keeps one on course, or brings it there."""
+    halfway_s = at.decode_s + catching_up * max(decode.sustain_s - at.decode_s, 0.0)
+    if decode.bank_s >= halfway_s:
+        return decode.bank_s
+    return min(halfway_s, decode.token_s)
+
+
+@compiled
+def slack_up_to_s(step, rank):
+    """As `slack_s`, of the decodes up to a rank alone; inf without any."""
+    slack_s = np.inf
+    for place in range(step.at.num_decodes):
+        decode = step.decodes[place]
+        if not decode.is_lost and rank_of(step.lifts, step.requests[decode.row]) <= rank:
+            slack_s = min(slack_s, _bears_s(step.at, step.tuning.catching_up, decode))
+    return slack_s
 
 
 @compiled
@@ -255,7 +270,8 @@ def _usual_chunk(at):
 def _judge_prefill(at, tuning, prefill, request, chunk):
     """Find what a prefill costs, when it is due, and whether it is feasible.
 
-    It is not if `prefill_margin` times what it needs is more than the time that is left.
+    It is not if `prefill_margin` times what it needs is more than the time that is left, or if even
+    steps of it alone would be too long for its TPOT: its tokens would be late whoever gave way.
     """
     is_first, left_s = request.num_output == 0, _limit_s(at, tuning, prefill, request)
     if is_first:
@@ -270,6 +286,9 @@ def _judge_prefill(at, tuning, prefill, request, chunk):
         left_s -= (math.ceil(todo / prefill.chunk) - 1.0) * at.mixed_s
     need_s = at.taking_s + prefill.service_s
     prefill.is_feasible = left_s < np.inf and tuning.prefill_margin * need_s <= left_s
+    if is_first and request.max_tokens > 1 and prefill.is_feasible:
+        alone_s = tuning.decode_margin * decode_s(at, 1.0, float(request.prefill_target))
+        prefill.is_feasible = alone_s <= tuning.keep * request.tpot_s * at.per_step
     prefill.is_hopeless = is_first and left_s < np.inf and not prefill.is_feasible
     prefill.due_s = left_s
     if is_first and request.ttft_s < np.inf:
@@ -326,15 +345,17 @@ def spare_one(step):
     """
     at, account, requests = step.at, step.account, step.requests
     count, first, oldest, is_waiting = 0, np.inf, 0, False
+    is_computing = at.num_started > 0
     for place in range(at.num_prefills):
         prefill = step.prefills[place]
+        # One of an upper rank may be both: it goes before lower ones, unless it is refused.
+        is_computing = is_computing or (prefill.is_feasible and not prefill.is_hopeless)
         if prefill.is_hopeless and prefill.due_s > 0.0:
             request = requests[prefill.row]
             count += 1
             is_waiting = is_waiting or request.serial == account.spared
             if request.arrival_s < first:
                 first, oldest = request.arrival_s, place
-    is_computing = at.num_feasible > 0 or at.num_started > 0
     if is_computing or (account.spared >= 0 and not is_waiting):
         account.num_refused, account.spared = 0, -1
     if not count or is_computing:

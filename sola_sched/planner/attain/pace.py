@@ -10,7 +10,7 @@ from sola_sched.compiled.functions import compiled
 from sola_sched.core.traffic import NUM_ENOUGH
 from sola_sched.cost.times import chunk_s, decode_s
 from sola_sched.planner.attain.held import has_spare, usual_s
-from sola_sched.planner.attain.lost import is_rejected, most_lent_s
+from sola_sched.planner.attain.lost import is_rejected, most_lent_s, slack_up_to_s
 from sola_sched.planner.attain.records import NEAR, ORDER, insert
 
 
@@ -24,10 +24,12 @@ def find_pace(step):
     lent is missing later.
 
     Sets `limit_s`, and lists in `ORDER` the first prefills that can be on time, in the order of
-    service: `num_on_time` of them are so together.
+    service: `num_on_time` of them are so together. Prefills up to `upper_rank` may take the step to
+    `upper_limit_s`.
     """
     at, tuning = step.at, step.tuning
-    at.limit_s = at.slack_s
+    at.limit_s = at.upper_limit_s = at.slack_s
+    at.upper_rank = np.iinfo(np.int64).min
     _find_jobs(step)
     at.num_on_time = at.num_order = 0
     at.can_wait_s = np.inf
@@ -42,10 +44,32 @@ def find_pace(step):
             if need_s < most_lent_s(step):
                 at.num_on_time, at.limit_s = at.num_jobs, need_s
                 kept[:] = True
+    if at.has_ranks:
+        _lengthen_for_uppers(step, kept)
     _put_in_order(step, kept)
     if at.num_on_time and tuning.ends_with_first:
         first = step.prefills[step.lists[ORDER, 0]]
         at.limit_s = min(at.limit_s, max(first.due_s, at.least_s + first.service_s))
+    at.upper_limit_s = max(at.upper_limit_s, at.limit_s)
+
+
+@compiled
+def _lengthen_for_uppers(step, kept):
+    """Ranks are strict: decodes of lower ranks do not keep a prefill waiting until it is late.
+
+    Where the first of `NEAR` that is late, or would be, is of an upper rank, steps may be so long
+    for all up to its rank as the decodes up to its rank bear. Others get no more time by that.
+    """
+    at = step.at
+    for i in range(at.num_near):
+        prefill = step.prefills[step.lists[NEAR, i]]
+        request = step.requests[prefill.row]
+        is_late = math.isinf(prefill.due_s) and request.ttft_s < np.inf
+        if not kept[i] or is_late or at.limit_s <= at.mixed_s:
+            slack_s = slack_up_to_s(step, prefill.rank)
+            if slack_s > at.limit_s:
+                at.upper_rank, at.upper_limit_s = prefill.rank, slack_s
+                return
 
 
 @compiled

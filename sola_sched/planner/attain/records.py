@@ -30,7 +30,8 @@ from sola_sched.planner.attain.tuning import AttainTuning
 #:   the decodes that take part.
 #: - num_feasible, num_hopeless, num_kept: prefills that are so; those with a slot that are
 #:   feasible.
-#: - num_jobs: prefills that can be on time. limit_s, num_on_time, can_wait_s: of `pace`.
+#: - num_jobs: prefills that can be on time. limit_s, num_on_time, can_wait_s, upper_limit_s,
+#:   upper_rank: of `pace`.
 #: - num_served, num_offered, chunk, has_backlog: of `admission`.
 #: - lost_run ... starting: of `best_effort`.
 #: - num_run, num_admit, num_preempt, num_reject, budget: of the plan; num_run is -1 for all as
@@ -52,7 +53,7 @@ STEP = np.dtype([
     ("num_feasible", "i8"), ("num_hopeless", "i8"), ("num_kept", "i8"),
     ("num_jobs", "i8"), ("num_near", "i8"),
     ("num_order", "i8"), ("limit_s", "f8"), ("num_on_time", "i8"),
-    ("can_wait_s", "f8"),
+    ("can_wait_s", "f8"), ("upper_limit_s", "f8"), ("upper_rank", "i8"),
     ("num_served", "i8"), ("num_offered", "i8"), ("chunk", "i8"), ("has_backlog", "?"),
     ("lost_run", "i8"), ("num_chosen", "i8"), ("lost_tokens", "i8"), ("is_alone", "?"),
     ("is_blocked", "?"), ("spare_s", "f8"), ("received_s", "f8"), ("room", "i8"), ("slots", "i8"),
