@@ -2,6 +2,7 @@
 
 import sys
 
+from sola_sched.config.program import run
 from sola_sched.length_predictor.cli import main
 
-sys.exit(main())
+sys.exit(run(main))

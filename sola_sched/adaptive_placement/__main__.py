@@ -23,6 +23,7 @@ from sola_sched.bench.args import Parser
 from sola_sched.bench.values import positive_number
 from sola_sched.cluster.sharing.placement import Cluster
 from sola_sched.config.flags import natural_int, port, positive_int, server_url
+from sola_sched.config.program import run
 from sola_sched.errors import ConfigError, InfeasibleError
 from sola_sched.plan.outputs.deploy import FIRST_PORT, LOOPBACK
 from sola_sched.simulator.sharing.hardware import GPUS
@@ -93,4 +94,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

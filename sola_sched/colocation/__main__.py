@@ -13,6 +13,7 @@ import aiohttp
 from sola_sched.colocation.door import Door
 from sola_sched.colocation.sleeping import SleepOptions
 from sola_sched.config.flags import LineParser, port, positive_int, server_url, without_user
+from sola_sched.config.program import run
 from sola_sched.errors import ConfigError
 from sola_sched.proxy.keys import add_keys, keys_of
 from sola_sched.proxy.limits import add_limits, limits_of
@@ -98,4 +99,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(lambda: main(sys.argv[1:])))

@@ -17,6 +17,7 @@ from typing import Any
 
 from sola_sched.bench.report.intervals import Worth, wilson, worth
 from sola_sched.config.flags import LineParser
+from sola_sched.config.program import run
 from sola_sched.errors import ConfigError
 from sola_sched.explain.source import read
 from sola_sched.reports.fates import tpot_s, ttft_s
@@ -155,4 +156,4 @@ def _percentile(fates: Sequence[Fate], time_s: Callable[[Fate], float | None], p
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from sola_sched.config.flags import LineParser
+from sola_sched.config.program import run
 from sola_sched.doctor.checks import FAILS, findings
 
 
@@ -33,4 +34,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

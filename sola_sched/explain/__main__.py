@@ -21,6 +21,7 @@ from sola_sched.bench.backends import environment
 from sola_sched.bench.report.page import require_report
 from sola_sched.config.flags import LineParser, positive_float, positive_int
 from sola_sched.config.output_file import require_writable
+from sola_sched.config.program import run
 from sola_sched.errors import ConfigError
 from sola_sched.explain import html, trace
 from sola_sched.explain.replay import Replay, Way, cells, table
@@ -58,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.trace:
             path = trace.write(window.requests, args.trace)
             print(f"\nTimeline {path}: open it in https://ui.perfetto.dev.")
+    except BrokenPipeError:  # nobody reads on
+        raise
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -155,4 +158,4 @@ def _ways(args: Any) -> list[Way]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

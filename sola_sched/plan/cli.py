@@ -53,6 +53,7 @@ from sola_sched.simulator.steps.roofline import MODELS
 EXIT_USAGE = 2
 #: Configurations that are checked at most until one stands.
 _MOST_CHECKS = 4
+_INTERRUPTED = "Interrupted: these configurations had been evaluated, and none is chosen."
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class _Evaluation:
     def __init__(self, args: argparse.Namespace, load: Load) -> None:
         self._args, self._load = args, load
         self._cheapest = math.inf
+        self.found: list[Outcome] = []
         self.bar = tqdm_class()(
             desc="configurations", unit="run", disable=args.disable_tqdm, mininterval=interval_s()
         )
@@ -119,6 +121,7 @@ class _Evaluation:
             self._cheapest = min(self._cheapest, configuration.cost_per_hour)
             self.bar.set_postfix_str(f"cheapest {self._cheapest:.2f} an hour", refresh=False)
         self.bar.update()
+        self.found.append(found)
         return found
 
     def prefill_share(self, configuration: Configuration) -> float:
@@ -144,9 +147,26 @@ def _plan(args: argparse.Namespace) -> int:
     load = replace(load, notes=(*notes, *load.notes))
     for note in (*load.notes, steps_said(args.planned, choices)):
         print(note)
-    goal = args.attainment
-    require_possible(args.planned, choices, load, goal)
+    require_possible(args.planned, choices, load, args.attainment)
     evaluation = _Evaluation(args, load)
+    try:
+        return _found(args, load, choices, evaluation)
+    except KeyboardInterrupt:
+        if evaluation.found:
+            print(_INTERRUPTED)
+            load = replace(load, notes=(*load.notes, _INTERRUPTED))
+            _write(args, load, evaluation.found, None, [])
+        raise
+
+
+def _found(
+    args: argparse.Namespace,
+    load: Load,
+    choices: Sequence[Configuration],
+    evaluation: _Evaluation,
+) -> int:
+    """Search, check and write; return the exit code."""
+    goal = args.attainment
     with evaluation.bar:
         # More instances than requests do nothing.
         largest = max(choice.tensor_parallel for choice in choices)

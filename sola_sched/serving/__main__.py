@@ -23,6 +23,7 @@ from sola_sched.config.flags import (
     positive_int,
     server_url,
 )
+from sola_sched.config.program import run
 from sola_sched.errors import ConfigError
 from sola_sched.proxy.keys import add_key_file, add_keys, keys_of
 from sola_sched.proxy.limits import add_limits, as_arguments, limits_of
@@ -224,4 +225,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main))

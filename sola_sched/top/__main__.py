@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 
 from sola_sched.config.flags import LineParser, positive_float, server_url
+from sola_sched.config.program import run
 from sola_sched.errors import ConfigError
 from sola_sched.top.history import History
 from sola_sched.top.metrics import fetch
@@ -97,4 +98,4 @@ def _percent(share: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

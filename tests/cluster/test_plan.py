@@ -19,7 +19,7 @@ from sola_sched.plan.inputs.load import make_load
 from sola_sched.plan.outputs import html, report
 from sola_sched.plan.outputs.report import table
 from sola_sched.plan.search.configurations import Configuration
-from sola_sched.plan.search.evaluate import Outcome
+from sola_sched.plan.search.evaluate import Outcome, run_fast
 from sola_sched.plan.search.fast_error import OF_ONE_MODEL, OF_SERVICES, unchecked
 from sola_sched.simulator.cluster.cluster import VirtualCluster
 
@@ -157,6 +157,26 @@ def test_the_answer_is_the_cheapest_that_attains_with_its_margin(tmp_path, capsy
     assert [list(pair) for pair in pairs] == [
         pytest.approx(pair) for pair in found["margin"]["rates"]
     ]
+
+
+def test_an_interrupt_leaves_what_was_evaluated(tmp_path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    runs = iter(range(2))
+
+    def fast(args, *more):  # type: ignore[no-untyped-def]
+        if next(runs, None) is None:
+            raise KeyboardInterrupt
+        return run_fast(args, *more)
+
+    monkeypatch.setattr(cli, "run_fast", fast)
+
+    with pytest.raises(KeyboardInterrupt):
+        plan(tmp_path, *FAST, *LOAD, "--request-rate", "60", *SLO, "--gpu", "a100=1")
+
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert len(found["configurations"]) == 2
+    assert found["best"] is None
+    assert found["notes"][-2].startswith("Interrupted: these configurations had been evaluated")
+    assert "Interrupted: these configurations" in capsys.readouterr().out
 
 
 def test_the_error_that_is_told_without_a_check_is_that_of_the_tables() -> None:
