@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from sola_sched.errors import IncompatibleVllmError
@@ -17,6 +17,8 @@ from sola_sched.vllm_adapter.names import lacking
 
 #: The status of a streaming session without a next input.
 WAITS_FOR_INPUT = "WAITING_FOR_STREAMING_REQ"
+#: The status of a request whose KV is being loaded, or has been and vLLM has not looked since.
+IS_LOADED = "WAITING_FOR_REMOTE_KVS"
 #: First supported and first unsupported (major, minor).
 MIN_VERSION, END_VERSION = (0, 28), (0, 34)
 #: Environment variable with one more version that is let in, e.g. 0.34, to be tried.
@@ -190,6 +192,7 @@ class Seams:
         Their KV is there, or the load of it has failed and they are computed again.
         """
         scheduler = self._scheduler
+        late = self.without_adapter_slot()
         queue = scheduler.skipped_waiting if self._has_skipped else scheduler.kv_holding_waiting
         loaded, is_blocked = (
             scheduler.finished_recving_kv_req_ids,
@@ -198,10 +201,13 @@ class Seams:
         return [
             request
             for request in queue
-            if request.request_id in loaded
-            or (
-                (request.num_computed_tokens or not self._has_skipped)
-                and not is_blocked(request.status)
+            if request not in late
+            and (
+                request.request_id in loaded
+                or (
+                    (request.num_computed_tokens or not self._has_skipped)
+                    and not is_blocked(request.status)
+                )
             )
         ]
 
@@ -239,10 +245,6 @@ class Seams:
             queue.add_request(request)
         return queue
 
-    def _holding_kv(self) -> Iterator[Any]:
-        """Waiting requests that have KV, or will when a load ends."""
-        return (r for r in self.drained_first() if r.num_computed_tokens)
-
     def drained_first(self) -> Any:
         """The queue that vLLM empties before `waiting`."""
         scheduler = self._scheduler
@@ -255,6 +257,14 @@ class Seams:
             return True
         if request.status.name != "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR":
             return False
+        return self.promote(request)
+
+    def promote(self, request: Any) -> bool:
+        """Let a blocked request go on if what it waits for is there; whether it is.
+
+        vLLM does the same when its scan comes to the request, which may never be.
+        """
+        scheduler = self._scheduler
         promote = getattr(
             scheduler,
             "_handle_blocked_waiting_request",
@@ -319,7 +329,7 @@ class Seams:
 
     def lack_adapter_slots(self, requests: Iterable[Any]) -> list[bool]:
         """Of each of `requests`, whether its adapter waits until another one's slot comes free."""
-        lora_config, active = self._scheduler.lora_config, self._active_adapters()
+        lora_config, active = self._scheduler.lora_config, self._adapters()[0]
         is_full = len(active) >= lora_config.max_loras
         return [
             is_full
@@ -328,31 +338,69 @@ class Seams:
             for request in requests
         ]
 
-    def _active_adapters(self) -> set[int]:
-        """The adapters of all who run or hold KV.
+    def _adapters(self) -> tuple[set[int], list[Any]]:
+        """The adapters that have a slot or are kept one, and who of those drained first has none.
 
-        vLLM counts the adapters of the requests that it sees in a step. Held ones must count too,
-        and those whose KV is being loaded, which vLLM admits by itself when it is there: a later
-        step could need more adapters than there are slots for.
+        vLLM counts the adapters of the requests that it sees in a step. Held ones must count too:
+        a later step could need more adapters than there are slots for. Of those that vLLM drains
+        first, who can start in the step goes before whose KV is being loaded. A session that waits
+        for its client keeps no slot, since nobody knows for how long.
         """
-        return {
+        scheduler = self._scheduler
+        adapters: set[int] = {
             request.lora_request.lora_int_id
-            for request in (*self._scheduler.running, *self._holding_kv())
+            for request in scheduler.running
             if request.lora_request
         }
+        late: list[Any] = []
+        loading: list[Any] = []
+        for request in self.drained_first():
+            if not request.lora_request or request.status.name == WAITS_FOR_INPUT:
+                continue
+            if self._is_being_loaded(request):
+                loading.append(request)
+            elif not self._gets_slot(request, adapters):
+                late.append(request)
+        for request in loading:
+            self._gets_slot(request, adapters)
+        return adapters, late
+
+    def _gets_slot(self, request: Any, adapters: set[int]) -> bool:
+        """Whether its adapter is among `adapters`, or fits beside them; then it is added."""
+        adapter = request.lora_request.lora_int_id
+        if adapter not in adapters and len(adapters) >= self._scheduler.lora_config.max_loras:
+            return False
+        adapters.add(adapter)
+        return True
+
+    def _is_being_loaded(self, request: Any) -> bool:
+        loaded = self._scheduler.finished_recving_kv_req_ids
+        return request.status.name == IS_LOADED and request.request_id not in loaded
+
+    def without_adapter_slot(self) -> list[Any]:
+        """Of those that vLLM drains first, who must not start yet for want of an adapter slot.
+
+        vLLM by itself goes by those who run in the step, and would start them beside held ones.
+        """
+        return self._adapters()[1] if getattr(self._scheduler, "lora_config", None) else []
+
+    def set_apart(self, requests: list[Any]) -> None:
+        """Take requests out of the queue that vLLM drains first, for the length of its step."""
+        self.drained_first().remove_requests(requests)
+        if not self._has_skipped:  # as vLLM marks those that it skips
+            self._scheduler.deferred_waiting.update(requests)
+
+    def put_back(self, requests: list[Any]) -> None:
+        """Undo that: they are the first again, in their order."""
+        self.drained_first().prepend_requests(reversed(requests))
 
     def within_max_loras(self, requests: Iterable[Any]) -> list[Any]:
-        """Those of `requests` whose adapters fit beside those of all who run or hold KV."""
-        lora_config = getattr(self._scheduler, "lora_config", None)
-        if not lora_config:
+        """Those of `requests` whose adapters fit beside those that have a slot or are kept one."""
+        if not getattr(self._scheduler, "lora_config", None):
             return list(requests)
-        active = self._active_adapters()
-        allowed = []
-        for request in requests:
-            if request.lora_request:
-                adapter = request.lora_request.lora_int_id
-                if adapter not in active and len(active) >= lora_config.max_loras:
-                    continue
-                active.add(adapter)
-            allowed.append(request)
-        return allowed
+        adapters = self._adapters()[0]
+        return [
+            request
+            for request in requests
+            if not request.lora_request or self._gets_slot(request, adapters)
+        ]

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from remote_kv import RemoteEngine
 from virtual_model import TINY_MODEL
+from vllm.config import KVTransferConfig
 
 import sola_sched
 from sola_sched.simulator import StepTimeModel, VirtualEngine, VirtualRequest
@@ -75,3 +77,14 @@ def changed(
                 built(self)
 
     return Changed
+
+
+def with_remote_kv(scheduler_cls: type[Any], **options: Any) -> VirtualEngine:
+    """An engine of `make_engine` that gets and gives KV; see `remote_kv`."""
+
+    def change(arguments: dict[str, Any]) -> None:
+        arguments["vllm_config"].kv_transfer_config = KVTransferConfig(
+            kv_connector="RemoteKV", kv_connector_module_path="remote_kv", kv_role="kv_both"
+        )
+
+    return make_engine(changed(scheduler_cls, change), RemoteEngine, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,21 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from chaos import ChaosScheduler
+from live_sessions import (
+    PARKED,
+    assert_each_has_one_place,
+    later_limit,
+    open_session,
+    send_next,
+)
 from virtual_model import TINY_MODEL
+from virtual_runs import make_small_engine, step_until, warm_up
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 import sola_sched
+from sola_sched.core.state import StepPlan, StepState
 from sola_sched.simulator import StepTimeModel, VirtualEngine, VirtualRequest
 
 pytestmark = pytest.mark.vllm
@@ -132,3 +143,151 @@ def test_one_that_waits_for_an_adapter_slot_is_refused_when_it_is_late() -> None
     assert not run.waits_s("b")
     assert len(run.waits_s("a")) == 50
     assert run.scheduler.sola_stats()["num_rejected"] == 2
+
+
+class HoldingPlanner:
+    """Holds all but "none" in every second step."""
+
+    def __init__(self) -> None:
+        self._is_odd = False
+
+    def plan(self, state: StepState) -> StepPlan:
+        self._is_odd = not self._is_odd
+        rows = [row for row in state.running.tolist() if state.table.req_id[row] == "none"]
+        if not self._is_odd or not rows:
+            return StepPlan()
+        return StepPlan(run=np.array(rows), problem="holding")
+
+
+class HoldingScheduler(sola_sched.Scheduler):
+    def sola_new_planner(self) -> HoldingPlanner:
+        return HoldingPlanner()
+
+
+class Sessions:
+    """Streaming sessions of the adapters "s" and "t", beside requests of a third and of none.
+
+    Args:
+        scheduler_cls: Of the engine.
+        max_loras: Adapter slots.
+        options: Of the engine.
+
+    Attributes:
+        most_adapters: That ran at once, those held included.
+    """
+
+    def __init__(self, scheduler_cls: type[Any], max_loras: int = 1, **options: Any) -> None:
+        self.engine = make_small_engine(
+            scheduler_cls, {"ttft_s": 2.0, "tpot_s": 0.05}, max_num_seqs=8, **options
+        )
+        self.scheduler = self.engine.scheduler
+        self.scheduler.lora_config = SimpleNamespace(max_loras=max_loras)
+        self.most_adapters = 0
+
+    def open(self, name: str, output_len: int = 5) -> None:
+        """A session of the adapter with this name."""
+        open_session(
+            self.engine, VirtualRequest(name, self.engine.clock.now, output_len, prompt_len=64)
+        )
+        self.engine._requests[name].lora_request = LoRARequest(name, ord(name[0]), "/")
+
+    def ask(self, name: str, output_len: int = 5, adapter: str = "b") -> None:
+        self.engine.add(
+            VirtualRequest(name, self.engine.clock.now, output_len, prompt_len=50, max_tokens=500)
+        )
+        if adapter:
+            lora = LoRARequest(adapter, ord(adapter), "/")
+            self.engine._requests[name].lora_request = lora
+
+    def until(self, is_enough: Any, most_steps: int = 2000) -> None:
+        def look() -> bool:
+            adapters = {r.lora_request.lora_name for r in self.scheduler.running if r.lora_request}
+            self.most_adapters = max(self.most_adapters, len(adapters))
+            assert_each_has_one_place(self.scheduler)
+            return bool(is_enough())
+
+        step_until(self.engine, look, most_steps)
+
+    def is_parked(self, name: str) -> bool:
+        request = self.scheduler.requests.get(name)
+        return request is not None and request.status.name == PARKED
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_session_that_waits_for_its_client_leaves_the_adapter_slot_to_others(
+    is_async: bool,
+) -> None:
+    run = Sessions(sola_sched.Scheduler, async_scheduling=is_async)
+    warm_up(run.engine)
+    run.open("s")
+    run.until(lambda: run.is_parked("s"))
+    run.ask("b")
+    run.until(lambda: run.engine.record("b").is_finished, 200)
+
+    assert run.engine.record("b").is_finished
+    assert run.is_parked("s")
+    assert run.scheduler.sola_stats()["failures"] == {}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("scheduling_policy", ["fcfs", "priority"])
+def test_a_session_goes_on_when_the_slot_of_its_adapter_is_free_although_all_who_run_are_held(
+    scheduling_policy: str, is_async: bool
+) -> None:
+    """Those held count too: in the step they are held in, vLLM sees nobody with an adapter."""
+    run = Sessions(HoldingScheduler, async_scheduling=is_async, scheduling_policy=scheduling_policy)
+    run.open("s")
+    run.until(lambda: run.is_parked("s"))
+    run.ask("b", 40)
+    run.ask("none", 300, adapter="")
+    run.until(lambda: run.engine.record("b").num_output_tokens > 5)
+    send_next(run.engine, "s")
+    num_before = run.engine.record("s").num_output_tokens
+    run.until(lambda: run.engine.record("b").num_output_tokens > 30)
+    assert run.engine.record("s").num_output_tokens == num_before
+    assert not run.is_parked("s")
+    run.until(lambda: run.is_parked("s"))
+    send_next(run.engine, "s", is_last=True)
+    run.until(lambda: False)
+
+    assert run.engine.record("s").num_output_tokens == num_before + later_limit(5, 5)
+    assert [run.engine.record(name).num_output_tokens for name in ("b", "none")] == [40, 300]
+    assert run.most_adapters == 1
+    assert run.scheduler.sola_stats()["failures"] == {}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("max_loras", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_sessions_and_requests_of_many_adapters_never_run_with_more_than_there_are_slots(
+    seed: int, max_loras: int, is_async: bool
+) -> None:
+    run = Sessions(
+        ChaosScheduler,
+        max_loras,
+        async_scheduling=is_async,
+        stall_limit_s=1e9,
+        additional_config={"sola_sched": {"ttft_s": 2.0, "tpot_s": 0.05}, "chaos": seed},
+    )
+    rng = random.Random(seed)
+    turns = {"s": 4, "t": 4, "u": 4}
+    for name in turns:
+        run.open(name, 6)
+    for number in range(30):
+        run.ask(f"r{number}", rng.randrange(1, 30), adapter=rng.choice("bc"))
+        for _ in range(10):
+            run.until(lambda: False, rng.randrange(1, 4))
+            name = rng.choice([*turns])
+            if run.is_parked(name) and turns[name]:
+                turns[name] -= 1
+                send_next(run.engine, name)
+    for _ in range(3000):
+        run.until(lambda: False, 1)
+        for name in turns:
+            if run.is_parked(name):
+                send_next(run.engine, name, is_last=True)
+
+    assert not run.scheduler.requests
+    assert run.most_adapters == max_loras
+    assert run.scheduler.sola_stats()["failures"] == {}
+    assert run.engine.num_free_blocks == 1999

@@ -20,9 +20,9 @@ from loaded_engine import (
     make_engine,
     make_workload,
     with_policy,
+    with_remote_kv,
 )
-from remote_kv import RemoteEngine
-from vllm.config import KVTransferConfig, MultiModalConfig
+from vllm.config import MultiModalConfig
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -289,15 +289,6 @@ def test_chunks_of_hybrid_models_end_where_state_is_kept(policy: str, is_async: 
 
 
 # Prefill and decode apart ---------------------------------------------------------------------
-
-
-def with_remote_kv(scheduler_cls: type[Any], **options: Any) -> VirtualEngine:
-    def change(arguments: dict[str, Any]) -> None:
-        arguments["vllm_config"].kv_transfer_config = KVTransferConfig(
-            kv_connector="RemoteKV", kv_connector_module_path="remote_kv", kv_role="kv_both"
-        )
-
-    return make_engine(changed(scheduler_cls, change), RemoteEngine, **options)
 
 
 @MODES

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from live_sessions import PARKED, open_session, send_next
+from live_sessions import (
+    PARKED,
+    assert_each_has_one_place,
+    later_limit,
+    open_session,
+    send_next,
+)
+from loaded_engine import with_remote_kv
 from virtual_runs import make_small_engine, step_until, warm_up
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
@@ -17,6 +25,7 @@ from vllm.v1.request import RequestStatus
 import sola_sched
 from sola_sched.simulator import VirtualRequest
 from sola_sched.vllm_adapter.steps.steering import Steering
+from sola_sched.vllm_adapter.versions import Seams
 
 pytestmark = pytest.mark.vllm
 
@@ -193,3 +202,52 @@ def _go_on_together(
 
 def _status(scheduler: Any) -> str:
     return str(scheduler.requests["session"].status.name)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("scheduling_policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("order", list(permutations("ABC")), ids="".join)
+def test_a_load_that_has_ended_behind_sessions_without_room_does_not_stop_the_engine(
+    order: tuple[str, ...], scheduling_policy: str, is_async: bool
+) -> None:
+    """A and B hold KV and lack some; vLLM's scan may end at them, before the loaded C."""
+    engine = with_remote_kv(
+        sola_sched.Scheduler,
+        num_blocks=130,
+        max_num_seqs=8,
+        async_scheduling=is_async,
+        scheduling_policy=scheduling_policy,
+        sola={"sola_sched": {"ttft_s": 5.0, "tpot_s": 0.1}},
+    )
+    scheduler = engine.scheduler
+    priority = dict(zip(order, range(3), strict=True))
+    for name in "AB":
+        open_session(engine, VirtualRequest(name, 0.0, 5, 864, priority=priority[name]))
+    step_until(engine, lambda: scheduler.num_waiting_for_streaming_input == 2, 300)
+    engine.add(VirtualRequest("C", engine.clock.now, 5, 160, priority=priority["C"]))
+    engine._requests["C"].kv_transfer_params = {"do_remote_prefill": True}
+    step_until(engine, lambda: "C" in scheduler.connector.loading, 10)
+    for name in "AB":
+        send_next(engine, name, prompt_len=400, priority=priority[name])
+    engine.add(VirtualRequest("D", engine.clock.now, 5, 50, priority=3))
+    queue = Seams(scheduler).drained_first()
+    held = sorted(queue, key=lambda request: order.index(request.request_id))
+    assert len(held) == 3
+    queue.remove_requests(held)
+    for request in held:
+        queue.add_request(request)
+
+    for _ in range(500):
+        engine.step()
+        assert_each_has_one_place(scheduler)
+        for session in list(scheduler.requests.values()):
+            if session.status.name == PARKED:
+                scheduler.finish_requests(session.request_id, RequestStatus.FINISHED_ABORTED)
+        if not scheduler.requests:
+            break
+
+    num_tokens = [engine.record(name).num_output_tokens for name in "ABCD"]
+    assert num_tokens == [5 + later_limit(5, 5), 5 + later_limit(5, 5), 5, 5]
+    assert scheduler.sola_stats()["failures"] == {}
+    assert scheduler.sola_stats()["num_kv_given_back"] <= 3
+    assert engine.num_free_blocks == 129

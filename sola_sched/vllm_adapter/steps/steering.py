@@ -46,6 +46,8 @@ class Steering:
     Attributes:
         num_held: Requests with a slot that sit the latest step out.
         out_of_sight: The same while vLLM schedules: they are not in its `running` then.
+        set_apart: While vLLM schedules, who has KV and waits for an adapter slot: they are in no
+            queue of its then.
         counts: Interventions since start, by name.
         has_cadence: Prefills start at some steps only (`--prefill-schedule-interval`).
     """
@@ -91,6 +93,7 @@ class Steering:
         self._before: tuple[Any, int, tuple[int, bool] | None] | None = None
         self.num_held = 0
         self.out_of_sight: list[Request] = []
+        self.set_apart: list[Request] = []
         self.counts = dict.fromkeys(
             ("num_held", "num_reordered", "num_preempted_by_policy", "num_kv_given_back"), 0
         )
@@ -143,6 +146,9 @@ class Steering:
         if self._before is None:
             return
         scheduler = self._scheduler
+        late, self.set_apart = self.set_apart, []
+        if late:
+            self._seams.put_back(late)
         held, self.out_of_sight = self.out_of_sight, []
         if held:
             scheduler.running.extend(held)
@@ -165,6 +171,9 @@ class Steering:
         if scheduler.lora_config or (shown is None and self._has_seeds):
             offered = scheduler.waiting if shown is None else shown
             shown = self._seams.within_max_loras(offered)
+            if late := self._seams.without_adapter_slot():
+                self._seams.set_apart(late)
+                self.set_apart = late
         if plan.run is not None:  # the plan orders by class itself: vLLM's victim is the last
             scheduler.policy = SchedulingPolicy.FCFS
         most = scheduler.max_num_scheduled_tokens
@@ -400,9 +409,11 @@ class Steering:
         self._guard.book("making room among those that wait", self._make_one_give_back)
 
     def _make_one_give_back(self) -> None:
-        is_blocked = self._scheduler._is_blocked_waiting_status
-        waiting = [r for r in self._seams.not_running() if r.status.name != WAITS_FOR_INPUT]
-        if any(is_blocked(r.status) for r in waiting):
+        is_blocked, seams = self._scheduler._is_blocked_waiting_status, self._seams
+        waiting = [r for r in seams.not_running() if r.status.name != WAITS_FOR_INPUT]
+        # vLLM promotes those that its scan comes to, and it ends at the first without room.
+        are_ready = [not is_blocked(r.status) or seams.promote(r) for r in waiting]
+        if not all(are_ready):
             return  # a load or a grammar ends by itself
         holding = [r for r in waiting if r.num_computed_tokens]
         if not holding or len(waiting) == 1:
