@@ -155,6 +155,7 @@ class Dormitory:
                 service.num_waiting -= 1
                 if not service.num_waiting:
                     service.failure = None
+                    self._changed.notify_all()  # it may be that nobody wants its place any more
         if failure is not None:
             raise WakeError(name, failure) from failure
         try:
@@ -180,6 +181,7 @@ class Dormitory:
     def _decide(self) -> float | None:
         """Begin the moves that are due; returns seconds until the next one is, None for never."""
         now_s, options, times = self.clock(), self.options, []
+        self._keep_those_that_may_stay()
         for service in self.services.values():
             if service.is_awake and not service.is_moving and service.is_leaving:
                 if not service.num_in_flight:
@@ -196,23 +198,38 @@ class Dormitory:
                     self._move(service, self._ask)
                 else:
                     times.append(left_s)
-        wanted = [
+        for service in sorted(self._wanted(), key=lambda each: each.asked_s):
+            if options.max_awake is None or self._num_there() < options.max_awake:
+                self._move(service, self._wake)
+            else:
+                times.append(self._make_room(now_s))
+        return min(filter(None, times), default=None)
+
+    def _wanted(self) -> list[Service]:
+        """Those that are waited for and have to be woken."""
+        return [
             service
             for service in self.services.values()
             if service.num_waiting and not service.is_awake and not service.is_moving
             and service.is_known and service.failure is None
         ]  # fmt: skip
-        for service in sorted(wanted, key=lambda each: each.asked_s):
-            # Who is on the way to sleep still has its memory, and who does not tell may have it.
-            num_there = sum(
-                each.is_awake or each.is_moving or not each.is_known
-                for each in self.services.values()
-            )
-            if options.max_awake is None or num_there < options.max_awake:
-                self._move(service, self._wake)
-            else:
-                times.append(self._make_room(now_s))
-        return min(filter(None, times), default=None)
+
+    def _num_there(self) -> int:
+        """Services that have memory of the GPU: who is on the way to sleep still has its own, and
+        who does not tell may have it."""
+        return sum(
+            each.is_awake or each.is_moving or not each.is_known for each in self.services.values()
+        )
+
+    def _keep_those_that_may_stay(self) -> None:
+        """Who was to leave goes on if there is room for all that are waited for, since who wanted
+        its place has gone or has another one."""
+        leaving = [s for s in self.services.values() if s.is_leaving and not s.is_moving]
+        most = self.options.max_awake
+        if leaving and (most is None or self._num_there() + len(self._wanted()) <= most):
+            for service in leaving:
+                service.is_leaving = False
+            self._changed.notify_all()
 
     def _make_room(self, now_s: float) -> float:
         """Let one go that is awake, unless one goes already; seconds until one may, 0 for now."""

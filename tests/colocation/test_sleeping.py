@@ -172,6 +172,55 @@ def test_a_busy_service_ends_its_requests_and_takes_no_more_before_it_makes_room
                        "sleep b", "wake a", "serve a", "end a"]  # fmt: skip
 
 
+def test_a_service_whose_place_nobody_wants_any_more_takes_requests_again() -> None:
+    async def play(world: World) -> None:
+        long, long_done = world.ask("a")
+        await world.settle()
+        other, _ = world.ask("b")
+        await world.wait(5.1)
+        late, late_done = world.ask("a")
+        late_done.set()
+        await world.settle()
+        assert world.log == ["wake a", "serve a"]  # it is to leave
+
+        other.cancel()
+        await world.settle()
+        assert world.log == ["wake a", "serve a", "serve a", "end a"]
+
+        again, again_done = world.ask("b")  # it wants the place anew
+        await world.settle()
+        for event in (long_done, again_done):
+            event.set()
+            await world.settle()
+        await asyncio.gather(long, late, again)
+
+    log = in_world("ab", SleepOptions(max_awake=1, least_s=5.0), play)
+
+    assert log[4:] == ["end a", "sleep a", "wake b", "serve b", "end b"]
+
+
+def test_a_service_stays_when_another_one_has_made_the_room() -> None:
+    async def play(world: World) -> None:
+        tasks = {name: world.ask(name) for name in "ab"}
+        await world.settle()
+        tasks["c"] = world.ask("c")
+        await world.wait(5.1)  # a is to leave
+        tasks["b"][1].set()
+        await world.settle()
+        await world.wait(10.1)  # but b is idle, and sleeps
+        tasks["late a"] = world.ask("a")
+        await world.settle()
+        for _, done in tasks.values():
+            done.set()
+            await world.settle()
+        await asyncio.gather(*(task for task, _ in tasks.values()))
+
+    log = in_world("abc", SleepOptions(idle_s=10.0, max_awake=2, least_s=5.0), play)
+
+    assert "sleep a" not in log
+    assert log.index("serve c") < log.index("end a")
+
+
 def test_a_service_that_cannot_be_woken_fails_those_who_wait_and_is_tried_again() -> None:
     async def play(world: World) -> None:
         world.sleepers["a"].failures = [RuntimeError("out of memory")]
