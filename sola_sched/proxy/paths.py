@@ -12,27 +12,34 @@ import urllib.parse
 from collections.abc import Set
 from dataclasses import dataclass
 from http import HTTPStatus
-
-from aiohttp import web
+from typing import TYPE_CHECKING
 
 from sola_sched.proxy.errors import RefusedError
 
+if TYPE_CHECKING:
+    from aiohttp import web  # an engine's server and Serve's controller need the list alone
+
 RESPONSES = "/v1/responses"
-_POST = (
-    "/classify", "/cohere/v2/chat", "/cohere/v2/chat/render", "/detokenize", "/generative_scoring",
-    "/inference/v1/generate", "/invocations", "/pooling", "/rerank", "/score", "/tokenize",
+#: Requests to these make an engine generate tokens; `/invocations` may be any of them.
+GENERATING = (
+    "/cohere/v2/chat", "/generative_scoring", "/inference/v1/generate", "/invocations",
     "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/chat/completions",
-    "/v1/chat/completions/batch", "/v1/chat/completions/derender", "/v1/chat/completions/render",
-    "/v1/completions", "/v1/completions/derender", "/v1/completions/render", "/v1/embeddings",
-    "/v1/messages", "/v1/messages/count_tokens", "/v1/messages/render", "/v1/rerank",
-    RESPONSES, "/v1/responses/render", "/v1/score", "/v1/systemone", "/v2/embed", "/v2/rerank",
+    "/v1/chat/completions/batch", "/v1/completions", "/v1/messages", RESPONSES, "/v1/systemone",
+)  # fmt: skip
+#: To these they do something else.
+_OTHERS = (
+    "/classify", "/cohere/v2/chat/render", "/detokenize", "/pooling", "/rerank", "/score",
+    "/tokenize", "/v1/chat/completions/derender", "/v1/chat/completions/render",
+    "/v1/completions/derender", "/v1/completions/render", "/v1/embeddings",
+    "/v1/messages/count_tokens", "/v1/messages/render", "/v1/rerank", "/v1/responses/render",
+    "/v1/score", "/v2/embed", "/v2/rerank",
 )  # fmt: skip
 _GET = ("/v1/models", "/version")
 #: What takes a form; all others that take a body take JSON.
 _FORMS = frozenset(("/v1/audio/transcriptions", "/v1/audio/translations"))
 #: Methods of each path that passes, as vLLM writes the path.
 PASSED: dict[str, str] = {
-    **dict.fromkeys(_POST, "POST"),
+    **dict.fromkeys(GENERATING + _OTHERS, "POST"),
     **dict.fromkeys(_GET, "GET"),
     f"{RESPONSES}/{{response_id}}": "GET",
     f"{RESPONSES}/{{response_id}}/cancel": "POST",

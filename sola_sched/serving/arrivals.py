@@ -10,13 +10,16 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from sola_sched.proxy.paths import GENERATING, PASSED
+
 #: Names under which a replica tells Ray Serve: requests since its start, and those there now.
 ARRIVED, IN_FLIGHT = "sola_arrived", "sola_in_flight"
 #: Sent by the gateway with a request that has been counted at another replica.
 ATTEMPT_HEADER = "x-sola-attempt"
 MIDDLEWARE = "sola_sched.serving.arrivals.ArrivalsMiddleware"
-#: Ends of the paths whose requests make an engine generate tokens.
-_GENERATING = ("/completions", "/responses", "/messages", "/generate")
+#: Ends of the paths, before which there may be a server's root path, of requests that have an
+#: answer to wait for.
+_ANSWERED = tuple(path.rpartition("}")[2] for path, method in PASSED.items() if method == "POST")
 _LOOK_S = 0.05
 
 
@@ -24,8 +27,10 @@ class Arrivals:
     """Counts of one server; belongs to its event loop.
 
     Attributes:
-        num_arrived: Requests since the start; what was tried elsewhere before is not among them.
-        num_in_flight: Requests that have not had their whole answer, tried before or not.
+        num_arrived: Requests since the start for which the engine generates tokens; what was tried
+            elsewhere before is not among them.
+        num_in_flight: Requests, of any kind, that have not had their whole answer, tried before or
+            not.
     """
 
     def __init__(self) -> None:
@@ -64,15 +69,16 @@ class ArrivalsMiddleware:
         send: Callable[[Any], Awaitable[None]],
     ) -> None:
         """Answer one connection."""
-        if (
-            scope["type"] != "http"
-            or scope["method"] != "POST"
-            or not scope["path"].endswith(_GENERATING)
-        ):
+        if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        names = {name.lower() for name, _ in scope["headers"]}
-        self.arrivals.num_arrived += ATTEMPT_HEADER.encode() not in names
+        path = scope["path"].rstrip("/")
+        if not path.endswith(_ANSWERED):
+            await self.app(scope, receive, send)
+            return
+        if path.endswith(GENERATING):
+            names = {name.lower() for name, _ in scope["headers"]}
+            self.arrivals.num_arrived += ATTEMPT_HEADER.encode() not in names
         self.arrivals.num_in_flight += 1
         try:
             await self.app(scope, receive, send)

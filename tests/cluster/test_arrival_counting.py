@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sola_sched.proxy.paths import GENERATING, PASSED
 from sola_sched.serving.arrivals import (
     ARRIVALS,
     ARRIVED,
@@ -48,7 +49,46 @@ def test_each_request_for_tokens_counts_once() -> None:
     _ask(counting, "GET", "/v1/models")
 
     assert arrivals.stats() == {ARRIVED: 2, "sola_in_flight": 0}
-    assert seen == [1, 1, 1, 0, 0]
+    assert seen == [1, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("path", [path for path, method in PASSED.items() if method == "POST"])
+def test_a_server_waits_for_each_request_that_passes_a_gateway(path: str) -> None:
+    asked = "/root" + path.replace("{response_id}", "resp_1")
+
+    async def test() -> float:
+        arrivals = Arrivals()
+        is_over = asyncio.Event()
+
+        async def app(*_: Any) -> None:
+            await is_over.wait()
+
+        scope = {"type": "http", "method": "POST", "path": asked, "headers": []}
+        asking = asyncio.create_task(ArrivalsMiddleware(app, arrivals)(scope, _nothing, _nothing))
+        await asyncio.sleep(0)
+        assert arrivals.stats() == {ARRIVED: path in GENERATING, "sola_in_flight": 1}
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.1, is_over.set)
+        begin_s = loop.time()
+        await arrivals.drain(30.0)
+        await asking
+        return loop.time() - begin_s
+
+    assert 0.09 < asyncio.run(test()) < 20.0
+
+
+def test_each_path_that_passes_is_sorted_by_whether_its_requests_make_tokens() -> None:
+    """Who adds one to the list sorts it here too: the scaling law counts those that do."""
+    do_not = {path for path, method in PASSED.items() if method == "POST"} - set(GENERATING)
+
+    assert set(GENERATING) <= PASSED.keys()
+    assert do_not == {
+        "/classify", "/cohere/v2/chat/render", "/detokenize", "/pooling", "/rerank", "/score",
+        "/tokenize", "/v1/chat/completions/derender", "/v1/chat/completions/render",
+        "/v1/completions/derender", "/v1/completions/render", "/v1/embeddings",
+        "/v1/messages/count_tokens", "/v1/messages/render", "/v1/rerank", "/v1/responses/render",
+        "/v1/responses/{response_id}/cancel", "/v1/score", "/v2/embed", "/v2/rerank",
+    }  # fmt: skip
 
 
 def test_vllm_finds_the_middleware_by_its_path_and_all_count_in_one_place() -> None:
