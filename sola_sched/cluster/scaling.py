@@ -189,13 +189,15 @@ class InstanceScaler:
         self._needed: deque[tuple[float, int]] = deque()  # when, and falling numbers
         self._since_s = self._last_s = -math.inf
 
-    def observe(self, num_arrivals: float, now_s: float) -> int:
+    def observe(self, num_arrivals: float, now_s: float, *, is_whole: bool = True) -> int:
         """Take in the arrivals of one heartbeat; return how many instances there should be.
 
         Args:
             num_arrivals: Requests that came since the call before, >= 0; no whole number where a
                 longer count was divided.
             now_s: Seconds on a clock that never goes back.
+            is_whole: Whether all were counted; if not, as many instances as there are count as
+                needed, or more.
         """
         if not num_arrivals >= 0:
             raise ConfigError(f"'num_arrivals' must be >= 0 (got {num_arrivals!r}).")
@@ -207,6 +209,8 @@ class InstanceScaler:
         self.rate_per_s = float(current.mean()) / options.heartbeat_s
         wanted = self.law.instances(self.rate_per_s * (1.0 + options.margin_ratio))
         wanted = min(max(wanted, options.min_instances), options.max_instances)
+        if not is_whole:
+            wanted = max(wanted, self.target)
         most = self._most_needed(wanted, now_s)
         if wanted > self.target:
             self.target = wanted

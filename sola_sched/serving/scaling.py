@@ -89,7 +89,8 @@ class ScalingPolicy:
             self._scaler.target = ctx.target_num_replicas
         reports = (ctx.raw_metrics or {}).get(ARRIVED) or {}
         window_s = ctx.config.look_back_period_s
-        self._count(self._heard(reports, ctx.current_time, window_s))
+        heard = self._heard(reports, ctx.current_time, window_s)
+        self._count(heard, is_whole=len(heard) == len(reports))
         return self._scaler.target, {}
 
     def _heard(self, reports: Mapping[Any, Any], now_s: float, window_s: float) -> list[_Counts]:
@@ -116,8 +117,13 @@ class ScalingPolicy:
             if counts is not None and now_s - counts.last_s <= window_s
         ]
 
-    def _count(self, heard: Sequence[_Counts]) -> None:
-        """Count the heartbeats of which all replicas have told since the last call."""
+    def _count(self, heard: Sequence[_Counts], *, is_whole: bool) -> None:
+        """Count the heartbeats of which all replicas have told since the last call.
+
+        Args:
+            is_whole: Whether all that run are among them; one that is not, for instance as its
+                node's clock is wrong, has requests too.
+        """
         if not heard:
             return
         # What came before a replica's first count is not known: a gap, and not a lull.
@@ -125,7 +131,7 @@ class ScalingPolicy:
         told_s = min(counts.last_s for counts in heard)
         while (end_s := self._until_s + self.options.heartbeat_s) <= told_s:
             arrivals = sum(counts.between(self._until_s, end_s) for counts in heard)
-            self._scaler.observe(arrivals, end_s)
+            self._scaler.observe(arrivals, end_s, is_whole=is_whole)
             self._until_s = end_s
 
 

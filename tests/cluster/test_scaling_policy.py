@@ -193,6 +193,28 @@ def test_a_silent_replica_holds_nothing_up_for_long() -> None:
     assert answers[-1] == 9  # half of the requests, those of the replica that tells
 
 
+@pytest.mark.parametrize("off_s", [-3600.0, 3600.0, None])
+def test_no_replica_goes_while_the_counts_of_one_cannot_be_used(off_s: float | None) -> None:
+    """It has its share of the requests, whatever its clock says."""
+    fleet = Fleet(make_policy(), "a", "b", "c")
+    assert set(fleet.run(40, 18.0)[3:]) == {4}
+
+    off = fleet.metrics["c"]
+    answers = []
+    for _ in range(90):
+        if off_s is not None:
+            off = [*off[-9:], SimpleNamespace(timestamp=fleet.now_s + off_s, value=0.0)]
+            fleet.metrics["c"] = off
+        answers += fleet.run(1, 18.0, silent=("c",))
+    fleet.metrics["c"] = []
+    again = fleet.run(30, 18.0)
+    lower = fleet.run(60, 4.0)
+
+    assert set(answers) == {4}
+    assert set(again) == {4}  # nor when they can be used again
+    assert lower[-1] == 1
+
+
 def _points(*pairs: tuple[Any, Any]) -> list[Any]:
     return [SimpleNamespace(timestamp=time_s, value=value) for time_s, value in pairs]
 
