@@ -17,6 +17,7 @@ from typing import Any
 from sola_sched.adaptive_placement.observe import Observed, Observer
 from sola_sched.adaptive_placement.search import Options, Search
 from sola_sched.adaptive_placement.serve_api import ServeApi
+from sola_sched.adaptive_placement.state import State
 from sola_sched.cluster.sharing.controller import Controller
 from sola_sched.cluster.sharing.placement import Placement
 from sola_sched.cluster.sharing.seats import Move, Seat, moves, seat
@@ -30,7 +31,6 @@ from sola_sched.plan.outputs.deploy import (
     admin_port_of,
     description,
     engine_applications,
-    engine_options,
     engines_of,
     gateway_application,
     gateways_of,
@@ -227,7 +227,7 @@ class Follower:
         if not self._wanted:
             logger.warning("no service is described that can be used: nothing is changed")
             return
-        state = _State(self._deployed())
+        state = State(self._deployed())
         placer = Search(self._wanted, self._observed, self._span_s, self._options, self._start_s)
         changed = state.changed(placer.setting)
         for name in state.services - changed:
@@ -248,7 +248,7 @@ class Follower:
     # Moving.
 
     def _move(
-        self, state: _State, placement: Placement, setting: Setting, changed: set[str]
+        self, state: State, placement: Placement, setting: Setting, changed: set[str]
     ) -> None:
         seats = seat(placement, self._options.cluster, state.seats, changed)
         fresh = engine_applications(seats, setting)
@@ -272,27 +272,36 @@ class Follower:
         self._good = dict(self._wanted)
 
     def _change(
-        self, state: _State, stopped: Sequence[Application], begun: Sequence[Application]
+        self, state: State, stopped: Sequence[Application], begun: Sequence[Application]
     ) -> None:
         """Stop some applications; when they are gone, start others."""
         if stopped:
             logger.info("stopping %s", _names(stopped))
             for one in stopped:
                 state.remove(one)
-            self._api.deploy(state.applications)
+            self._deploy(state)
             self._api.wait((), {one["name"] for one in stopped}, self._limit_s)
         if begun:
             logger.info("starting %s", _names(begun))
             for one in begun:
                 state.add(one)
             began_s = self._clock()
-            self._api.deploy(state.applications)
+            self._deploy(state)
             self._api.wait({one["name"] for one in begun}, (), self._limit_s)
             self._start_s = max(1.0, self._clock() - began_s)
 
+    def _deploy(self, state: State) -> None:
+        """Make Serve's applications ours of `state` and whatever others there are by now.
+
+        To deploy is to replace all; others may have been added or taken away since the last look,
+        as engines take minutes to start.
+        """
+        state.take_others(self._api.deployed())
+        self._api.deploy(state.applications)
+
     def _put_back(
         self,
-        state: _State,
+        state: State,
         stopped: Sequence[Application],
         begun: Sequence[Application],
         error: DeploymentError,
@@ -303,13 +312,13 @@ class Follower:
                 self._give_up(service_of(one), state)
         for one in (*begun, *stopped):
             state.remove(one)
-        self._api.deploy(state.applications)
+        self._deploy(state)
         self._api.wait((), {one["name"] for one in begun}, self._limit_s)
         for one in stopped:
             state.add(one)
-        self._api.deploy(state.applications)
+        self._deploy(state)
 
-    def _give_up(self, name: str, state: _State) -> None:
+    def _give_up(self, name: str, state: State) -> None:
         before, now = self._good.get(name), self._wanted.get(name)
         if now is None or now == before:
             return  # it has run like this before: it is tried again at the end of the interval
@@ -325,52 +334,6 @@ class Follower:
             logger.error("service %r cannot start as it is described and is not added", name)
             del self._wanted[name]
             state.remove(state.gateways[name])
-
-
-class _State:
-    """Applications that are deployed, by name; others' are kept as they are."""
-
-    def __init__(self, deployed: Sequence[Application]) -> None:
-        self._by_name = {str(one["name"]): one for one in deployed}
-        self.services_before = self.services
-
-    @property
-    def applications(self) -> list[Application]:
-        return list(self._by_name.values())
-
-    @property
-    def gateways(self) -> dict[str, Application]:
-        return gateways_of(self.applications)
-
-    @property
-    def engines(self) -> dict[tuple[str, Seat], Application]:
-        return engines_of(self.applications)
-
-    @property
-    def seats(self) -> list[Seat]:
-        return sorted({place for _, place in self.engines}, key=lambda one: one.gpus)
-
-    @property
-    def services(self) -> set[str]:
-        return {service for service, _ in self.engines}
-
-    def changed(self, setting: Setting) -> set[str]:
-        """Services whose engines are of another description."""
-        wanted = {name: engine_options(service) for name, service in setting.services.items()}
-        return {
-            service
-            for (service, _), one in self.engines.items()
-            if service in wanted and description(one) != wanted[service]
-        }
-
-    def at(self, place: Seat) -> list[Application]:
-        return [one for (_, there), one in self.engines.items() if there == place]
-
-    def add(self, application: Application) -> None:
-        self._by_name[str(application["name"])] = application
-
-    def remove(self, application: Application) -> None:
-        self._by_name.pop(str(application["name"]), None)
 
 
 def _phases(steps: Sequence[Move]) -> list[tuple[list[Seat], list[Seat]]]:

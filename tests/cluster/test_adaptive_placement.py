@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Iterator
@@ -244,6 +245,40 @@ def test_applications_of_others_stay(world) -> None:
 
     assert "other" in world.serve.names
     assert world.serve.started.count("other") == 1
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_what_others_do_while_engines_start_and_stop_is_left_as_they_want_it(world, is_bad) -> None:
+    """To deploy is to replace all applications: those of others are what they are by then."""
+    old = {"name": "old", "import_path": "their.app:app", "args": {"model": "x"}}
+    odd = {"name": "odd", "import_path": "sola_sched.serving.ray_app:build",
+           "args": {"front": "none", "model": "y"}}  # fmt: skip
+    world.serve.put({"applications": [old]})
+    world.describe(CHAT)
+    steps = iter(
+        [lambda now: [*now, old | {"name": "new"}],
+         lambda now: [*(each for each in now if each["name"] != "old"), odd],
+         lambda now: [each | ({"args": {"model": "z"}} if each["name"] == "new" else {})
+                      for each in now]]
+    )  # fmt: skip
+    sleep = world.sleep
+
+    def slept(seconds: float) -> None:
+        if (step := next(steps, None)) is not None:
+            world.serve.put({"applications": step(world.serve.configs)})
+        sleep(seconds)
+
+    world.serve.looks, world.follower._api._sleep = 6, slept
+    world.serve.bad_models = {"facebook/opt-6.7b"} if is_bad else set()
+    with pytest.raises(DeploymentError) if is_bad else contextlib.nullcontext():
+        world.describe(CHAT | {"model": "opt-6.7b"}, CODE)
+
+    found = {each["name"]: each["args"] for each in world.serve.configs}
+    assert next(steps, None) is None
+    assert found["new"] == {"model": "z"}
+    assert found["odd"] == odd["args"]
+    assert "old" not in found
+    assert "chat" in world.served()
 
 
 def test_load_that_grows_is_answered_at_the_end_of_the_interval(world, caplog) -> None:
