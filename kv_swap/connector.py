@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from sola_sched.config.sola_config import SolaConfig
-from sola_sched.config.swap import SwapConfig
+from sola_sched.config.swap import NUM_ENGINES, SwapConfig
 from sola_sched.kv_swap.geometry import Geometry
 from sola_sched.kv_swap.jobs import Job, Report
 from sola_sched.kv_swap.ledger import Ledger
@@ -128,6 +128,7 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
             self.manager = SwapManager(
                 self.geometry, world_size, self._ledger.pin, self._ledger.unpin
             )
+            _recompute_failed_loads(vllm_config.kv_transfer_config)
             logger.info(
                 "sola_sched: preempted requests are swapped to the host (%s, %g GiB per worker)",
                 f"INT8, {self.options.group_tokens} tokens a group" if self.is_int8 else "raw",
@@ -277,6 +278,11 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
         report = metadata.report
         if report.num_slots is not None:
             self._num_slots = report.num_slots
+            if not report.num_slots:
+                logger.warning(
+                    "sola_sched: KV is not swapped, preempted requests are computed again: a "
+                    "worker has no host memory for it"
+                )
         over = self._ledger.book(report)  # vLLM does not wait for these any more
         for names in (connector_output.finished_recving, connector_output.failed_recving):
             if names:
@@ -364,7 +370,13 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
                 )
             )
         device = next(iter(kv_caches.values())).device
-        return SwapWorker(self.geometry, packers, device, int(self.options.host_gib * _GIB))
+        return SwapWorker(
+            self.geometry,
+            packers,
+            device,
+            int(self.options.host_gib * _GIB),
+            num_workers=workers_on_host(self._vllm_config),
+        )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take this step's jobs. Not kept as metadata, for which vLLM would ask at each layer."""
@@ -417,9 +429,28 @@ def swap_options(vllm_config: Any) -> SwapConfig:
     """The options in force: the connector's own, or those of the scheduler."""
     transfer = vllm_config.kv_transfer_config
     own = dict(transfer.kv_connector_extra_config or {}) if transfer is not None else {}
+    own.pop(NUM_ENGINES, None)
     if own:
         return SwapConfig.from_mapping(own)
     return SolaConfig.from_additional(vllm_config.additional_config).swap
+
+
+def workers_on_host(vllm_config: Any) -> int:
+    """Workers of the same server on one host, that share its memory."""
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    extra = (transfer.kv_connector_extra_config or {}) if transfer is not None else {}
+    num_engines = max(extra.get(NUM_ENGINES, 1), parallel.data_parallel_size_local)
+    return max(1, num_engines * int(parallel.local_world_size))
+
+
+def _recompute_failed_loads(transfer: Any) -> None:
+    """vLLM's scheduler reads the policy after it has made its connector; its default is "fail"."""
+    if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
+        transfer.kv_load_failure_policy = "recompute"
+        logger.info(
+            "sola_sched: kv_load_failure_policy is set to 'recompute': a request whose copy cannot "
+            "be loaded is computed again"
+        )
 
 
 def _log_failure(doing: str, error: Exception) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -101,7 +104,8 @@ class HostPool(SlotAllocator):
     """Slots with memory: one uint8 buffer, page-locked where there is a CUDA device.
 
     The buffer is taken once, when the pool is built, and never grows: page-locking is slow, and a
-    fixed limit keeps the host from swapping.
+    fixed limit keeps the host from swapping. It is page-locked in place: what PyTorch allocates
+    page-locked is rounded up to a power of two, to twice the limit at worst.
 
     Attributes:
         slot_bytes: Size of a slot, rounded up to a multiple of ``SLOT_ALIGNMENT``.
@@ -118,6 +122,7 @@ class HostPool(SlotAllocator):
 
         Raises:
             ValueError: A number breaks its rule, or ``pin`` is asked for without CUDA.
+            RuntimeError: The memory cannot be page-locked.
         """
         if slot_bytes < 1:
             raise ValueError(f"'slot_bytes' must be >= 1 (got {slot_bytes}).")
@@ -133,9 +138,17 @@ class HostPool(SlotAllocator):
         super().__init__(limit_bytes // aligned)
         self.slot_bytes = aligned
         self.is_pinned = has_cuda if pin is None else pin
-        self._memory = torch.empty(
-            self.num_slots, aligned, dtype=torch.uint8, pin_memory=self.is_pinned
-        )
+        self._memory = torch.empty(self.num_slots, aligned, dtype=torch.uint8)
+        self._unlock: Callable[[], object] | None = None
+        if self.is_pinned:
+            _page_lock(self._memory)
+            # At the latest with the pool: memory must not be given back while it is locked.
+            self._unlock = weakref.finalize(self, _page_unlock, self._memory)
+
+    def close(self) -> None:
+        """Unlock the memory; no copy may be under way."""
+        if self._unlock is not None:
+            self._unlock()
 
     @property
     def num_bytes(self) -> int:
@@ -163,3 +176,25 @@ class HostPool(SlotAllocator):
             if index == len(slots) or slots[index] != slots[index - 1] + 1:
                 yield self._memory[slots[start] : slots[index - 1] + 1].flatten()
                 start = index
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _page_lock(memory: torch.Tensor) -> None:
+    error = _cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if error.value:
+        _forget_error()
+        raise RuntimeError(f"{memory.nbytes} bytes cannot be page-locked: {error}")
+
+
+def _page_unlock(memory: torch.Tensor) -> None:
+    if _cudart().cudaHostUnregister(memory.data_ptr()).value:
+        _forget_error()
+
+
+def _forget_error() -> None:
+    """CUDA keeps the error of a call, and PyTorch raises it after the next kernel: have it here."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")

@@ -14,6 +14,8 @@ SUPPORTED = (
     "SlidingWindowSpec",
     "ChunkedLocalAttentionSpec",
 )
+#: vLLM keeps them by whole blocks, and ends where a request resumes within one.
+KEEPS_OUTPUTS = "vLLM keeps auxiliary outputs (--enable-return-routed-experts) by whole blocks"
 _FLOATS = ("torch.float16", "torch.bfloat16", "torch.float32")
 
 
@@ -36,6 +38,8 @@ def reason_against(vllm_config: Any, kv_cache_config: Any, options: SwapConfig) 
     scheduler_cls = vllm_config.scheduler_config.scheduler_cls
     if scheduler_cls is None:
         return "the scheduler is vLLM's own; add --scheduler-cls sola_sched.Scheduler"
+    if getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False):
+        return KEEPS_OUTPUTS
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:

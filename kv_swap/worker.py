@@ -18,7 +18,7 @@ logger = logging.getLogger("vllm.sola_sched")
 
 
 _GIB = 1 << 30
-#: Most of the available host memory that one worker takes: the others and the rest need some too.
+#: Most of the available host memory that the workers of a host take: the rest needs some too.
 _MAX_SHARE = 0.5
 
 
@@ -31,6 +31,7 @@ class SwapWorker:
         device: Where the blocks are.
         limit_bytes: Host memory to take.
         transfers: How copies run; None picks threads or streams by the device.
+        num_workers: Workers that share the host's memory.
     """
 
     def __init__(
@@ -40,12 +41,13 @@ class SwapWorker:
         device: torch.device,
         limit_bytes: int,
         transfers: Transfers | None = None,
+        num_workers: int = 1,
     ) -> None:
         self.geometry = geometry
         self._packers = packers
         self._device = device
         slot_bytes = max(packer.image_bytes(geometry.slot_tokens) for packer in packers)
-        self.pool = _pool(slot_bytes, limit_bytes)
+        self.pool = _pool(slot_bytes, limit_bytes, num_workers)
         self._staging: dict[bool, torch.Tensor] = {}
         if transfers is None:
             on_cuda = device.type == "cuda"
@@ -100,8 +102,10 @@ class SwapWorker:
         return report, loaded, failed
 
     def close(self) -> None:
-        """Wait for copies under way."""
+        """Wait for copies under way, and unlock the host memory."""
         self.transfers.close()
+        if self.pool is not None:
+            self.pool.close()
 
     def _copy(self, job: Job) -> None:
         for piece, tables in self._tables(job.pieces):
@@ -170,19 +174,29 @@ class SwapWorker:
             )
 
 
-def _pool(slot_bytes: int, limit_bytes: int) -> HostPool | None:
+def _pool(slot_bytes: int, limit_bytes: int, num_workers: int) -> HostPool | None:
     """The pool, None where not a single slot fits or the machine refuses the memory."""
     available = _available_bytes()
-    if available is not None and limit_bytes > available * _MAX_SHARE:
+    share = _MAX_SHARE / num_workers
+    if available is not None and limit_bytes > available * share:
         logger.warning(
             "sola_sched: 'swap.host_gib' asks for %.1f GiB of host memory, %.1f GiB are available; "
-            "this worker takes %.1f GiB",
+            "this worker takes %.1f GiB, one of %d that share them",
             limit_bytes / _GIB,
             available / _GIB,
-            available * _MAX_SHARE / _GIB,
+            available * share / _GIB,
+            num_workers,
         )
-        limit_bytes = int(available * _MAX_SHARE)
+        limit_bytes = int(available * share)
+    if not limit_bytes:
+        return None
     if limit_bytes < slot_bytes:
+        logger.warning(
+            "sola_sched: no host memory for swapped KV, preempted requests are computed again: a "
+            "slot takes %d bytes, this worker may take %d; raise 'swap.host_gib'",
+            slot_bytes,
+            limit_bytes,
+        )
         return None
     try:
         return HostPool(slot_bytes, limit_bytes)

@@ -12,6 +12,10 @@ from sola_sched.errors import ConfigError
 #: Name of the KV connector, as in ``--kv-transfer-config``.
 CONNECTOR = "SolaKVSwapConnector"
 
+#: Key of the connector's own configuration by which the plug-in says how many engines of the
+#: server are on one host; no option.
+NUM_ENGINES = "num_engines_on_host"
+
 MODES = ("auto", "raw", "int8", "off")
 
 #: `group_tokens` that makes one group of all tokens of a copied piece.

@@ -14,8 +14,9 @@ from engine_harness import STOCK, make_workload, run
 from needs import NEEDS_SWAPPING
 
 from sola_sched.config.swap import CONNECTOR, SwapConfig
+from sola_sched.kv_swap.connector import swap_options, workers_on_host
 from sola_sched.kv_swap.support import reason_against, without_int8
-from sola_sched.vllm_adapter.swap.plugin_swap import _reason_against
+from sola_sched.vllm_adapter.swap.plugin_swap import _choose_connector, _reason_against
 
 pytestmark = [pytest.mark.vllm, NEEDS_SWAPPING]
 
@@ -115,6 +116,12 @@ def make_model(**values: Any) -> Any:
         (make_args(kv_offloading_size=4.0), make_model(), "--kv-offloading-size"),
         (make_args(use_replayssm=True), make_model(), "--use-replayssm"),
         (
+            make_args(aux_output_config=SimpleNamespace(enabled=True)),
+            make_model(),
+            "--enable-return-routed-experts",
+        ),
+        (make_args(aux_output_config=SimpleNamespace(enabled=False)), make_model(), None),
+        (
             make_args(kv_transfer_config={"kv_connector": "NixlConnector"}),
             make_model(),
             "--kv-transfer-config selects NixlConnector",
@@ -193,6 +200,38 @@ def test_caches_that_cannot_be_swapped_are_named(config, groups, reason):
     found = reason_against(config, groups, SwapConfig())
 
     assert found is None if reason is None else found.startswith(reason), found
+
+
+def test_auxiliary_outputs_are_not_swapped_either_where_the_operator_names_the_connector():
+    """vLLM keeps them by whole blocks, and ends when a request resumes within one."""
+    config, groups = make_config(), make_groups(make_spec("FullAttentionSpec"))
+    config.aux_output_config = SimpleNamespace(enabled=True)
+
+    assert "--enable-return-routed-experts" in str(reason_against(config, groups, SwapConfig()))
+
+
+@pytest.mark.parametrize(
+    ("values", "num_engines"),
+    [
+        ({}, 1),
+        ({"data_parallel_size": 4}, 4),
+        ({"data_parallel_size": 4, "data_parallel_size_local": 2}, 2),
+        ({"data_parallel_size": 4, "data_parallel_rank": 1}, 1),
+        ({"data_parallel_size": 4, "data_parallel_external_lb": True}, 1),
+    ],
+)
+def test_workers_are_told_how_many_share_their_host(values, num_engines):
+    """vLLM has each rank of a model without experts forget the others."""
+    args = make_args(**values)
+    _choose_connector(args, make_model())
+    config = SimpleNamespace(
+        kv_transfer_config=args.kv_transfer_config,
+        additional_config={"sola_sched": {"swap": {"host_gib": 3}}},
+        parallel_config=SimpleNamespace(local_world_size=2, data_parallel_size_local=1),
+    )
+
+    assert workers_on_host(config) == 2 * num_engines
+    assert swap_options(config).host_gib == 3
 
 
 def test_quantized_caches_are_swapped_as_raw_bytes():

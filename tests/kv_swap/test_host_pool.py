@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -9,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
+from sola_sched.kv_swap import host_pool, worker  # noqa: E402
 from sola_sched.kv_swap.host_pool import (  # noqa: E402  after the check for torch
     SLOT_ALIGNMENT,
     HostPool,
@@ -143,6 +148,66 @@ def test_pinning_needs_cuda() -> None:
 
     with pytest.raises(ValueError, match="'pin' must be"):
         HostPool(8, 1024, pin=True)
+
+
+class FakeCudart:
+    """Page-locks nothing, and remembers what it was asked to."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.locked: dict[int, int] = {}
+        self.error = error
+
+    def cudaHostRegister(self, pointer: int, num_bytes: int, flags: int) -> Any:
+        if not self.error:
+            self.locked[pointer] = num_bytes
+        return SimpleNamespace(value=self.error)
+
+    def cudaHostUnregister(self, pointer: int) -> Any:
+        del self.locked[pointer]
+        return SimpleNamespace(value=0)
+
+
+@pytest.fixture
+def cudart(monkeypatch) -> FakeCudart:
+    fake = FakeCudart()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    return fake
+
+
+def test_just_the_pools_memory_is_page_locked_until_it_is_closed(cudart) -> None:
+    """PyTorch's own page-locked memory comes in powers of two."""
+    pool = HostPool(100, 5 * SLOT_ALIGNMENT + 7)
+
+    assert pool.is_pinned
+    assert list(cudart.locked.values()) == [5 * SLOT_ALIGNMENT]
+    assert pool.view(pool.allocate(1)[0]).data_ptr() in cudart.locked
+    pool.close()
+    assert cudart.locked == {}
+    pool.close()  # unlocks nothing twice
+
+
+def test_a_pool_that_nobody_has_closed_unlocks_its_memory_before_it_goes(cudart) -> None:
+    pool = HostPool(100, SLOT_ALIGNMENT)
+    assert cudart.locked
+    del pool
+    assert cudart.locked == {}
+
+
+def test_without_page_locked_memory_nothing_is_swapped_and_cuda_goes_on(
+    cudart, monkeypatch
+) -> None:
+    forgotten: list[bool] = []
+    warnings: list[str] = []
+    monkeypatch.setattr(host_pool, "_forget_error", lambda: forgotten.append(True))
+    monkeypatch.setattr(
+        logging.getLogger("vllm.sola_sched"), "warning", lambda text, *args: warnings.append(text)
+    )
+    cudart.error = 2
+
+    assert worker._pool(100, 10 * SLOT_ALIGNMENT, 1) is None
+    assert forgotten == [True]
+    assert len(warnings) == 1
 
 
 @pytest.mark.gpu

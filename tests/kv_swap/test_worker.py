@@ -325,6 +325,49 @@ def test_a_worker_leaves_half_of_the_hosts_memory(monkeypatch) -> None:
     worker.close()
 
 
+@pytest.fixture
+def warnings(monkeypatch) -> list[str]:
+    """What is logged, whatever an engine has done to vLLM's loggers."""
+    found: list[str] = []
+    logger = logging.getLogger("vllm.sola_sched")
+    monkeypatch.setattr(logger, "warning", lambda text, *args: found.append(text % args))
+    return found
+
+
+def test_the_workers_of_a_host_leave_half_of_its_memory_together(monkeypatch, warnings) -> None:
+    monkeypatch.setattr(worker_module, "_available_bytes", lambda: 1 << 16)
+    cache = make_cache()
+    geometry = Geometry.of([BLOCK_SIZE], is_int8=False, group_tokens=None, segment_tokens=32)
+    workers = [
+        SwapWorker(
+            geometry,
+            [make_packer([cache], is_int8=False)],
+            cache.device,
+            1 << 14,
+            num_workers=4,
+        )
+        for _ in range(4)
+    ]
+
+    taken = [worker.pool.num_bytes for worker in workers if worker.pool is not None]
+    assert len(taken) == 4
+    assert 0 < sum(taken) <= 1 << 15
+    assert len(warnings) == 4
+    for worker in workers:
+        worker.close()
+
+
+@pytest.mark.parametrize(("limit_bytes", "num_warnings"), [(1000, 1), (0, 0)])
+def test_memory_for_no_slot_is_named_in_the_log(limit_bytes, num_warnings, warnings) -> None:
+    """Without any, the operator has asked for none."""
+    assert worker_module._pool(1 << 20, limit_bytes, 1) is None
+
+    assert len(warnings) == num_warnings
+    for text in warnings:
+        assert "1048576 bytes" in text
+        assert "1000" in text
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("MemTotal: 9 kB\nMemAvailable:   3 kB\n", 3072), ("MemTotal: 9 kB\n", None), ("?", None)],

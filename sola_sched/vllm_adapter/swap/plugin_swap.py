@@ -16,7 +16,7 @@ from typing import Any
 
 from sola_sched.config.doubts import doubts
 from sola_sched.config.sola_config import SolaConfig
-from sola_sched.config.swap import CONNECTOR
+from sola_sched.config.swap import CONNECTOR, NUM_ENGINES
 from sola_sched.front_end.options import read_options
 from sola_sched.front_end.scheduler_class import is_ours
 from sola_sched.vllm_adapter import first_start
@@ -76,7 +76,10 @@ def _choose_connector(args: Any, model_config: Any) -> None:
         # The role of a producer: loads are ordered behind the steps in flight, so vLLM need not
         # hold freed blocks back for them, and multimodal inputs are checked as without us.
         args.kv_transfer_config = KVTransferConfig(
-            kv_connector=CONNECTOR, kv_role="kv_producer", kv_load_failure_policy="recompute"
+            kv_connector=CONNECTOR,
+            kv_role="kv_producer",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={NUM_ENGINES: _num_engines(args)},
         )
     elif reason:
         from vllm.logger import init_logger
@@ -84,6 +87,16 @@ def _choose_connector(args: Any, model_config: Any) -> None:
         init_logger(_LOGGER).info_once(
             "sola_sched: KV is not swapped, preempted requests are computed again: %s", reason
         )
+
+
+def _num_engines(args: Any) -> int:
+    """Engines of this server on one host; vLLM has those of a model without experts forget it."""
+    is_alone = getattr(args, "data_parallel_rank", None) is not None
+    if is_alone or getattr(args, "data_parallel_external_lb", False):
+        return 1
+    num_local: int | None = getattr(args, "data_parallel_size_local", None)
+    num_all: int = getattr(args, "data_parallel_size", 1)
+    return max(1, num_local or num_all)
 
 
 def _reserve_cores(args: Any) -> None:
@@ -171,4 +184,8 @@ def _reason_against(args: Any, model_config: Any) -> str | None:
         return "vLLM takes no KV connector with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     if getattr(args, "use_replayssm", False):
         return "vLLM takes no KV connector with --use-replayssm"
+    if getattr(getattr(args, "aux_output_config", None), "enabled", False):
+        from sola_sched.kv_swap.support import KEEPS_OUTPUTS
+
+        return KEEPS_OUTPUTS
     return None
