@@ -120,6 +120,14 @@ class SwapManager:
         copy = self._copies.get(req_id)
         return copy.end_token if copy else 0
 
+    def coming(self, req_id: str, limit: int) -> int:
+        """Like `loadable`, with copies under way counted as done."""
+        copy = self._copies.get(req_id)
+        if copy is None:
+            return 0
+        num_tokens = min(copy.end_token, limit)
+        return num_tokens if num_tokens >= copy.min_tokens else 0
+
     def is_saving(self, req_id: str) -> bool:
         """Whether a copy to the host is under way for the request."""
         copy = self._copies.get(req_id)
@@ -179,6 +187,10 @@ class SwapManager:
             self._order_save(req_id, segment, blocks, frees_blocks)
             first = end
         ordered = copy.end_token - before
+        if frees_blocks and copy.end_token < copy.min_tokens:  # it stays within its window
+            self.counts.num_refused += copy.end_token
+            self.drop(req_id)
+            return 0
         if frees_blocks:
             self.counts.num_swapped_out += ordered
         else:
@@ -390,6 +402,9 @@ class SwapManager:
             self._drop_segment(dropped)
         if not copy.segments:
             del self._copies[req_id]
+        elif entry.frees_blocks and copy.end_token < copy.min_tokens:
+            self.counts.num_failed += copy.end_token
+            self.drop(req_id)
 
     def _ended(self, entry: _InFlight) -> None:
         del self._in_flight[entry.job.job_id]

@@ -419,6 +419,50 @@ def test_a_window_saves_and_restores_what_is_inside() -> None:
     assert manager.loadable("a", 13) == 0  # its window would reach further back
 
 
+def half_in_a_window(pool: BlockPool) -> list[list[Block]]:
+    """24 tokens, of which the second group has the last eight."""
+    return [pool.take(6), [pool.blocks[0]] * 4 + pool.take(2)]
+
+
+def test_a_window_whose_end_the_host_has_no_room_for_is_not_kept() -> None:
+    """What had left the window is nowhere, so nothing before its end can be restored."""
+    manager, pool = make_manager(block_sizes=(4, 4), num_slots=5)
+
+    assert save(manager, half_in_a_window(pool), 24) == 0
+    assert (manager.num_copies, manager.covered_tokens("a")) == (0, 0)
+    assert (manager.counts.num_swapped_out, manager.counts.num_refused) == (0, 24)
+    end_all(manager)
+    assert manager.num_free_slots == 5
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize(("failed", "num_copies"), [(0, 0), (1, 0), (2, 0)])
+def test_nor_is_one_whose_copy_fails(failed: int, num_copies: int) -> None:
+    manager, pool = make_manager(block_sizes=(4, 4), num_slots=20)
+    save(manager, half_in_a_window(pool), 24)
+    jobs = manager.take_jobs()
+    manager.report(Report(failed={jobs[failed].job_id}))
+
+    assert (manager.num_copies, manager.counts.num_failed) == (num_copies, 24)
+    manager.report(Report({job.job_id: 1 for job in jobs}))
+    assert manager.num_free_slots == 20
+    assert pool.num_free == NUM_BLOCKS - 1 - 8
+    manager.check_integrity()
+
+
+def test_what_is_coming_counts_copies_under_way_but_not_one_that_ends_within_its_window() -> None:
+    manager, pool = make_manager(block_sizes=(4, 4), num_slots=20)
+    blocks = half_in_a_window(pool)
+    manager.save("a", blocks, 20, num_processed=22, frees_blocks=False)
+
+    assert (manager.covered_tokens("a"), manager.coming("a", 100)) == (20, 0)
+    save(manager, blocks, 24)
+    assert [manager.coming("a", limit) for limit in (100, 24, 21)] == [24, 24, 0]
+    assert manager.loadable("a", 100) == manager.coming("b", 100) == 0
+    end_all(manager)
+    assert manager.loadable("a", 100) == 24
+
+
 def test_a_segment_looks_at_its_own_blocks_alone() -> None:
     """Else a copy of 128k tokens in segments of 256 takes seconds of the scheduler's."""
     looked: list[int] = []

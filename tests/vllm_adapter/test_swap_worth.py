@@ -66,6 +66,75 @@ def test_nothing_is_loaded_for_the_few_tokens_that_the_prefix_cache_lacks() -> N
     assert engine.scheduler.sola_stats()["swap"]["load_tokens_per_s"] > 8_000
 
 
+def test_what_must_not_be_read_back_is_not_copied() -> None:
+    """As with `prompt_logprobs`: vLLM computes all of such a prompt again."""
+    engine = make_engine(enable_prefix_caching=False)
+    engine.admit()
+    scheduler = engine.scheduler
+    for request in scheduler.requests.values():
+        request.skip_reading_prefix_cache = True
+    record, resumed = scheduler._booking._record, 0
+    table, wrong = scheduler.sola_monitor.table, []
+
+    def look(output: Any, held: Any) -> None:
+        nonlocal resumed
+        for name, num_tokens in output.num_scheduled_tokens.items():
+            request = scheduler.requests[name]
+            if request.num_preemptions and request.num_computed_tokens == num_tokens:
+                resumed += 1
+                if table.num_computed[table.row_of[name]]:
+                    wrong.append(name)
+        record(output, held)
+
+    scheduler._booking._record = look
+    step_until(engine, lambda: False)
+
+    swap = scheduler.sola_stats()["swap"]
+    assert len(engine.records) == 60
+    assert resumed > 5
+    assert wrong == []
+    assert (swap["num_swapped_out"], swap["num_saved_ahead"]) == (0, 0)
+
+
+def test_named_by_the_operator_it_loses_no_request_whose_load_fails(monkeypatch) -> None:
+    """vLLM's own default has such requests fail."""
+    from vllm.config import KVTransferConfig
+
+    from sola_sched.config.swap import CONNECTOR
+    from sola_sched.simulator import swap_link
+
+    def name_connector(vllm_config: Any, scheduler_cls: type[Any]) -> None:
+        vllm_config.scheduler_config.scheduler_cls = scheduler_cls
+        vllm_config.kv_transfer_config = KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both")
+
+    monkeypatch.setattr(swap_link, "name_connector", name_connector)
+    scheduler: Any = make_engine().scheduler
+
+    assert scheduler.sola_swap is not None
+    assert scheduler.recompute_kv_load_failures
+
+
+def test_workers_without_a_slot_are_named_in_the_log(monkeypatch) -> None:
+    import logging
+
+    from vllm.v1.outputs import KVConnectorOutput
+
+    from sola_sched.kv_swap.connector import SwapWorkerMetadata
+    from sola_sched.kv_swap.jobs import Report
+
+    warnings: list[str] = []  # whatever an engine has done to vLLM's loggers
+    monkeypatch.setattr(
+        logging.getLogger("vllm.sola_sched"), "warning", lambda text, *args: warnings.append(text)
+    )
+    connector = make_engine().scheduler.sola_swap
+    for num_slots in (3, 0):
+        meta = SwapWorkerMetadata(Report(num_slots=num_slots))
+        connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
+        assert len(warnings) == (num_slots == 0)
+
+    assert "KV is not swapped" in warnings[0]
+
+
 def test_a_request_that_waits_is_refused_once_however_many_steps_it_waits() -> None:
     engine = make_engine(enable_prefix_caching=False)
     scheduler = engine.scheduler

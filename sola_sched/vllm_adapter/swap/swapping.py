@@ -155,6 +155,8 @@ class Swapping:
         req_id, num_tokens = request.request_id, request.num_computed_tokens
         if is_reset:
             self.connector.drop(req_id)
+        elif request.skip_reading_prefix_cache:  # vLLM would load nothing
+            return
         elif self._accepts_load(req_id, 0, num_tokens):
             self.connector.save(request, num_tokens, frees_blocks=True)
         else:
@@ -310,10 +312,11 @@ class Swapping:
             row = table.row_of[req_id]
             if table.phase[row] != WAITING:
                 continue
-            num_tokens = min(self.copies.covered_tokens(req_id), request.num_tokens - 1)
+            num_tokens = self.copies.coming(req_id, request.num_tokens - 1)
             # One token is left to compute: vLLM admits nobody in a step without tokens for it.
             most = min(num_tokens, int(table.prefill_target[row]) - 1)
-            self._expected[req_id] = most if self._accepts_load(req_id, 0, num_tokens) else 0
+            is_used = num_tokens > 0 and self._accepts_load(req_id, 0, num_tokens)
+            self._expected[req_id] = most if is_used else 0
         for req_id, num_tokens in before.items():
             row = table.row_of.get(req_id, -1)
             is_waiting = row >= 0 and table.phase[row] == WAITING

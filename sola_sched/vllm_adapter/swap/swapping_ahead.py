@@ -62,7 +62,8 @@ class SwappingAhead:
             request = self._scheduler.requests[state.table.req_id[row]]
             done = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
             done -= done % unit
-            if done <= copies.covered_tokens(request.request_id):
+            is_done = done <= copies.covered_tokens(request.request_id)
+            if is_done or request.skip_reading_prefix_cache:  # vLLM would load nothing
                 continue
             if self._swapping.is_worth_loading(request.request_id, 0, done):
                 self._swapping.connector.save(request, done, frees_blocks=False)
