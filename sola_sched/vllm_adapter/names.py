@@ -47,7 +47,7 @@ SCHEDULER = Part(
         _preempt_request _free_request _enqueue_waiting_request _is_blocked_waiting_status
         _handle_stopped_request _update_request_as_session
         finished_recving_kv_req_ids prefill_capacity_bound get_request_counts
-        prev_step_scheduled_req_ids
+        prev_step_scheduled_req_ids kv_cache_config
         """
     ),
     _names(
@@ -141,10 +141,16 @@ PARTS = (
     Part("vllm.sampling_params.SamplingParams", _names("extra_args seed thinking_token_budget")),
     Part("vllm.v1.engine.EngineCoreOutput", _names("request_id new_token_ids")),
     Part("vllm.v1.engine.EngineCoreOutputs", _names("outputs")),
-    Part("vllm.v1.kv_cache_interface.KVCacheConfig", swapping=_names("kv_cache_groups num_blocks")),
+    Part(
+        "vllm.v1.kv_cache_interface.KVCacheConfig",
+        _names("kv_cache_groups"),
+        _names("num_blocks"),
+        at="kv_cache_config",
+    ),
     Part(
         "vllm.v1.kv_cache_interface.KVCacheGroupSpec",
-        swapping=_names("kv_cache_spec layer_names"),
+        _names("kv_cache_spec"),
+        _names("layer_names"),
     ),
     Part("vllm.v1.kv_cache_interface.AttentionSpec", swapping=_names("block_size dtype")),
     Part(

@@ -129,6 +129,7 @@ class SolaSchedulerMixin(_Host):
         self._rejecting = Rejecting(self)
         self._booking = Booking(
             self,
+            seams,
             arrivals=arrivals,
             targets=targets,
             lookups=lookups,

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from sola_sched.config.swap import CONNECTOR
 from sola_sched.errors import IncompatibleVllmError
 from sola_sched.vllm_adapter.names import lacking
 
@@ -19,6 +20,8 @@ from sola_sched.vllm_adapter.names import lacking
 WAITS_FOR_INPUT = "WAITING_FOR_STREAMING_REQ"
 #: The status of a request whose KV is being loaded, or has been and vLLM has not looked since.
 IS_LOADED = "WAITING_FOR_REMOTE_KVS"
+#: Of a request's `kv_transfer_params`: another engine has computed its prompt, and sends the KV.
+_IS_AWAITED = "do_remote_prefill"
 #: First supported and first unsupported (major, minor).
 MIN_VERSION, END_VERSION = (0, 28), (0, 34)
 #: Environment variable with one more version that is let in, e.g. 0.34, to be tried.
@@ -83,6 +86,12 @@ class Seams:
             "max_num_active_reqs"
             if hasattr(scheduler, "max_num_active_reqs")
             else "max_num_running_reqs"
+        )
+        # A KV connector that is not ours: what it finds of a prompt is known at the admission.
+        transfer = scheduler.vllm_config.kv_transfer_config
+        self.loads_by_others = transfer is not None and transfer.kv_connector not in (
+            None,
+            CONNECTOR,
         )
         # Up to 0.30, skipped requests wait in a queue of their own that is drained first.
         self._has_skipped = hasattr(scheduler, "skipped_waiting")
@@ -284,6 +293,29 @@ class Seams:
         find = self._scheduler.kv_cache_manager.coordinator.find_longest_cache_hit
         return int(find(request.block_hashes, request.num_tokens - 1)[1])
 
+    @property
+    def walks_all_blocks(self) -> bool:
+        """Whether a look-up may walk over all blocks of a prompt although it finds none of them.
+
+        With full attention it ends at the first block that is not there; windows and states are
+        looked for from the end.
+        """
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        specs = [group.kv_cache_spec for group in self._scheduler.kv_cache_config.kv_cache_groups]
+        parts = (getattr(spec, "kv_cache_specs", {"": spec}).values() for spec in specs)
+        return not all(isinstance(spec, FullAttentionSpec) for part in parts for spec in part)
+
+    def num_awaited_tokens(self, request: Any) -> int:
+        """Tokens of a waiting request whose KV another engine has and sends when it is admitted.
+
+        All of its prompt; one is computed again, for the first token.
+        """
+        if request.num_computed_tokens or not self.loads_by_others:
+            return 0
+        transfer = getattr(request, "kv_transfer_params", None) or {}
+        return int(request.num_prompt_tokens) - 1 if transfer.get(_IS_AWAITED) else 0
+
     def prefix_hash(self, request: Any, num_tokens: int) -> Any:
         """The hash of its first tokens, a whole number of blocks; None if it has not so many."""
         size = getattr(self._scheduler, "hash_block_size", self._scheduler.block_size)
@@ -386,13 +418,17 @@ class Seams:
 
     def set_apart(self, requests: list[Any]) -> None:
         """Take requests out of the queue that vLLM drains first, for the length of its step."""
-        self.drained_first().remove_requests(requests)
+        scheduler = self._scheduler
+        queue = scheduler.skipped_waiting if self._has_skipped else scheduler.kv_holding_waiting
+        queue.remove_requests(requests)
         if not self._has_skipped:  # as vLLM marks those that it skips
-            self._scheduler.deferred_waiting.update(requests)
+            scheduler.deferred_waiting.update(requests)
 
     def put_back(self, requests: list[Any]) -> None:
         """Undo that: they are the first again, in their order."""
-        self.drained_first().prepend_requests(reversed(requests))
+        scheduler = self._scheduler
+        queue = scheduler.skipped_waiting if self._has_skipped else scheduler.kv_holding_waiting
+        queue.prepend_requests(reversed(requests))
 
     def within_max_loras(self, requests: Iterable[Any]) -> list[Any]:
         """Those of `requests` whose adapters fit beside those that have a slot or are kept one."""

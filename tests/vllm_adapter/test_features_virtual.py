@@ -334,3 +334,66 @@ def test_blocks_are_held_until_another_engine_has_them(policy: str, is_async: bo
 
     assert max(held) > 0
     assert_all_served(engine, requests)
+
+
+@MODES
+@pytest.mark.parametrize("caches_prefixes", [False, True])
+@pytest.mark.parametrize("policy", ["attain", "alise"])
+def test_nobody_is_refused_for_a_prompt_that_another_engine_has_computed(
+    policy: str, caches_prefixes: bool, is_async: bool
+) -> None:
+    """Each would take longer than its target to compute here, and needs one token."""
+    engine = with_remote_kv(
+        sola_sched.Scheduler,
+        sola=with_policy(policy, ttft_s=0.15, tpot_s=0.05, overload="reject"),
+        async_scheduling=is_async,
+        enable_prefix_caching=caches_prefixes,
+        num_blocks=4001,
+        max_num_seqs=8,
+    )
+    scheduler, table = engine.scheduler, engine.scheduler.sola_monitor.table
+    engine.run([VirtualRequest(f"w{i}", 0.1 * i, 4, prompt_len=20 + 12 * i) for i in range(40)])
+    now_s = engine.clock.now
+    names = [f"r{i}" for i in range(20)]
+    for i, name in enumerate(names):
+        engine.add(VirtualRequest(name, now_s + 0.05 + 0.1 * i, 20, prompt_len=1900))
+        engine._requests[name].kv_transfer_params = {"do_remote_prefill": True}
+    expected: set[int] = set()
+
+    def note(trace: StepTrace) -> None:
+        waiting = [r for r in scheduler.waiting if r.kv_transfer_params["do_remote_prefill"]]
+        expected.update(int(table.num_computed[table.row_of[r.request_id]]) for r in waiting)
+
+    engine.run(on_step=note)
+
+    assert expected <= {1899}
+    assert scheduler.sola_stats()["num_rejected"] == 0
+    assert [engine.record(name).num_output_tokens for name in names] == [20] * 20
+    assert scheduler.sola_stats()["failures"] == {}
+
+
+def test_beside_a_connector_only_those_that_are_late_are_refused() -> None:
+    """What it finds of a prompt is known when the request is admitted."""
+    engine = with_remote_kv(
+        sola_sched.Scheduler,
+        sola=with_policy("attain", ttft_s=0.15, tpot_s=0.05, overload="reject"),
+    )
+    scheduler = engine.scheduler
+    engine.run([VirtualRequest(f"w{i}", 0.1 * i, 4, prompt_len=20 + 12 * i) for i in range(40)])
+    now_s = engine.clock.now
+    for i in range(20):
+        engine.add(VirtualRequest(f"r{i}", now_s + 0.01 * i, 20, prompt_len=1900))
+    table, early = scheduler.sola_monitor.table, []
+    reject = scheduler._rejecting.reject
+
+    def watched(requests: Any) -> None:
+        requests = list(requests)
+        due_s = [table.due_s[table.row_of[request.request_id]] for request in requests]
+        early.extend(due for due in due_s if due > engine.clock.now + 0.2)
+        reject(requests)
+
+    scheduler._rejecting.reject = watched
+    engine.run()
+
+    assert scheduler.sola_stats()["num_rejected"] > 10
+    assert early == []

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from loaded_engine import changed
 from virtual_model import TINY_MODEL
 from virtual_runs import make_small_engine, step_until
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
 import sola_sched
@@ -26,10 +29,11 @@ class Watched:
     """An engine with all slots taken, where others wait whose prompts have a cached prefix.
 
     Args:
-        num_shared: Tokens of a prefix.
+        num_shared: Tokens of a prefix; 0 for none.
         num_prefixes: Different ones, in turn.
         num_waiting: Requests that come at once.
         sola: Options.
+        scheduler_cls: Of the engine.
 
     Attributes:
         found: Blocks found by each look-up of the planner's.
@@ -43,10 +47,11 @@ class Watched:
         num_prefixes: int = 1,
         num_waiting: int = 8,
         sola: dict[str, Any] | None = None,
+        scheduler_cls: type[Any] = sola_sched.Scheduler,
     ) -> None:
         self.num_waiting = num_waiting
         self.engine: VirtualEngine = make_small_engine(
-            sola_sched.Scheduler,
+            scheduler_cls,
             {"ttft_s": 5.0, "tpot_s": 0.05} | (sola or {}),
             model={**TINY_MODEL, "max_position_embeddings": 65_536},
             enable_prefix_caching=True,
@@ -57,6 +62,8 @@ class Watched:
         )
         engine = self.engine
         prefixes = [[1 + i, *_SHARED[: num_shared - 1]] for i in range(num_prefixes)]
+        if not num_shared:
+            prefixes = []
         for i, shared in enumerate(prefixes):
             engine.add(VirtualRequest(f"first{i}", 0.0, output_len=40, prompt_token_ids=shared))
         step_until(engine, lambda: False)
@@ -157,3 +164,37 @@ def test_one_that_has_just_come_is_not_looked_up_twice() -> None:
 
     assert len(watched.found_at_first) == 1
     assert len(watched.found) == 1, "while it waits it is looked up at each step"
+
+
+def with_windows(arguments: dict[str, Any]) -> None:
+    """Half of the layers attend to the last 1,024 tokens."""
+    layers = arguments["kv_cache_config"] = copy.copy(arguments["kv_cache_config"])
+    (group,) = layers.kv_cache_groups
+    full = group.kv_cache_spec
+    window = SlidingWindowSpec(
+        block_size=full.block_size,
+        num_kv_heads=full.num_kv_heads,
+        head_size=full.head_size,
+        dtype=full.dtype,
+        sliding_window=1024,
+    )
+    layers.kv_cache_groups = [KVCacheGroupSpec(group.layer_names, window)]
+
+
+def test_look_ups_that_walk_over_all_blocks_and_find_none_are_seldom_too() -> None:
+    """A window of a prompt is looked for from its end, block by block."""
+    watched = Watched(0, scheduler_cls=changed(sola_sched.Scheduler, with_windows), num_waiting=0)
+    for i in range(8):
+        prompt = [1 + i, *_SHARED[1:]]
+        now_s = watched.engine.clock.now
+        watched.engine.add(VirtualRequest(f"w{i}", now_s, output_len=5, prompt_token_ids=prompt))
+    watched.found.clear()
+
+    for _ in range(_NUM_STEPS):
+        watched.engine.step()
+
+    assert set(watched.found) == {0}
+    num_blocks = len(_SHARED) // 16
+    assert len(watched.found) * num_blocks <= (_NUM_STEPS + 2) * BLOCKS_PER_STEP + num_blocks
+    assert len(watched.found) >= 8
+    assert watched.engine.scheduler.sola_stats()["failures"] == {}

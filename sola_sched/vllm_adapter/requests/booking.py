@@ -17,7 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 from sola_sched.core.live import LiveRequest
 from sola_sched.core.running_rows import RunningRows
 from sola_sched.core.state import DECODE, PREFILL
-from sola_sched.vllm_adapter.versions import WAITS_FOR_INPUT
+from sola_sched.vllm_adapter.versions import WAITS_FOR_INPUT, Seams
 
 if TYPE_CHECKING:
     from sola_sched.reports.log import IntervalLog
@@ -42,6 +42,7 @@ class Booking:
 
     Args:
         scheduler: Whose requests they are. Its monitor is told, and its guard where that fails.
+        seams: Of the same scheduler.
         arrivals: When requests arrived.
         targets: Their classes and targets.
         lookups: What they find in the prefix cache; None where nothing is cached.
@@ -57,6 +58,7 @@ class Booking:
     def __init__(
         self,
         scheduler: SolaSchedulerMixin,
+        seams: Seams,
         *,
         arrivals: ArrivalTimes,
         targets: Targets,
@@ -64,7 +66,7 @@ class Booking:
         interval_log: IntervalLog,
         honours_priority: bool,
     ) -> None:
-        self._scheduler = scheduler
+        self._scheduler, self._seams = scheduler, seams
         self._monitor, self._guard = scheduler.sola_monitor, scheduler.sola_guard
         self._arrivals, self._targets, self._lookups = arrivals, targets, lookups
         self._interval_log, self._honours_priority = interval_log, honours_priority
@@ -93,7 +95,7 @@ class Booking:
             arrival_s=self._arrivals.of(request),
             priority=request.priority if self._honours_priority else 0,
             holds_slot=holds_slot,
-            num_computed=request.num_computed_tokens,
+            num_computed=request.num_computed_tokens or self._seams.num_awaited_tokens(request),
             num_tokens=request.num_tokens + request.num_output_placeholders,
             num_output=request.num_output_tokens,
             num_in_flight=request.num_output_placeholders,
@@ -115,7 +117,7 @@ class Booking:
         slo_class, slo = self._targets.of(request)
         arrival_s = self._arrivals.of(request)
         self._interval_log.begin(arrival_s)
-        num_cached = request.num_computed_tokens
+        num_cached = request.num_computed_tokens or self._seams.num_awaited_tokens(request)
         if self._lookups is not None:
             num_cached = max(num_cached, self._lookups.arrived(request))
         self._monitor.add(

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from sola_sched.core.monitor import StateMonitor
-from sola_sched.core.state import WAITING, IntArray, StepState
+from sola_sched.core.state import WAITING, BoolArray, IntArray, StepState
 from sola_sched.vllm_adapter.versions import Seams
 
 #: Waiting requests that are looked up at a step, at most.
 _LOOKUPS_PER_STEP = 4
-#: A look-up takes time for each block found, up to a microsecond or two. So many may be found at a
-#: step on average, arrivals included; after a longer look-up the next ones wait.
+#: A look-up takes time for each block that it walks over, up to a microsecond or two. It may be so
+#: many at a step on average, arrivals included; after a longer look-up the next ones wait.
 BLOCKS_PER_STEP = 256
 #: Answers that are kept for requests that wait for their first look-up.
 _NUM_ANSWERS = 8
@@ -23,6 +23,9 @@ _NUM_ANSWERS = 8
 
 class PrefixLookups:
     """Bounds what look-ups take: a request is looked up when it comes, or soon after, and in turn.
+
+    With full attention a look-up walks over the blocks that it finds, else perhaps over all of the
+    prompt's, although it finds none. Prompts that another engine sends are not looked up.
 
     Until its first look-up a request is expected to find what others with the same prefix have
     found, which the hash of the last block tells at once.
@@ -34,7 +37,8 @@ class PrefixLookups:
 
     def __init__(self, seams: Seams, block_size: int) -> None:
         self._seams, self._block_size = seams, block_size
-        self._debt = 0  # blocks found lately beyond what steps allow
+        self._walks_all = seams.walks_all_blocks
+        self._debt = 0  # blocks walked over lately beyond what steps allow
         self._next = 0
         self._unknown: dict[str, None] = {}  # requests without a look-up, the oldest first
         # Of the last that came those that were looked up: until the next step nothing changes.
@@ -43,6 +47,8 @@ class PrefixLookups:
 
     def arrived(self, request: Any) -> int:
         """Tokens that a new request is expected to find."""
+        if awaited := self._seams.num_awaited_tokens(request):
+            return awaited
         if self._debt < BLOCKS_PER_STEP:
             self._fresh.append(request.request_id)
             return self._look_up(request)
@@ -77,14 +83,17 @@ class PrefixLookups:
         """Those of `rows` to refuse: who has not been looked up may be in time after all."""
         if not self._unknown:
             return rows
-        table = state.table
-        is_known = np.array([table.req_id[row] not in self._unknown for row in rows], dtype=bool)
-        known: IntArray = rows[is_known | (table.due_s[rows] <= state.now_s)]
-        return known
+        req_id = state.table.req_id
+        is_known = np.array([req_id[row] not in self._unknown for row in rows], dtype=bool)
+        return known_or_late(state, rows, is_known)
 
     def _look_up(self, request: Any) -> int:
+        if awaited := self._seams.num_awaited_tokens(request):
+            return awaited
         num_tokens = self._seams.num_cached_tokens(request)
         self._debt += num_tokens // self._block_size
+        if self._walks_all:
+            self._debt += len(request.block_hashes)
         if num_tokens:
             answer = (num_tokens, self._seams.prefix_hash(request, num_tokens))
             if answer not in self._answers:
@@ -101,3 +110,9 @@ class PrefixLookups:
             if row is not None and table.phase[row] == WAITING:
                 return row
         return None
+
+
+def known_or_late(state: StepState, rows: IntArray, is_known: BoolArray | bool) -> IntArray:
+    """Those of `rows` of whom it is known what they lack, or whose first token is overdue."""
+    chosen: IntArray = rows[is_known | (state.table.due_s[rows] <= state.now_s)]
+    return chosen

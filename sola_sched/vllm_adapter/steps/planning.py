@@ -17,11 +17,12 @@ from vllm.v1.request import Request
 
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.ewt import update_waits
-from sola_sched.core.state import EngineLimits, StepPlan, StepState
+from sola_sched.core.state import EngineLimits, IntArray, StepPlan, StepState
 from sola_sched.cost.model import CostModel
 from sola_sched.planner import pass_through
 from sola_sched.reports.log import waits_for_slots_alone
 from sola_sched.vllm_adapter.engine_facts import differences, facts_of
+from sola_sched.vllm_adapter.requests.prefix_lookups import known_or_late
 from sola_sched.vllm_adapter.steps.adapter_slots import leave_out, with_late_rejected
 from sola_sched.vllm_adapter.steps.steering import BETWEEN_PREFILLS, NEUTRAL, SETTLED
 from sola_sched.vllm_adapter.versions import Seams
@@ -181,9 +182,8 @@ class Planning:
         )
         if left_out is not None and len(left_out) and self._rejects:
             plan = with_late_rejected(state, plan, left_out)
-        if len(plan.reject) and self._lookups is not None:
-            known = self._lookups.without_unknown(state, plan.reject)
-            plan = dataclasses.replace(plan, reject=known)
+        if len(plan.reject):
+            plan = dataclasses.replace(plan, reject=self._to_refuse(state, plan.reject))
         self.num_plans += 1
         if self.num_plans % _REVIEW_PLANS == 1 and state.cost.is_ready:
             if self._swapping is not None or self.num_plans % _REPORT_PLANS == 1:
@@ -198,6 +198,12 @@ class Planning:
         if plan.is_settled and not parked and self._has_plenty(state):
             self._settled_at, plan = monitor.table.epoch, SETTLED
         return plan
+
+    def _to_refuse(self, state: StepState, rows: IntArray) -> IntArray:
+        """Those of `rows` who cannot be in time whatever they will find computed."""
+        if self._seams.loads_by_others:
+            return known_or_late(state, rows, False)
+        return rows if self._lookups is None else self._lookups.without_unknown(state, rows)
 
     def _has_plenty(self, state: StepState) -> bool:
         """Whether the next steps change nothing for what else goes by plans: copies, a cadence."""
