@@ -20,7 +20,7 @@ from sola_sched.config.flags import LineParser
 from sola_sched.config.program import run
 from sola_sched.errors import ConfigError
 from sola_sched.explain.source import read
-from sola_sched.reports.fates import tpot_s, ttft_s
+from sola_sched.reports.fates import engine_of, tpot_s, ttft_s
 
 EXIT_USAGE = 2
 #: Fewer requests than these say little.
@@ -48,7 +48,7 @@ class Share:
     def of(cls, fates: Sequence[Fate]) -> Share:
         """Of these requests."""
         counted = [fate for fate in fates if fate["end"] != "aborted"]
-        counted.sort(key=lambda fate: float(fate["arrival_s"]))
+        counted.sort(key=lambda fate: (engine_of(fate), float(fate["arrival_s"])))
         flags = [fate["end"] == "attained" for fate in counted]
         return cls(sum(flags), len(flags), worth(flags, has_trend=False))
 
@@ -142,9 +142,12 @@ def _loads(one: Sequence[Fate], other: Sequence[Fate]) -> str:
 
 
 def _rate(fates: Sequence[Fate]) -> float:
-    times = [fate["arrival_s"] for fate in fates]
-    span_s = max(times) - min(times)
-    return (len(times) - 1) / span_s if span_s > 0.0 else 0.0
+    """Requests a second: the sum of the engines', each of which has a clock of its own."""
+    times: dict[int, list[float]] = {}
+    for fate in fates:
+        times.setdefault(engine_of(fate), []).append(float(fate["arrival_s"]))
+    spans_s = [(len(own) - 1, max(own) - min(own)) for own in times.values()]
+    return sum(count / span_s for count, span_s in spans_s if span_s > 0.0)
 
 
 def _percentile(fates: Sequence[Fate], time_s: Callable[[Fate], float | None], percent: int) -> str:

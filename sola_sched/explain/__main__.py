@@ -26,7 +26,7 @@ from sola_sched.errors import ConfigError
 from sola_sched.explain import html, trace
 from sola_sched.explain.replay import Replay, Way, cells, table
 from sola_sched.explain.source import Window, find, read
-from sola_sched.reports.fates import WAITED, is_late
+from sola_sched.reports.fates import WAITED, engine_of, is_late
 from sola_sched.reports.reasons import SHORT_OF, percent, remedies, story, verdict
 
 EXIT_USAGE = 2
@@ -98,15 +98,21 @@ def _parser() -> LineParser:
     add("--ttft", type=positive_float, metavar="S", help="replay with this TTFT target, seconds")
     add("--tpot", type=positive_float, metavar="S", help="replay with this TPOT target, seconds")
     add("--max-num-seqs", type=positive_int, metavar="N", help="replay with so many slots")
-    add("--engines", type=positive_int, metavar="N", help="replay on so many engines (default: 2)")
+    add(
+        "--engines",
+        type=positive_int,
+        metavar="N",
+        help="replay on so many engines (default: 2), of a data parallel server so many for each",
+    )
     return parser
 
 
 def of_one(fate: Mapping[str, Any], window: Window) -> str:
     """The whole story of one request."""
-    lines = [f"{fate['request_id']} (class {fate['slo_class']}). {verdict(fate)}", ""]
-    lines += [f"- {line}" for line in story(fate, window.requests)]
-    helps = remedies(fate, window.requests)
+    known = window.beside(fate)
+    lines = [f"{fate['request_id']} (class {window.place(fate)}). {verdict(fate)}", ""]
+    lines += [f"- {line}" for line in story(fate, known)]
+    helps = remedies(fate, known)
     if helps:
         lines += ["", "What would have helped:", *(f"- {line}" for line in helps)]
     return "\n".join(lines)
@@ -120,6 +126,13 @@ def of_all(window: Window) -> str:
         return lines[0]
     missed = Counter(name for fate in late for name in fate["missed"])
     lines[0] += f" By target: {', '.join(f'{n.upper()} {k:,}' for n, k in missed.most_common())}."
+    if len(window.by_engine) > 1:
+        counts = Counter(map(engine_of, late))
+        parts = [
+            f"engine {rank} {counts[rank]:,} of {len(own.requests):,}"
+            for rank, own in window.by_engine.items()
+        ]
+        lines.append(f"By engine: {', '.join(parts)}.")
     total_s = [sum(fate[name] for fate in late) for name in WAITED]
     if sum(total_s):
         shares = sorted(zip(total_s, SHORT_OF, strict=True), reverse=True)
@@ -127,7 +140,7 @@ def of_all(window: Window) -> str:
         lines.append(f"What they waited for: {', '.join(parts)}.")
     lines += ["", "The last of them:"]
     for fate in late[:_MOST_SHOWN]:
-        lines.append(f"  {fate['request_id']} ({fate['slo_class']}): {verdict(fate)}")
+        lines.append(f"  {fate['request_id']} ({window.place(fate)}): {verdict(fate)}")
     return "\n".join(lines)
 
 
@@ -135,15 +148,16 @@ def _replay(window: Window, args: Any) -> tuple[str, list[list[str]]]:
     """A sentence on what was served again, and the table."""
     replay = Replay(window)
     req_id = replay.id_of(args.id) if args.id else None
-    replayed = {way.label: replay.run(way) for way in _ways(args)}
+    replayed = {way.label: replay.run(way) for way in _ways(args, replay.num_engines)}
     left_out = ""
     if replay.num_left_out:
         left_out = f" ({replay.num_left_out:,} without a whole answer left out)"
-    said = f"{replay.num_requests:,} recorded requests{left_out}, in virtual time:"
+    several = f" of {replay.num_engines} engines" if replay.num_engines > 1 else ""
+    said = f"{replay.num_requests:,} recorded requests{several}{left_out}, in virtual time:"
     return said, cells(replayed, req_id)
 
 
-def _ways(args: Any) -> list[Way]:
+def _ways(args: Any, num_recorded: int) -> list[Way]:
     ways = [Way("stock vLLM", "stock"), Way("sola_sched", "sola")]
     targets = {name: getattr(args, name) for name in ("ttft", "tpot") if getattr(args, name)}
     if targets:
@@ -152,8 +166,8 @@ def _ways(args: Any) -> list[Way]:
     if args.max_num_seqs:
         more = {"max_num_seqs": args.max_num_seqs}
         ways.append(Way(f"{args.max_num_seqs:,} slots", "sola", engine_args=more))
-    num_engines = args.engines or 2
-    ways.append(Way(f"{num_engines} engines", "sola", num_engines=num_engines))
+    num_each = args.engines or 2
+    ways.append(Way(f"{num_each * num_recorded} engines", "sola", num_engines=num_each))
     return ways
 
 

@@ -13,7 +13,7 @@ from sola_sched.bench.report import page
 from sola_sched.bench.report.page import Figure, Lines, Section, Table, axis
 from sola_sched.bench.report.results import environment
 from sola_sched.explain.source import Window
-from sola_sched.reports.fates import WAITED, tpot_s, ttft_s
+from sola_sched.reports.fates import WAITED, engine_of, tpot_s, ttft_s
 from sola_sched.reports.reasons import (
     preferred_to,
     remedies,
@@ -70,14 +70,15 @@ def write(
 
 
 def _one(fate: Mapping[str, Any], window: Window) -> list[Section]:
+    known = window.beside(fate)
     why = Section(
         f"Request {fate['request_id']}",
-        [f"Class {fate['slo_class']}. {verdict(fate)}", Lines(story(fate, window.requests))],
+        [f"Class {window.place(fate)}. {verdict(fate)}", Lines(story(fate, known))],
     )
-    if helps := remedies(fate, window.requests):
+    if helps := remedies(fate, known):
         why.parts += ["What would have helped:", Lines(helps)]
     why.parts.append(_own_time(fate))
-    preferred = preferred_to(fate, window.requests)
+    preferred = preferred_to(fate, known)
     others = Section("Who was preferred to it")
     if not preferred:
         others.parts.append(
@@ -253,18 +254,19 @@ def _plane(points: Sequence[Mapping[str, Any]], window: Window) -> Figure:
 
 
 def _over_time(window: Window) -> Figure:
-    begun_s = min(fate["arrival_s"] for fate in window.requests)
-    over_s = max(fate["ended_s"] for fate in window.requests)
-    middles = (np.arange(_NUM_BINS) + 0.5) * (over_s - begun_s) / _NUM_BINS
+    begun_s = _begun_s(window)
+    over_s = max(fate["ended_s"] - begun_s[engine_of(fate)] for fate in window.requests)
+    middles = (np.arange(_NUM_BINS) + 0.5) * over_s / _NUM_BINS
     data = []
     for name, colour, begin, end in (
         ("wait for a slot", page.OURS[0], "arrival_s", "started_s"),
         ("have one", page.OTHERS[0], "started_s", "ended_s"),
     ):
         spans = np.array(
-            [(f[begin], f["ended_s"] if f[end] is None else f[end])
+            [(f[begin] - begun_s[engine_of(f)],
+              (f["ended_s"] if f[end] is None else f[end]) - begun_s[engine_of(f)])
              for f in window.requests if f[begin] is not None]
-        ).reshape(-1, 2) - begun_s  # fmt: skip
+        ).reshape(-1, 2)  # fmt: skip
         counts = [int(((spans[:, 0] <= at) & (at < spans[:, 1])).sum()) for at in middles]
         data.append({"name": name, "x": middles.tolist(), "y": counts, "mode": "lines",
                      "line": {"color": colour}})  # fmt: skip
@@ -274,13 +276,13 @@ def _over_time(window: Window) -> Figure:
 
 
 def _rows(fates: Sequence[Mapping[str, Any]], window: Window) -> list[list[str]]:
-    begun_s = min((fate["arrival_s"] for fate in window.requests), default=0.0)
+    begun_s = _begun_s(window)
     return [
         [
             fate["request_id"],
-            fate["slo_class"],
+            window.place(fate),
             fate["end"],
-            f"{fate['arrival_s'] - begun_s:.2f}",
+            f"{fate['arrival_s'] - begun_s[engine_of(fate)]:.2f}",
             f"{fate['num_prompt']:,}",
             f"{fate['num_output']:,}",
             _ms(ttft_s(fate)),
@@ -288,6 +290,14 @@ def _rows(fates: Sequence[Mapping[str, Any]], window: Window) -> list[list[str]]
         ]
         for fate in fates
     ]
+
+
+def _begun_s(window: Window) -> dict[int, float]:
+    """The first arrival of each engine, on its own clock."""
+    return {
+        rank: min(fate["arrival_s"] for fate in own.requests)
+        for rank, own in window.by_engine.items()
+    }
 
 
 def _settings(window: Window) -> Table:

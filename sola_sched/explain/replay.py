@@ -21,7 +21,7 @@ from sola_sched.core.metrics import RequestRecord
 from sola_sched.cost.file import Coefficients
 from sola_sched.cost.model import CostModel
 from sola_sched.errors import ConfigError
-from sola_sched.explain.source import Window
+from sola_sched.explain.source import PATH, Window
 from sola_sched.simulator.steps.profile import UNKNOWN_SHAPE, StepProfile
 from sola_sched.simulator.steps.time import MeasuredStepTime
 from sola_sched.workloads.workload import RequestSpec, Workload, random_token_ids
@@ -39,7 +39,7 @@ class Way:
         kind: "stock" or "sola".
         ttft_s, tpot_s: Targets of all requests; None leaves theirs.
         engine_args: That differ from the recorded engine's.
-        num_engines: Engines that get the requests in turn.
+        num_engines: Engines that get the requests of each recorded one in turn.
     """
 
     label: str
@@ -50,6 +50,15 @@ class Way:
     num_engines: int = 1
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What one engine served: its facts, its step times and its requests."""
+
+    engine: Mapping[str, Any]
+    cost: CostModel
+    specs: Sequence[RequestSpec]
+
+
 class Replay:
     """The recorded requests of a window, ready to be served again.
 
@@ -57,38 +66,30 @@ class Replay:
         num_left_out: Requests without a whole answer.
 
     Raises:
-        ConfigError: The window holds no engine, or too few requests.
+        ConfigError: The window holds no engine, or one that is none, or too few requests.
     """
 
     def __init__(self, window: Window) -> None:
-        if window.engine is None:
-            raise ConfigError(
-                "a replay needs the engine's settings and step times, which the server has not "
-                "told (its cost model is still learning, or the file is of an older release)."
-            )
-        self._engine = window.engine
-        whole = [fate for fate in window.requests if fate["end"] in _WHOLE and fate["num_output"]]
-        self.num_left_out = len(window.requests) - len(whole)
-        if len(whole) < _FEWEST:
-            raise ConfigError(
-                f"a replay needs at least {_FEWEST} requests with whole answers (got {len(whole)})."
-            )
-        whole = sorted(whole, key=lambda fate: fate["arrival_s"])
         rng = np.random.default_rng(0)
-        self._specs = [
-            RequestSpec(
-                req_id=fate["request_id"],
-                prompt_token_ids=random_token_ids(
-                    rng, fate["num_prompt"], UNKNOWN_SHAPE["vocab_size"]
-                ),
-                output_tokens=fate["num_output"],
-                arrival_s=fate["arrival_s"] - whole[0]["arrival_s"],
-                slo=SloTarget(*(_or_inf(fate[name]) for name in ("ttft_s", "tpot_s", "e2e_s"))),
-                slo_class=None if fate["slo_class"] == DEFAULT_CLASS else fate["slo_class"],
-                priority=fate["priority"],
+        self._parts: list[_Part] = []
+        for rank, own in (window.by_engine or {0: window}).items():
+            whole = [fate for fate in own.requests if fate["end"] in _WHOLE and fate["num_output"]]
+            if not whole and len(window.by_engine) > 1:
+                continue
+            if own.engine is None:
+                raise ConfigError(
+                    "a replay needs the engine's settings and step times, which the server has "
+                    f"not told{f' of engine {rank}' if len(window.by_engine) > 1 else ''} (its "
+                    "cost model is still learning, or the file is of an older release)."
+                )
+            if whole:
+                self._parts.append(_Part(own.engine, _cost(own.engine), _specs(whole, rng)))
+        num_whole = self.num_requests
+        self.num_left_out = len(window.requests) - num_whole
+        if num_whole < _FEWEST:
+            raise ConfigError(
+                f"a replay needs at least {_FEWEST} requests with whole answers (got {num_whole})."
             )
-            for fate in whole
-        ]
 
     def id_of(self, part: str) -> str:
         """The id of the first request whose id contains this.
@@ -96,7 +97,7 @@ class Replay:
         Raises:
             ConfigError: None of those that are served again has.
         """
-        for spec in self._specs:
+        for spec in self._all():
             if part in spec.req_id:
                 return spec.req_id
         raise ConfigError(
@@ -104,26 +105,37 @@ class Replay:
         )
 
     @property
+    def num_engines(self) -> int:
+        """Engines of the server that had some of them."""
+        return len(self._parts)
+
+    @property
     def num_requests(self) -> int:
         """Requests that are served again."""
-        return len(self._specs)
+        return len(self._all())
+
+    def _all(self) -> list[RequestSpec]:
+        return [spec for part in self._parts for spec in part.specs]
 
     def run(self, way: Way) -> list[RequestRecord]:
-        """Serve them so; a record for each, in the order of their arrival."""
-        specs = [self._with_targets(spec, way) for spec in self._specs]
+        """Serve them so; a record for each, in the order of their arrival.
+
+        Each engine of the server is served again by itself, from its own first arrival on.
+        """
         records: list[RequestRecord] = []
-        for number in range(way.num_engines):
-            own = specs[number :: way.num_engines]
-            if own:
-                records += self._served(own, way)
+        for part in self._parts:
+            specs = [self._with_targets(spec, way) for spec in part.specs]
+            for number in range(way.num_engines):
+                own = specs[number :: way.num_engines]
+                if own:
+                    records += self._served(part, own, way)
         return sorted(records, key=lambda record: record.arrival_s)
 
-    def _served(self, specs: Sequence[RequestSpec], way: Way) -> list[RequestRecord]:
-        engine = self._engine
-        args = {**engine["engine_args"], **(way.engine_args or {})}
-        profile = StepProfile("recorded", MeasuredStepTime(_cost(engine)), UNKNOWN_SHAPE)
+    def _served(self, part: _Part, specs: Sequence[RequestSpec], way: Way) -> list[RequestRecord]:
+        args = {**part.engine["engine_args"], **(way.engine_args or {})}
+        profile = StepProfile("recorded", MeasuredStepTime(part.cost), UNKNOWN_SHAPE)
         backend = SimBackend(SimOptions(profile, args, num_warmups=0))
-        options = dict(engine["options"]) if way.kind == "sola" else {}
+        options = dict(part.engine["options"]) if way.kind == "sola" else {}
         scheduler = SchedulerSpec(way.label, way.kind, {}, options)
         return list(backend.run(Workload(tuple(specs)), scheduler, SloTarget()).records)
 
@@ -134,6 +146,23 @@ class Replay:
         if way.tpot_s is not None:
             slo = replace(slo, tpot_s=way.tpot_s)
         return replace(spec, slo=slo)
+
+
+def _specs(whole: Sequence[Mapping[str, Any]], rng: np.random.Generator) -> list[RequestSpec]:
+    """The requests of one engine in the order of their arrivals, the first at 0."""
+    ordered = sorted(whole, key=lambda fate: float(fate["arrival_s"]))
+    return [
+        RequestSpec(
+            req_id=fate["request_id"],
+            prompt_token_ids=random_token_ids(rng, fate["num_prompt"], UNKNOWN_SHAPE["vocab_size"]),
+            output_tokens=fate["num_output"],
+            arrival_s=fate["arrival_s"] - ordered[0]["arrival_s"],
+            slo=SloTarget(*(_or_inf(fate[name]) for name in ("ttft_s", "tpot_s", "e2e_s"))),
+            slo_class=None if fate["slo_class"] == DEFAULT_CLASS else fate["slo_class"],
+            priority=fate["priority"],
+        )
+        for fate in ordered
+    ]
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:
@@ -181,12 +210,20 @@ def _cost(engine: Mapping[str, Any]) -> CostModel:
     Mixed steps have a correction of their own, which there is no coefficient for: they are taken
     to be as far off as the two kinds that they are made of.
     """
-    prefill, decode = engine["gamma"]["prefill"], engine["gamma"]["decode"]
-    own = engine["coefficients"]
-    scaled = {name: own[name] * prefill for name in ("a0", "b0", "c0", "d0")}
-    scaled |= {name: own[name] * decode for name in ("a1", "b1", "c1")}
-    scaled["overlap"] = min(own["overlap"] * min(prefill, decode), scaled["d0"], scaled["c1"])
-    return CostModel.from_coefficients(Coefficients(**scaled))
+    try:
+        prefill, decode = (float(engine["gamma"][kind]) for kind in ("prefill", "decode"))
+        own = {name: float(value) for name, value in engine["coefficients"].items()}
+        scaled = {name: own[name] * prefill for name in ("a0", "b0", "c0", "d0")}
+        scaled |= {name: own[name] * decode for name in ("a1", "b1", "c1")}
+        scaled["overlap"] = min(own["overlap"] * min(prefill, decode), scaled["d0"], scaled["c1"])
+        for name in ("engine_args", "options"):
+            dict(engine[name])
+        return CostModel.from_coefficients(Coefficients(**scaled))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"a replay needs the engine's settings and step times as {PATH} tells them "
+            f"({type(error).__name__}: {error})."
+        ) from error
 
 
 def _or_inf(value: float | None) -> float:

@@ -7,11 +7,14 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from sola_sched.errors import ConfigError
+from sola_sched.reports.fate_form import problem_of
+from sola_sched.reports.fates import engine_of
 
 #: Where a server of ours tells them.
 PATH = "/sola/requests"
@@ -21,19 +24,45 @@ _MOST = 100_000
 
 @dataclass(frozen=True)
 class Window:
-    """Requests that ended one after another on one engine.
+    """Requests that ended one after another on a server.
 
     Attributes:
-        requests: As in `reports.fates.fate_of`, the last to end first.
-        engine: As in `reports.fates.engine_facts`; None where the server has not told it.
+        requests: As in `reports.fates.fate_of`, the last to end first. Those of a data parallel
+            server have the rank of their `engine`; each engine has a clock of its own.
+        engine: As in `reports.fates.engine_facts`, of the first; None where the server has not
+            told it.
+        engines: The same by rank; empty where there is but one.
     """
 
     requests: Sequence[Mapping[str, Any]]
     engine: Mapping[str, Any] | None
+    engines: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    @cached_property
+    def by_engine(self) -> Mapping[int, Window]:
+        """The requests of each engine that has some, by rank."""
+        requests: dict[int, list[Mapping[str, Any]]] = {}
+        for fate in self.requests:
+            requests.setdefault(engine_of(fate), []).append(fate)
+        return {
+            rank: Window(requests[rank], self.engines.get(rank) if self.engines else self.engine)
+            for rank in sorted(requests)
+        }
+
+    def beside(self, fate: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """All that are known of the engine that it ran on."""
+        own = self.by_engine.get(engine_of(fate))
+        return () if own is None else own.requests
+
+    def place(self, fate: Mapping[str, Any]) -> str:
+        """Its class, and its engine where there are several."""
+        name = str(fate["slo_class"])
+        return name if len(self.by_engine) < 2 else f"{name}, engine {engine_of(fate)}"
 
     def to_json(self) -> dict[str, Any]:
         """The form of the server's answer and of a file."""
-        return {"requests": list(self.requests), "engine": self.engine}
+        engines = {str(rank): facts for rank, facts in self.engines.items()}
+        return {"requests": list(self.requests), "engine": self.engine, "engines": engines}
 
 
 def late_of(url: str, most: int) -> Sequence[Mapping[str, Any]]:
@@ -113,8 +142,18 @@ def _told(error: urllib.error.HTTPError) -> str:
 
 def _window(document: Any, source: str) -> Window:
     requests = document.get("requests") if isinstance(document, dict) else None
-    if not isinstance(requests, list) or not all(
-        isinstance(each, dict) and "request_id" in each and "missed" in each for each in requests
-    ):
+    if not isinstance(requests, list):
         raise ConfigError(f"{source!r} must hold the answer of {PATH} (it holds something else).")
-    return Window(requests, document.get("engine"))
+    for number, each in enumerate(requests, 1):
+        if problem := problem_of(each):
+            raise ConfigError(
+                f"{source!r} must hold the answer of {PATH} (of request {number} {problem})."
+            )
+    engine, engines = document.get("engine"), document.get("engines") or {}
+    facts = [engine or {}, *(engines.values() if isinstance(engines, dict) else (None,))]
+    if not all(isinstance(each, dict) for each in facts) or not all(map(str.isdecimal, engines)):
+        raise ConfigError(
+            f"{source!r} must hold the answer of {PATH} ('engine' and 'engines' are something "
+            "else)."
+        )
+    return Window(requests, engine, {int(rank): each for rank, each in engines.items()})

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sola_sched.explain.source import Window
 from sola_sched.reports.reasons import verdict
 
 Fate = Mapping[str, Any]
@@ -26,15 +27,26 @@ def write(requests: Sequence[Fate], path: Path) -> Path:
 
 
 def events(requests: Sequence[Fate]) -> Iterator[dict[str, Any]]:
-    """Events of the trace format, times from the first arrival on."""
+    """Events of the trace format, times of each engine from its first arrival on."""
+    by_engine = Window(requests, None).by_engine
+    first = 0
+    for rank, own in by_engine.items():
+        name = f", engine {rank}" if len(by_engine) > 1 else ""
+        yield from _of_engine(own.requests, name, first)
+        first += len({fate["slo_class"] for fate in own.requests})
+
+
+def _of_engine(requests: Sequence[Fate], engine: str, first: int) -> Iterator[dict[str, Any]]:
+    """Those of one engine, its processes from `first` on."""
     ordered = sorted(requests, key=lambda fate: float(fate["arrival_s"]))
-    begin_s = ordered[0]["arrival_s"] if ordered else 0.0
+    begin_s = ordered[0]["arrival_s"]
     classes = list(dict.fromkeys(fate["slo_class"] for fate in ordered))
-    for place, name in enumerate(classes):
-        yield {"ph": "M", "name": "process_name", "pid": place, "args": {"name": f"class {name}"}}
-    free_s: dict[int, list[float]] = {place: [] for place in range(len(classes))}
+    for place, name in enumerate(classes, first):
+        named = {"name": f"class {name}{engine}"}
+        yield {"ph": "M", "name": "process_name", "pid": place, "args": named}
+    free_s: dict[int, list[float]] = {first + place: [] for place in range(len(classes))}
     for fate in ordered:
-        process = classes.index(fate["slo_class"])
+        process = first + classes.index(fate["slo_class"])
         row = _row(free_s[process], fate)
         for name, from_s, to_s, args in _spans(fate):
             yield {
@@ -45,7 +57,7 @@ def events(requests: Sequence[Fate]) -> Iterator[dict[str, Any]]:
         if fate["lost_s"] is not None:
             yield {"ph": "i", "s": "t", "name": "given up", "pid": process, "tid": row,
                    "ts": round(_US * (fate["lost_s"] - begin_s))}  # fmt: skip
-    yield from _counts(ordered, begin_s)
+    yield from _counts(ordered, begin_s, first)
 
 
 def _row(free_s: list[float], fate: Fate) -> int:
@@ -70,7 +82,7 @@ def _spans(fate: Fate) -> Iterator[tuple[str, float, float, dict[str, Any]]]:
             yield name, from_s, to_s, {}
 
 
-def _counts(requests: Sequence[Fate], begin_s: float) -> Iterator[dict[str, Any]]:
+def _counts(requests: Sequence[Fate], begin_s: float, process: int) -> Iterator[dict[str, Any]]:
     """How many wait and how many have a slot, whenever that changes."""
     changes: list[tuple[float, int, int]] = []
     for fate in requests:
@@ -83,5 +95,6 @@ def _counts(requests: Sequence[Fate], begin_s: float) -> Iterator[dict[str, Any]
     waiting = running = 0
     for at_s, more_wait, more_run in sorted(changes):
         waiting, running = waiting + more_wait, running + more_run
-        yield {"ph": "C", "name": "requests", "pid": 0, "ts": round(_US * (at_s - begin_s)),
+        yield {"ph": "C", "name": "requests", "pid": process,
+               "ts": round(_US * (at_s - begin_s)),
                "args": {"waiting": waiting, "running": running}}  # fmt: skip

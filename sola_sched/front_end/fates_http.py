@@ -1,9 +1,10 @@
 """What became of requests, on vLLM's own server: `GET /sola/requests` and `/sola/requests/ID`.
 
 `/sola/requests?missed` lists those alone that did not meet their targets, `?limit=10` so many. Each
-answer is a JSON object: the list `requests`, each as in `reports.fates.fate_of`, and the `engine`
-on which they ran, as in `reports.fates.engine_facts`. A server with several API processes answers
-from what one of them was told.
+answer is a JSON object: the list `requests`, each as in `reports.fates.fate_of` and with the rank
+of its `engine`; `engines`, on which they ran, as in `reports.fates.engine_facts`, by rank; and
+`engine`, the first of these. A server with several API processes answers from what one of them was
+told.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def answer(path: str, query: str, book: FateBook = BOOK) -> tuple[HTTPStatus, di
     if req_id:
         found = book.find(req_id)
         if found:
-            return HTTPStatus.OK, {"requests": found, "engine": book.engine}
+            return HTTPStatus.OK, _told(found, book)
         message = (
             f"'{req_id}' must be the id of a request that has ended, one of the last "
             f"{len(book):,} (none is); it may still be running."
@@ -76,7 +77,14 @@ def answer(path: str, query: str, book: FateBook = BOOK) -> tuple[HTTPStatus, di
         )
         return HTTPStatus.BAD_REQUEST, {"error": {"message": message, "code": 400}}
     requests = book.latest(int(limit), are_missed="missed" in options)
-    return HTTPStatus.OK, {"requests": requests, "engine": book.engine}
+    return HTTPStatus.OK, _told(requests, book)
+
+
+def _told(requests: list[dict[str, Any]], book: FateBook) -> dict[str, Any]:
+    engines = dict(sorted(book.engines.items()))
+    first = next(iter(engines.values()), None)
+    named = {str(rank): facts for rank, facts in engines.items()}
+    return {"requests": requests, "engine": first, "engines": named}
 
 
 def add_middleware(args: Any) -> None:

@@ -144,7 +144,7 @@ class SolaStatLogger(AggregateStatLoggerBase):  # type: ignore[misc, unused-igno
             logger.exception("sola_sched: the options file could not be looked at")
         try:
             for text in texts:
-                self._add(TelemetryReport.from_text(text), str(engine_idx))
+                self._add(TelemetryReport.from_text(text), engine_idx)
         except Exception:
             self._is_broken = True
             logger.exception("sola_sched: no more metrics, a report could not be read")
@@ -152,12 +152,14 @@ class SolaStatLogger(AggregateStatLoggerBase):  # type: ignore[misc, unused-igno
     def log_engine_initialized(self) -> None:
         """Nothing to say: the scheduler has said it."""
 
-    def _add(self, report: TelemetryReport, engine: str) -> None:
+    def _add(self, report: TelemetryReport, rank: int) -> None:
+        engine = str(rank)
         if self._is_alone:
             FEED.publish(report.load)
         if report.fates is not None:
-            self._observe(BOOK.add(report.fates), engine)
-            BOOK.engine = report.engine or BOOK.engine
+            self._observe(BOOK.add(report.fates, rank), engine)
+            if report.engine is not None:
+                BOOK.engines[rank] = report.engine
         at = (self._model_name, engine)
         self._is_refused.labels(*at).set(self._options.problem is not None)
         for name, counts in report.requests.items():

@@ -121,9 +121,14 @@ def ttft_s(fate: Mapping[str, Any]) -> float | None:
 
 def tpot_s(fate: Mapping[str, Any]) -> float | None:
     """Its time per output token after the first; None with fewer than two."""
-    if fate["num_output"] < 2 or fate["first_token_s"] is None:
+    if fate["num_output"] < 2 or fate["first_token_s"] is None or fate["last_token_s"] is None:
         return None
     return float((fate["last_token_s"] - fate["first_token_s"]) / (fate["num_output"] - 1))
+
+
+def engine_of(fate: Mapping[str, Any]) -> int:
+    """The rank of the data parallel engine that it ran on; 0 where there is one."""
+    return int(fate.get("engine", 0))
 
 
 class FateBook:
@@ -133,21 +138,27 @@ class FateBook:
         most: So many are kept.
 
     Attributes:
-        engine: On which they ran, as `engine_facts`; None where that is not known.
+        engines: On which they ran, as `engine_facts`, by rank; those alone of which it is known.
     """
 
     def __init__(self, most: int = 4096) -> None:
-        self.engine: Mapping[str, Any] | None = None
+        self.engines: dict[int, Mapping[str, Any]] = {}
         self._most = most
         self._fates: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._fates)
 
-    def add(self, report: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Add those of a report; returns them, each as in `fate_of`."""
+    def add(self, report: Mapping[str, Any], engine: int = 0) -> list[dict[str, Any]]:
+        """Add those of a report; returns them, each as in `fate_of` and with its `engine`.
+
+        Args:
+            report: As `to_report` made it.
+            engine: Rank of the engine that sent it.
+        """
         added = list(from_report(report))
         for fate in added:
+            fate["engine"] = engine
             self._fates.pop(fate["request_id"], None)
             self._fates[fate["request_id"]] = fate
         while len(self._fates) > self._most:

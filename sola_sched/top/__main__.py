@@ -9,6 +9,7 @@ their classes as text, what happened between two looks.
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 import time
@@ -21,6 +22,7 @@ from sola_sched.top.history import History
 from sola_sched.top.metrics import fetch
 
 EXIT_USAGE = 2
+_MOST_S = 86400.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--every",
-        type=positive_float,
+        type=_seconds,
         default=2.0,
         metavar="SECONDS",
-        help="between two looks (default: 2)",
+        help="between two looks (default: 2; at most a day)",
     )
     parser.add_argument(
         "--once", action="store_true", help="print what happened between two looks, and end"
@@ -56,6 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     Top(urls, args.every, fetch).run()
     return 0
+
+
+def _seconds(text: str) -> float:
+    seconds = positive_float(text)
+    if seconds > _MOST_S:
+        raise argparse.ArgumentTypeError(f"must be at most {_MOST_S:g}, a day (got {text!r})")
+    return seconds
 
 
 def _print_once(urls: Sequence[str], every_s: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import math
 import re
 import urllib.error
 import urllib.request
@@ -39,6 +40,8 @@ class Metrics:
                 try:
                     number = float(value)
                 except ValueError:
+                    continue
+                if not math.isfinite(number):  # as of a gauge that nothing has set
                     continue
                 pairs = {key: _ESCAPE.sub(_unescaped, each) for key, each in _LABEL.findall(labels)}
                 samples[name].append((pairs, number))

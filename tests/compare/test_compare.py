@@ -26,6 +26,34 @@ def served(attained: int, missed: int, every_s: float = 1.0) -> list[dict[str, A
     ]
 
 
+def test_an_answer_that_lacks_fields_is_refused_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "window.json"
+    path.write_text(json.dumps({"requests": [{"request_id": "a", "missed": []}]}))
+
+    assert main([str(path), str(path)]) == 2
+
+    assert "(of request 1 it has no 'arrival_s')" in capsys.readouterr().err
+
+
+def test_engines_of_a_data_parallel_server_are_taken_by_themselves() -> None:
+    """Neighbours are those on the same engine; rates add up, whatever the clocks say."""
+    first, second = served(60, 0), served(0, 60)
+    alike = [fate | {"engine": 0} for fate in first]
+    alike += [
+        fate | {"engine": 1, "arrival_s": fate["arrival_s"] + 1e6, "request_id": f"s{place}"}
+        for place, fate in enumerate(second)
+    ]
+    mixed = [fate for pair in zip(alike[:60], alike[60:], strict=True) for fate in pair]
+
+    assert Share.of(mixed) == Share.of(alike)
+    assert Share.of(mixed).worth is not None
+    low, high = Share.of(mixed).interval()
+    assert high - low > 0.5  # two engines, each of one mind
+    assert "unequal loads" not in compared(mixed, served(60, 60, every_s=0.5))
+
+
 @given(st.integers(1, 400), st.integers(1, 400), st.data())
 def test_an_interval_holds_the_difference_and_lies_within_what_there_can_be(
     n: int, m: int, data: st.DataObject

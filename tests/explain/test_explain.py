@@ -221,6 +221,10 @@ def test_a_server_is_asked_and_its_answer_kept(
         (["{folder}/words.txt"], "must be a file that --save has written"),
         (["{folder}/other.json"], "must hold the answer of /sola/requests"),
         (["{folder}/window.json", "r9999"], "'ID' must be that of a request in"),
+        (["{folder}/lacks.json"], "(of request 2 it has no 'num_output')"),
+        (["{folder}/wrong.json"], "(of request 1 'arrival_s' is soon)"),
+        (["{folder}/engines.json"], "('engine' and 'engines' are something else)"),
+        (["{folder}/facts.json", "--replay"], "needs the engine's settings and step times as"),
     ],
 )
 def test_what_cannot_be_explained_is_said_in_a_line(
@@ -232,6 +236,15 @@ def test_what_cannot_be_explained_is_said_in_a_line(
 ) -> None:
     folder = window_file.parent
     (folder / "words.txt").write_text("not JSON")
+    one, other = a_fate("one"), a_fate("other")
+    lacking = {name: value for name, value in other.items() if name != "num_output"}
+    for name, document in (
+        ("lacks", {"requests": [one, lacking]}),
+        ("wrong", {"requests": [one | {"arrival_s": "soon"}]}),
+        ("engines", {"requests": [one], "engine": None, "engines": {"first": {}}}),
+        ("facts", {"requests": [one, other], "engine": {"gamma": {"prefill": 1.0}}}),
+    ):
+        (folder / f"{name}.json").write_text(json.dumps(document))
     (folder / "other.json").write_text('{"requests": [{"name": 1}]}')
     assert main([each.format(url=url, folder=folder) for each in arguments]) == 2
     error = capsys.readouterr().err

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.vllm
 def book() -> FateBook:
     book = FateBook()
     book.add(to_report(ended(record_of(), record_of(end="missed"), record_of(end="rejected"))))
-    book.engine = {"gamma": {}}
+    book.engines[0] = {"gamma": {}}
     return book
 
 

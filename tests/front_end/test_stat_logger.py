@@ -9,11 +9,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from fates import ended, record_of
 from prometheus_client import REGISTRY
 from vllm.v1.metrics.stats import SchedulerStats
 
+from sola_sched.front_end import stat_logger
+from sola_sched.front_end.fates_http import answer
 from sola_sched.front_end.stat_logger import SolaStatLogger
 from sola_sched.reports import carrier as telemetry_carrier
+from sola_sched.reports.fates import FateBook, to_report
 from sola_sched.reports.telemetry import TelemetryReport
 
 pytestmark = pytest.mark.vllm
@@ -74,6 +78,26 @@ def test_reports_of_several_engines_become_metrics_of_their_own() -> None:
     assert value("sola_requests_by_slack", "several", 1, slack="none") == 4
     assert value("sola_step_model_error", "several", 0) == 0.07
     assert value("sola_prediction_error", "several", 0) is None
+
+
+def test_each_request_is_known_by_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    book = FateBook()
+    monkeypatch.setattr(stat_logger, "BOOK", book)
+    logger = make_logger("ranks")
+
+    for rank in (1, 0):
+        fates = to_report(ended(record_of(), first=rank))
+        report = TelemetryReport(fates=fates, engine={"options": {"ttft_s": 1.0 + rank}})
+        send(logger, rank, report.to_text())
+    send(logger, 1, TelemetryReport(fates=to_report(ended(record_of(), first=2))).to_text())
+
+    status, told = answer("/sola/requests", "", book)
+    assert status == 200
+    assert [(fate["request_id"], fate["engine"]) for fate in told["requests"]] == [
+        ("r2", 1), ("r0", 0), ("r1", 1),
+    ]  # fmt: skip
+    assert told["engine"] == {"options": {"ttft_s": 1.0}}
+    assert told["engines"] == {"0": told["engine"], "1": {"options": {"ttft_s": 2.0}}}
 
 
 def test_each_class_is_there_before_its_first_request() -> None:

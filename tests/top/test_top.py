@@ -77,6 +77,21 @@ def test_a_server_is_told_by_what_is_new() -> None:
     assert (row.unplanned, row.reason) == (0.25, "aside")
 
 
+def test_what_is_not_finite_is_left_out() -> None:
+    text = text_of(100, 50)
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        text += f'vllm:{name}{{engine="1"}} NaN\nvllm:{name}{{engine="2"}} +Inf\n'
+    row = history_of(text_of(90, 50), f"{text}sola_requests_lost NaN\n").server()
+    assert (row.running, row.waiting, row.lost, row.kv) == (12, 4, 0, 0.5)
+
+
+def test_the_time_between_looks_has_a_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["http://127.0.0.1:9", "--once", "--every", "1e11"])
+    assert ended.value.code == 2
+    assert "--every: must be at most 86400, a day (got '1e11')" in capsys.readouterr().err
+
+
 def test_requests_are_told_by_their_deadlines() -> None:
     assert history_of(text_of(1, 1)).server().slack is None
     row = history_of(text_of(1, 1, by_slack=(2, 3, 4, 5, 6, 7))).server()
