@@ -123,6 +123,56 @@ def test_each_input_of_a_session_counts_from_its_own_arrival(
     assert engine.record("other").num_output_tokens == 1500
 
 
+class Predictions:
+    """Stands for the client of a predictor; keeps what it is told of ends."""
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[str, int, bool]] = []
+
+    def ended(self, req_id: str, num_output: int, *, is_cut: bool) -> None:
+        self.ends.append((req_id, num_output, is_cut))
+
+    def submit(self, *_: Any) -> None:
+        pass
+
+    def poll(self) -> list[Any]:
+        return []
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+    def forget_but(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("by_client", [False, True], ids=["last-input", "aborted"])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_each_answer_of_a_session_is_learned_from_also_the_last(
+    is_async: bool, by_client: bool, is_cut: bool
+) -> None:
+    engine = make_small_engine(sola_sched.Scheduler, {}, async_scheduling=is_async)
+    scheduler = engine.scheduler
+    scheduler.sola_predictions = told = Predictions()
+    limit = 12 if is_cut else 40
+    open_session(
+        engine,
+        VirtualRequest("session", arrival_s=0.0, prompt_len=30, output_len=12, max_tokens=limit),
+    )
+    step_until(engine, lambda: "session" in scheduler.requests and _status(scheduler) == PARKED)
+    send_next(engine, output_len=12, max_tokens=limit)
+    step_until(engine, lambda: engine.record("session").num_output_tokens > 20)
+    step_until(engine, lambda: _status(scheduler) == PARKED)
+
+    if by_client:
+        scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
+    else:
+        send_next(engine, is_last=True)
+
+    assert told.ends == [("session", 12, is_cut)] * 2
+    assert scheduler.sola_stats()["failures"] == {}
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("is_early", [False, True], ids=["when-parked", "while-it-answers"])
 def test_a_session_that_its_client_ends_amid_an_answer_is_aborted(

@@ -187,20 +187,18 @@ class Booking:
         if self._lookups is not None:
             self._lookups.ended(request.request_id)
         status = request.status
-        by_itself = status in _BY_ITSELF
+        is_cut = status == RequestStatus.FINISHED_LENGTH_CAPPED
         if request in self._answered:  # a session ends: its last answer is whole
             status = RequestStatus.FINISHED_STOPPED
+            is_cut = request.num_output_tokens >= request.max_tokens
         if self.is_updating:  # its last tokens come first
             self._ended.append((request.request_id, status))
         else:
             self._book_end(request.request_id, status, is_rejected)
         predictions = self._scheduler.sola_predictions
         if predictions is not None:
-            predictions.ended(
-                request.request_id,
-                request.num_output_tokens if by_itself else 0,
-                is_cut=request.status == RequestStatus.FINISHED_LENGTH_CAPPED,
-            )
+            num_output = request.num_output_tokens if status in _BY_ITSELF else 0
+            predictions.ended(request.request_id, num_output, is_cut=is_cut)
 
     def _book_end(self, req_id: str, status: RequestStatus, is_rejected: bool = False) -> None:
         self._monitor.finished(
