@@ -127,12 +127,12 @@ class Service:
 
     def _read(self, wait_ms: float) -> bool:
         if not self._poller.poll(wait_ms):
-            return True
+            return not self._is_gone
         while True:
             try:
                 packet = self._socket.recv(protocol.MAX_PACKET, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                return True
+                return not self._is_gone
             except ConnectionResetError:
                 # Said once, of answers that it left unread. What it sent comes after.
                 if self._was_reset:
