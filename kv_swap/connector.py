@@ -111,6 +111,7 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
         problem = without_int8(kv_cache_config) if self.options.mode == "int8" else None
         if problem and is_scheduler:
             logger.info("sola_sched: KV is swapped as raw bytes, not INT8: %s", problem)
+        self._num_workers = workers_on_host(vllm_config)
         self.is_int8 = self.options.mode == "int8" and not problem
         self.geometry = Geometry.of(
             [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups],
@@ -128,7 +129,7 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
             self.manager = SwapManager(
                 self.geometry, world_size, self._ledger.pin, self._ledger.unpin
             )
-            _recompute_failed_loads(vllm_config.kv_transfer_config)
+            _recompute_failed_loads(vllm_config)
             logger.info(
                 "sola_sched: preempted requests are swapped to the host (%s, %g GiB per worker)",
                 f"INT8, {self.options.group_tokens} tokens a group" if self.is_int8 else "raw",
@@ -375,7 +376,7 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
             packers,
             device,
             int(self.options.host_gib * _GIB),
-            num_workers=workers_on_host(self._vllm_config),
+            num_workers=self._num_workers,
         )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -443,9 +444,10 @@ def workers_on_host(vllm_config: Any) -> int:
     return max(1, num_engines * int(parallel.local_world_size))
 
 
-def _recompute_failed_loads(transfer: Any) -> None:
+def _recompute_failed_loads(vllm_config: Any) -> None:
     """vLLM's scheduler reads the policy after it has made its connector; its default is "fail"."""
-    if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_load_failure_policy != "recompute":
         transfer.kv_load_failure_policy = "recompute"
         logger.info(
             "sola_sched: kv_load_failure_policy is set to 'recompute': a request whose copy cannot "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -139,11 +139,12 @@ class HostPool(SlotAllocator):
         self.slot_bytes = aligned
         self.is_pinned = has_cuda if pin is None else pin
         self._memory = torch.empty(self.num_slots, aligned, dtype=torch.uint8)
-        self._unlock: Callable[[], object] | None = None
+        self._unlock: weakref.finalize[..., HostPool] | None = None
         if self.is_pinned:
             _page_lock(self._memory)
             # At the latest with the pool: memory must not be given back while it is locked.
             self._unlock = weakref.finalize(self, _page_unlock, self._memory)
+            self._unlock.atexit = False  # the end of the process unlocks it, after CUDA has gone
 
     def close(self) -> None:
         """Unlock the memory; no copy may be under way."""

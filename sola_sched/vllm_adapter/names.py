@@ -191,12 +191,13 @@ PARTS = (
     Part(
         "vllm.config.ParallelConfig",
         _names("pipeline_parallel_size data_parallel_size world_size"),
+        _names("data_parallel_size_local local_world_size"),
         at="vllm_config.parallel_config",
     ),
     Part(
         "vllm.config.KVTransferConfig",
         _names("kv_connector"),
-        _names("kv_connector_extra_config"),
+        _names("kv_connector_extra_config kv_load_failure_policy"),
         at="vllm_config.kv_transfer_config",
     ),
     Part("vllm.config.LoRAConfig", _names("max_loras"), at="lora_config"),

@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 
 from engine_harness import STOCK, make_workload, run
 from needs import NEEDS_SWAPPING
+from vllm.config import KVTransferConfig
 
 from sola_sched.config.swap import CONNECTOR, SwapConfig
 from sola_sched.kv_swap.connector import swap_options, workers_on_host
@@ -220,12 +221,16 @@ def test_auxiliary_outputs_are_not_swapped_either_where_the_operator_names_the_c
         ({"data_parallel_size": 4, "data_parallel_external_lb": True}, 1),
     ],
 )
-def test_workers_are_told_how_many_share_their_host(values, num_engines):
+@pytest.mark.parametrize("is_named", [False, True], ids=["chosen", "named"])
+def test_workers_are_told_how_many_share_their_host(is_named, values, num_engines):
     """vLLM has each rank of a model without experts forget the others."""
     args = make_args(**values)
+    if is_named:
+        args.kv_transfer_config = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
     _choose_connector(args, make_model())
+    transfer = args.kv_transfer_config
     config = SimpleNamespace(
-        kv_transfer_config=args.kv_transfer_config,
+        kv_transfer_config=KVTransferConfig(**transfer) if is_named else transfer,
         additional_config={"sola_sched": {"swap": {"host_gib": 3}}},
         parallel_config=SimpleNamespace(local_world_size=2, data_parallel_size_local=1),
     )

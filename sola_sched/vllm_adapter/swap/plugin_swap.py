@@ -69,6 +69,9 @@ def missing_hooks() -> list[str]:
 
 def _choose_connector(args: Any, model_config: Any) -> None:
     """Set the engine's connector, or say why preempted requests are computed again."""
+    if _connector_of(args) == CONNECTOR:  # the operator has named it
+        _share_host(args)
+        return
     reason = _reason_against(args, model_config)
     if reason is None:
         from vllm.config import KVTransferConfig
@@ -76,17 +79,25 @@ def _choose_connector(args: Any, model_config: Any) -> None:
         # The role of a producer: loads are ordered behind the steps in flight, so vLLM need not
         # hold freed blocks back for them, and multimodal inputs are checked as without us.
         args.kv_transfer_config = KVTransferConfig(
-            kv_connector=CONNECTOR,
-            kv_role="kv_producer",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={NUM_ENGINES: _num_engines(args)},
+            kv_connector=CONNECTOR, kv_role="kv_producer", kv_load_failure_policy="recompute"
         )
+        _share_host(args)
     elif reason:
         from vllm.logger import init_logger
 
         init_logger(_LOGGER).info_once(
             "sola_sched: KV is not swapped, preempted requests are computed again: %s", reason
         )
+
+
+def _share_host(args: Any) -> None:
+    """Tell the connector how many engines share its host, where it will not hear it from vLLM."""
+    name, transfer = "kv_connector_extra_config", args.kv_transfer_config
+    num_engines = {NUM_ENGINES: _num_engines(args)}
+    if isinstance(transfer, dict):
+        transfer[name] = (transfer.get(name) or {}) | num_engines
+    else:
+        setattr(transfer, name, (getattr(transfer, name, None) or {}) | num_engines)
 
 
 def _num_engines(args: Any) -> int:
