@@ -90,7 +90,8 @@ class ScalingPolicy:
         reports = (ctx.raw_metrics or {}).get(ARRIVED) or {}
         window_s = ctx.config.look_back_period_s
         heard = self._heard(reports, ctx.current_time, window_s)
-        self._count(heard, is_whole=len(heard) == len(reports))
+        running = getattr(ctx, "running_replicas", None) or reports
+        self._count(heard, is_whole=len(heard) >= len(running))
         return self._scaler.target, {}
 
     def _heard(self, reports: Mapping[Any, Any], now_s: float, window_s: float) -> list[_Counts]:

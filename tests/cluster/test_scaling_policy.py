@@ -60,6 +60,7 @@ class Fleet:
             raw_metrics={ARRIVED: {k: v for k, v in self.metrics.items() if v}},
             current_time=self.now_s,
             config=SimpleNamespace(look_back_period_s=WINDOW_S),
+            running_replicas=list(self.metrics),
         )
         self.target, state = self.policy(context)
         assert state == {}
@@ -193,18 +194,23 @@ def test_a_silent_replica_holds_nothing_up_for_long() -> None:
     assert answers[-1] == 9  # half of the requests, those of the replica that tells
 
 
-@pytest.mark.parametrize("off_s", [-3600.0, 3600.0, None])
-def test_no_replica_goes_while_the_counts_of_one_cannot_be_used(off_s: float | None) -> None:
-    """It has its share of the requests, whatever its clock says."""
+@pytest.mark.parametrize(
+    ("off_s", "has_told"), [(-3600.0, True), (3600.0, True), (None, True), (None, False)]
+)
+def test_no_replica_goes_while_the_counts_of_one_cannot_be_used(
+    off_s: float | None, has_told: bool
+) -> None:
+    """It has its share of the requests, whatever its clock says, or if it says nothing."""
     fleet = Fleet(make_policy(), "a", "b", "c")
     assert set(fleet.run(40, 18.0)[3:]) == {4}
 
-    off = fleet.metrics["c"]
     answers = []
     for _ in range(90):
         if off_s is not None:
-            off = [*off[-9:], SimpleNamespace(timestamp=fleet.now_s + off_s, value=0.0)]
-            fleet.metrics["c"] = off
+            new = SimpleNamespace(timestamp=fleet.now_s + off_s, value=0.0)
+            fleet.metrics["c"] = [new]
+        elif not has_told:
+            fleet.metrics["c"] = []
         answers += fleet.run(1, 18.0, silent=("c",))
     fleet.metrics["c"] = []
     again = fleet.run(30, 18.0)
