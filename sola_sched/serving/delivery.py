@@ -194,10 +194,11 @@ class Delivery:
         self._learn_stored(begun.body, replica)
         with attempt.writing():
             await self._out.whole(begun.status, begun.headers, begun.body)
+        self._replicas.progressed(replica)
         async for piece in reply.content.iter_any():
-            self._replicas.progressed(replica)
             with attempt.writing():
                 await self._out.more(piece)
+            self._replicas.progressed(replica)  # only now: the client may have read slowly
         self._replicas.served(replica)
         return True
 

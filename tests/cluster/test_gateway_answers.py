@@ -28,6 +28,8 @@ def saying(*pieces: bytes, status: int = 200, is_cut: bool = False) -> Handler:
     """A server whose answers have these pieces; it may cut the last one."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
+        if request.path != PATH:
+            return web.Response(status=404)
         size = sum(map(len, pieces)) + is_cut
         response = web.StreamResponse(status=status, headers={"Content-Length": str(size)})
         await response.prepare(request)
@@ -68,6 +70,25 @@ def test_a_client_that_reads_slowly_and_does_not_stop_gets_all_of_a_long_answer(
 
             assert num_read >= num_pieces * len(PIECE)
             assert asyncio.get_running_loop().time() - begin_s > 3.0  # some times the limit
+
+    run(test)
+
+
+def test_a_client_that_pauses_does_not_make_its_replica_seem_to_stall() -> None:
+    whole = [PIECE] * 24 * 16
+
+    async def test() -> None:
+        async with gateway_to(saying(*whole), saying(*whole)) as (url, gateway):
+            client = await RawClient.to(url)
+            await client.send(post(PATH, BODY))
+            num_read = 0
+            while piece := await client.reader.read(2**16):
+                if num_read // 2**22 < (num_read + len(piece)) // 2**22:
+                    await asyncio.sleep(2 * gateway.options.stall_s)
+                num_read += len(piece)
+
+            assert num_read >= sum(map(len, whole))
+            assert (gateway.counts["stalls"], gateway.counts["given_up"]) == (0, 0)
 
     run(test)
 
