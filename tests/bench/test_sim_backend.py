@@ -45,10 +45,18 @@ class Watching(AsyncScheduler):
 class Stuck(AsyncScheduler):
     """Schedules nothing any more once it has seen request 1."""
 
+    last = "1"
+
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        if "1" in self.requests:
+        if self.last in self.requests:
             self.max_num_scheduled_tokens = 0
         return super().schedule(*args, **kwargs)
+
+
+class StuckAtOnce(Stuck):
+    """The same in the warm-up."""
+
+    last = "warmup-1"
 
 
 def facts(outcome: RunOutcome) -> Any:
@@ -284,6 +292,14 @@ def test_stalled_scheduler_ends_the_run_with_a_note() -> None:
 
     assert [record.completed for record in outcome.records] == [True, False]
     assert outcome.notes[0].startswith("1 of 2 requests ended: the scheduler must deliver")
+
+
+def test_a_scheduler_that_stalls_in_the_warm_up_is_named() -> None:
+    spec = parse_scheduler(f"stock:engine.scheduler_cls={__name__}:StuckAtOnce")
+    backend = SimBackend(SimOptions(TINY, SMALL, num_warmups=2, stall_timeout_s=0.5))
+
+    with pytest.raises(ConfigError, match=r"must serve the 2 requests of the warm-up \(the sched"):
+        backend.run(make_workload((0.0, 10, 1), (5.0, 10, 1)), spec, SLO)
 
 
 def test_interrupted_run_keeps_what_it_has() -> None:

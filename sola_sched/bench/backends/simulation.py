@@ -142,8 +142,14 @@ class SimBackend:
         probe = SchedulerProbe(engine.scheduler)
         # The oracle is told each length; that is the point of it.
         replay = VirtualReplay(engine, max_concurrency, on_done, scheduler.kind == "sjf-oracle")
-        replay.start(self._warmup(workload), on_done=None)
-        engine.run(on_finish=replay.ended)
+        warmup = replay.start(self._warmup(workload), on_done=None)
+        try:
+            engine.run(on_finish=replay.ended)
+        except SchedulerStallError as error:
+            raise ConfigError(
+                f"'{scheduler.label}' must serve the {len(warmup)} requests of the warm-up "
+                f"({error}); correct it, or measure without ('--num-warmups 0')."
+            ) from error
         probe.reset()
         records = replay.start(workload.requests, on_done=on_done)
         outcome = RunOutcome(records=records, duration_s=0.0, clock="virtual")
