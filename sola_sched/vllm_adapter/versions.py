@@ -316,6 +316,11 @@ class Seams:
         transfer = getattr(request, "kv_transfer_params", None) or {}
         return int(request.num_prompt_tokens) - 1 if transfer.get(_IS_AWAITED) else 0
 
+    def encoder_room(self) -> int:
+        """Embeddings for which the encoder cache has room, or has when what nobody uses is lost."""
+        cache = getattr(self._scheduler, "encoder_cache_manager", None)
+        return int(getattr(cache, "num_freeable_slots", 0))
+
     def prefix_hash(self, request: Any, num_tokens: int) -> Any:
         """The hash of its first tokens, a whole number of blocks; None if it has not so many."""
         size = getattr(self._scheduler, "hash_block_size", self._scheduler.block_size)

@@ -9,6 +9,7 @@ import dataclasses
 import operator
 import threading
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -24,6 +25,7 @@ from sola_sched.reports.log import waits_for_slots_alone
 from sola_sched.vllm_adapter.engine_facts import differences, facts_of
 from sola_sched.vllm_adapter.requests.prefix_lookups import known_or_late
 from sola_sched.vllm_adapter.steps.adapter_slots import leave_out, with_late_rejected
+from sola_sched.vllm_adapter.steps.put_off import PutOff
 from sola_sched.vllm_adapter.steps.steering import BETWEEN_PREFILLS, NEUTRAL, SETTLED
 from sola_sched.vllm_adapter.versions import Seams
 
@@ -94,6 +96,7 @@ class Planning:
             chunks_prefills=bool(scheduler.scheduler_config.enable_chunked_prefill),
             max_chunk=seams.max_chunk(),
         )
+        self._put_off = PutOff(seams)
         self._is_stalled = False
         self._has_stepped_aside = False
         self._num_unplanned = 0  # steps while the policy was compiled
@@ -180,6 +183,7 @@ class Planning:
             with_swaps=with_swaps,
             resuming=list(map(self._tokens_to_resume, resuming)) if resuming else (),
         )
+        plan = self._put_off.with_held(state, plan)
         if left_out is not None and len(left_out) and self._rejects:
             plan = with_late_rejected(state, plan, left_out)
         if len(plan.reject):
@@ -257,7 +261,19 @@ class Planning:
             )
             self._is_stalled = withheld
             self.num_stalled += withheld
+        if self._steering.num_held:
+            self._guard.book("noting what vLLM puts off", self._note_put_off, plan, output)
         return self._is_stalled
+
+    def _note_put_off(self, plan: StepPlan, output: Any) -> None:
+        steering, waiting = self._steering, self._scheduler.waiting
+        self._put_off.scheduled(
+            self._monitor.table,
+            plan,
+            output,
+            num_left=steering.num_tokens - output.total_num_scheduled_tokens,
+            offered=[*islice(waiting, 1)] if steering.offered is None else steering.offered,
+        )
 
     def why_unplanned(self, plan: StepPlan) -> str:
         """Why the step with this plan is in vLLM's own order; empty if it is not."""

@@ -48,6 +48,8 @@ class Steering:
         out_of_sight: The same while vLLM schedules: they are not in its `running` then.
         set_apart: While vLLM schedules, who has KV and waits for an adapter slot: they are in no
             queue of its then.
+        num_tokens: Of the latest step that was planned, at most.
+        offered: Waiting requests that vLLM was shown in it; None for all.
         counts: Interventions since start, by name.
         has_cadence: Prefills start at some steps only (`--prefill-schedule-interval`).
     """
@@ -94,6 +96,8 @@ class Steering:
         self.num_held = 0
         self.out_of_sight: list[Request] = []
         self.set_apart: list[Request] = []
+        self.num_tokens = 0
+        self.offered: list[Request] | None = None
         self.counts = dict.fromkeys(
             ("num_held", "num_reordered", "num_preempted_by_policy", "num_kv_given_back"), 0
         )
@@ -153,6 +157,7 @@ class Steering:
         if held:
             scheduler.running.extend(held)
             self._seams.add_slots(len(held))
+        self.num_tokens = scheduler.max_num_scheduled_tokens
         scheduler.policy, scheduler.max_num_scheduled_tokens, chunks = self._before
         self._before = None
         if chunks is not None:
@@ -191,7 +196,9 @@ class Steering:
         if self._has_budgets and not is_whole:
             self._share_tokens(most)
         if shown is not None:
-            scheduler.waiting.plan(self._seeded_whole(shown) if self._has_seeds else shown)
+            shown = self._seeded_whole(shown) if self._has_seeds else shown
+            scheduler.waiting.plan(shown)
+        self.offered = shown
         return held
 
     def _limit(self, plan: StepPlan) -> None:
