@@ -13,6 +13,7 @@ import numpy as np
 from numba import config, njit, typeof
 from numpy.typing import NDArray
 
+from sola_sched.compiled.file_cache import FileCache
 from sola_sched.compiled.kept_code import folder
 
 IntArray = NDArray[np.int64]
@@ -36,13 +37,18 @@ def entry(function: _Function) -> _Function:
     Numba keeps machine code until the file of the function changes, whatever happens to the
     functions below it. So each state of the sources has a folder of its own; see `kept_code`.
     """
+    if config.DISABLE_JIT:
+        return function
     before, config.CACHE_DIR = config.CACHE_DIR, str(folder())
     try:
-        return cast(_Function, njit(cache=True)(function))
+        kept = FileCache(function)
     except RuntimeError:  # nowhere to keep it
         return compiled(function)
     finally:
         config.CACHE_DIR = before
+    dispatcher = njit(function)
+    dispatcher._cache = kept  # as `cache=True` does with numba's own
+    return cast(_Function, dispatcher)
 
 
 def as_it_stands(function: Callable[..., object]) -> Any:

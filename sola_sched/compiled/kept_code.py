@@ -9,6 +9,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +23,13 @@ _SOURCES = (
     "simulator/cluster/step_model.py", "simulator/cluster/fast/*.py",
 )  # fmt: skip
 _READY = "ready"
+#: Functions that this process has compiled and could not keep.
+_lacks: list[str] = []
+#: What tells processors apart: of x86, and of Arm.
+_CPU_FACTS = (
+    "model name", "flags", "CPU implementer", "CPU architecture", "CPU variant", "CPU part",
+    "CPU revision", "Features",
+)  # fmt: skip
 
 
 @cache
@@ -29,18 +37,18 @@ def folder() -> Path:
     """Of these sources as they are now, on this processor, with these versions.
 
     In the user's cache; where nothing can be written there, in a folder of the user's own for
-    temporary files. It may not be there, if neither can be written: then nothing is kept.
+    temporary files. It is not there, if neither can be written: then nothing is kept.
     """
     name = _digest()
     for parent in (user_cache_dir, _temporary):
         try:
             path = parent() / "compiled" / name
             path.mkdir(parents=True, exist_ok=True)
+            if os.access(path, os.W_OK) and path.stat().st_uid == os.getuid():
+                return path
         except OSError:
             continue
-        if os.access(path, os.W_OK) and path.stat().st_uid == os.getuid():
-            return path
-    return user_cache_dir() / "compiled" / name
+    return Path(os.devnull) / name
 
 
 def is_ready() -> bool:
@@ -49,8 +57,22 @@ def is_ready() -> bool:
 
 
 def set_ready() -> None:
-    """Tell all processes so."""
-    (folder() / _READY).touch()
+    """Tell all processes so, unless something could not be kept."""
+    if not _lacks:
+        (folder() / _READY).touch()
+
+
+def cannot_keep(function: str) -> bool:
+    """A compiled function could not be written; whether it is the first one of this process."""
+    _lacks.append(function)
+    return len(_lacks) == 1
+
+
+def is_damaged(path: Path) -> None:
+    """Remove a file that cannot be used, and tell all processes that not all is there."""
+    for each in (folder() / _READY, path):
+        with suppress(OSError):
+            each.unlink(missing_ok=True)
 
 
 def _temporary() -> Path:
@@ -79,5 +101,5 @@ def _processor() -> Iterator[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return
-    for key in ("model name", "flags"):
+    for key in _CPU_FACTS:
         yield next((line for line in lines if line.startswith(key)), "")

@@ -13,6 +13,66 @@ from sola_sched.compiled import kept_code
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 
+#: Compiles a function of one argument twice, with something done to the kept files between.
+_TWICE = """
+import sys
+from pathlib import Path
+from sola_sched.compiled import functions, kept_code
+
+def next_number(x):
+    return x + 1
+
+def compiled():
+    function = functions.for_types_of(functions.entry(next_number), 1)
+    assert function(2) == 3
+
+compiled()
+kept_code.set_ready()
+(damaged,) = kept_code.folder().rglob(f"*next_number*.{sys.argv[1]}")
+whole = damaged.read_bytes()
+damaged.write_bytes({"empty": b"", "cut": whole[:60], "zeros": bytes(len(whole))}[sys.argv[2]])
+compiled()
+assert len(damaged.read_bytes()) > 60, "it is written anew"
+compiled()
+print(kept_code.is_ready())
+"""
+
+#: Compiles functions with a disk that takes no more.
+_FULL = """
+import resource, signal
+from sola_sched.compiled import functions, kept_code
+
+def next_number(x):
+    return x + 1
+
+def number_before(x):
+    return x - 1
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, -1))
+for function in (next_number, number_before):
+    functions.for_types_of(functions.entry(function), 1)
+kept_code.set_ready()
+resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+assert not kept_code.is_ready()
+"""
+
+#: Compiles a function for a user whom the machine does not know.
+_NO_HOME = """
+import pwd
+from sola_sched.compiled import functions, kept_code
+
+def unknown(uid):
+    raise KeyError(uid)
+
+def next_number(x):
+    return x + 1
+
+pwd.getpwuid = unknown
+assert functions.for_types_of(functions.entry(next_number), 1)(2) == 3
+print(kept_code.folder())
+"""
+
 #: Prints what 150 random states are planned to, three after another by each planner.
 _PLANS = """
 import numpy as np
@@ -81,6 +141,51 @@ def test_functions_work_where_nothing_can_be_kept(tmp_path: Path) -> None:
     assert run(code, XDG_CACHE_HOME=str(tmp_path / "file")) == "0\n"
 
 
+@pytest.mark.parametrize("how", ["empty", "cut", "zeros"])
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+def test_a_damaged_file_of_kept_code_is_compiled_anew(kind: str, how: str, tmp_path: Path) -> None:
+    script = tmp_path / "twice.py"
+    script.write_text(_TWICE)
+
+    told = run_script(script, kind, how, XDG_CACHE_HOME=str(tmp_path))
+
+    assert told.stdout == "False\n", "other engines shall not believe that all is there"
+    assert told.stderr.count(" is damaged (") == 1
+
+
+def test_functions_work_on_a_full_disk(tmp_path: Path) -> None:
+    script = tmp_path / "full.py"
+    script.write_text(_FULL)
+
+    told = run_script(script, XDG_CACHE_HOME=str(tmp_path))
+
+    assert told.stderr.count("cannot be kept") == 1, "it is told once"
+
+
+@pytest.mark.parametrize("is_temporary_there", [True, False])
+def test_functions_work_for_a_user_without_a_home(is_temporary_there: bool, tmp_path: Path) -> None:
+    script, temporary = tmp_path / "home.py", tmp_path / "temporary"
+    if is_temporary_there:
+        temporary.mkdir()
+    code = f"import tempfile; tempfile.tempdir = {str(temporary)!r}\n"
+    script.write_text(code + _NO_HOME)
+
+    told = run_script(script, XDG_CACHE_HOME="", HOME=None)
+
+    assert (str(temporary) in told.stdout) == is_temporary_there
+
+
+def test_machine_code_of_another_processor_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    arm = "processor\t: 0\nFeatures\t: {}\nCPU implementer\t: 0x41\nCPU part\t: {}\n"
+    processors = set()
+    for features, part in (("fp", "0xd0c"), ("fp sve", "0xd0c"), ("fp sve", "0xd40")):
+        text = arm.format(features, part)
+        monkeypatch.setattr(Path, "read_text", lambda _, text=text: text)
+        processors.add(tuple(kept_code._processor()))
+
+    assert len(processors) == 3
+
+
 def test_plans_are_the_same_compiled_and_as_they_stand() -> None:
     plans = run(_PLANS)
 
@@ -94,6 +199,19 @@ def test_what_steps_teach_is_the_same_compiled_and_as_it_stands(code: str) -> No
 
     assert len(learned.splitlines()) > 1000
     assert run(code, NUMBA_DISABLE_JIT="1") == learned
+
+
+def run_script(
+    script: Path, *args: str, **variables: str | None
+) -> subprocess.CompletedProcess[str]:
+    """A file, since numba keeps nothing of functions that have none."""
+    given = {**os.environ, **variables}
+    environment = {name: value for name, value in given.items() if value is not None}
+    done = subprocess.run(
+        [sys.executable, str(script), *args], capture_output=True, text=True, env=environment
+    )
+    assert not done.returncode, done.stderr
+    return done
 
 
 def run(code: str, **variables: str) -> str:

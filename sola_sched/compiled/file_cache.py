@@ -1,0 +1,58 @@
+"""Numba's cache of compiled functions, for which a file that is damaged is one that is not there.
+
+Numba's own raises where a file is empty or cut off, as a power failure leaves it, and where a disk
+is full. Here the function is compiled instead, and a disk that takes nothing is told of once.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from numba.core.caching import FunctionCache
+
+from sola_sched.compiled import kept_code
+
+logger = logging.getLogger("vllm.sola_sched")
+
+
+class FileCache(FunctionCache):  # type: ignore[misc]
+    """The kept machine code of one function."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """What is kept for arguments of these types, None where nothing can be used."""
+        try:
+            return super().load_overload(sig, target_context)
+        except OSError as error:  # it may be whole
+            logger.warning("sola_sched: kept code cannot be read (%s); compiled anew", error)
+        except Exception as error:
+            path = self._damaged(sig, target_context)
+            kept_code.is_damaged(path)
+            logger.warning(
+                "sola_sched: %s is damaged (%s: %s) and removed; compiled anew",
+                path, type(error).__name__, error,
+            )  # fmt: skip
+        return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep it, if that can be done."""
+        try:
+            super().save_overload(sig, data)
+        except Exception as error:
+            self.disable()
+            if kept_code.cannot_keep(repr(self)):
+                logger.warning(
+                    "sola_sched: compiled code cannot be kept in %s (%s: %s); it is compiled at "
+                    "each start",
+                    self.cache_path, type(error).__name__, error,
+                )  # fmt: skip
+
+    def _damaged(self, sig: Any, target_context: Any) -> Path:
+        """The file that could not be loaded: the index, or what it names for these types."""
+        files = self._cache_file
+        try:
+            name = files._load_index()[self._index_key(sig, target_context.codegen())]
+        except Exception:
+            return Path(files._index_path)
+        return Path(files._data_path(name))
