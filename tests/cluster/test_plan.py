@@ -126,7 +126,7 @@ def test_without_tqdm_the_extra_is_named(tmp_path, capsys, monkeypatch) -> None:
     assert "pip install 'sola-sched[bench]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("tool", ["plan.cli", "explain.__main__", "bench.cli", "bench.first_run"])
+@pytest.mark.parametrize("tool", ["plan.cli", "explain.cli", "bench.cli", "bench.first_run"])
 def test_tools_are_imported_without_optional_packages(tool: str) -> None:
     code = (
         "import sys; sys.modules.update(dict.fromkeys(['tqdm', 'transformers', 'vllm'])); "

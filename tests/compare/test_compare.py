@@ -13,7 +13,7 @@ from fates import a_fate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sola_sched.compare.__main__ import Share, compared, difference, main
+from sola_sched.compare.cli import Share, compared, difference, main
 
 
 def served(attained: int, missed: int, every_s: float = 1.0) -> list[dict[str, Any]]:

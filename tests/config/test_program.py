@@ -99,3 +99,23 @@ def test_each_command_ends_so(path: Path) -> None:
         .lstrip()
         .startswith("sys.exit(run(")
     )
+
+
+@pytest.mark.parametrize(
+    "tool", ["bench", "compare", "doctor", "explain", "plan", "profile", "top"]
+)
+def test_ctrl_c_while_a_tool_is_loaded_is_a_line_too(tool: str) -> None:
+    program = f"""
+import importlib.abc, runpy, sys
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.startswith("sola_sched.{tool}.") and not name.endswith("__main__"):
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Finder())
+sys.argv = ["{tool}"]
+runpy.run_module("sola_sched.{tool}", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (EXIT_INTERRUPTED, "Interrupted.\n")

@@ -11,8 +11,8 @@ import pytest
 from command_help import assert_explained
 
 from sola_sched.doctor import checks
-from sola_sched.doctor.__main__ import main
 from sola_sched.doctor.checks import CHECKS, FAILS, OFF, WORKS, Finding, findings
+from sola_sched.doctor.cli import main
 
 
 def found() -> dict[str, Finding]:

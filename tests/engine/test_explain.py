@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from eventually import eventually
 from http_server import Answer, Server, serving
 
-from sola_sched.explain import __main__ as explain
+from sola_sched.explain import cli as explain
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 

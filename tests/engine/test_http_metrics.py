@@ -18,7 +18,7 @@ from eventually import eventually
 from http_server import Answer, Server, serving
 
 from sola_sched.adaptive_placement import observe
-from sola_sched.explain import __main__ as explain
+from sola_sched.explain import cli as explain
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from eventually import eventually
 from http_server import Server, serving
 
-from sola_sched.top.__main__ import main as top
+from sola_sched.top.cli import main as top
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from fates import a_fate
 
 from sola_sched.errors import ConfigError
-from sola_sched.explain.__main__ import main, of_all, of_one
+from sola_sched.explain.cli import main, of_all, of_one
 from sola_sched.explain.html import write
 from sola_sched.explain.replay import Replay, Way
 from sola_sched.explain.source import Window, read

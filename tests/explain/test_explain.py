@@ -22,7 +22,7 @@ from virtual_runs import make_small_engine, make_workload
 
 import sola_sched
 from sola_sched.errors import ConfigError
-from sola_sched.explain.__main__ import main
+from sola_sched.explain.cli import main
 from sola_sched.explain.replay import Replay, Way
 from sola_sched.explain.source import Window
 from sola_sched.front_end.fates_http import answer

@@ -13,7 +13,7 @@ pytest.importorskip("plotly")
 from fates import a_fate
 from html_report import Report
 
-from sola_sched.explain.__main__ import main, of_all
+from sola_sched.explain.cli import main, of_all
 from sola_sched.explain.html import write
 from sola_sched.explain.source import Window
 from sola_sched.reports.reasons import preferred_to, remedies, story, verdict

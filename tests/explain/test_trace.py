@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fates import a_fate
 
-from sola_sched.explain.__main__ import main
+from sola_sched.explain.cli import main
 from sola_sched.explain.source import Window
 from sola_sched.explain.trace import events, write
 

@@ -16,7 +16,7 @@ from command_help import assert_explained
 from sola_sched.errors import ConfigError
 from sola_sched.front_end.fates_http import PATH, answer
 from sola_sched.reports.fates import FateBook, to_report
-from sola_sched.top.__main__ import main
+from sola_sched.top.cli import main
 from sola_sched.top.history import NUM_COLUMNS, History
 from sola_sched.top.metrics import Metrics, fetch
 
