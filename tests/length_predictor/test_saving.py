@@ -159,6 +159,30 @@ def test_a_lock_that_its_holder_removes_is_taken_anew(path: Path, warnings: list
     second.close()
 
 
+def test_a_lock_that_was_removed_just_before_it_was_had_is_none(
+    path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    lock, locked = path.with_name(f".{path.name}.lock"), []
+    flock = fcntl.flock
+
+    def after_its_holder_ended(handle: int, operation: int) -> None:
+        if not locked:
+            lock.unlink()
+        locked.append(handle)
+        flock(handle, operation)
+
+    with monkeypatch.context() as once:
+        once.setattr(fcntl, "flock", after_its_holder_ended)
+        first = SavedFile(path, "lexical")
+    second = SavedFile(path, "lexical")
+
+    assert len(locked) == 2
+    assert first.save(taught(), 20)
+    assert not second.save(taught(), 20)
+    assert len(warnings) == 1
+    first.close()
+
+
 def test_what_a_file_was_built_from_is_carried_on_and_counted_on_top(path: Path) -> None:
     save_predictor(path, taught(), {"datasets": ["alpaca"], "num_prompts": 1000})
     for _ in range(2):
