@@ -8,6 +8,8 @@ which statistic of the distribution is used; here:
 - A class's measure is its own samples plus a few pseudo-samples of all requests' lengths, which
   have a few pseudo-samples of a prior themselves. Few samples thus fall back smoothly, and so
   does the far tail of a class, where even many samples leave few.
+- An output that ended at its limit would have gone on: it says nothing to other classes, unless it
+  is at least as long as half of all outputs.
 - Old samples fade exponentially, on the clock of their own class.
 - The statistics are conditional on what a request has generated: E[L - l | L > l] and quantiles
   of it.
@@ -38,6 +40,8 @@ _REBUILD_EVERY = 64
 _MAX_CACHED_QUANTILES = 8
 _RESCALE_AT = 1e100
 _MAX_RANGE = 20
+# Limits of a class's requests that are remembered: one that ended at its own is known by it.
+_MAX_LIMITS = 256
 
 
 def _bin_starts() -> NDArray[np.int64]:
@@ -73,6 +77,7 @@ class LengthHistogram:
         self._bin_of = np.searchsorted(_START, np.arange(MAX_LENGTH + 1), side="right") - 1
         self._ids: dict[tuple[int, int, int], int] = {}
         self._caps: list[int] = []
+        self._limits: list[dict[int, None]] = []  # of each class, latest last
         # Row 0 is all requests, row 1 + class_id a class.
         self._weights = np.zeros((1, _NUM_BINS))
         self._lengths = np.zeros((1, _NUM_BINS))  # sum of weight * length
@@ -113,14 +118,22 @@ class LengthHistogram:
         if class_id is None:
             class_id = self._ids[key] = len(self._ids)
             self._caps.append(min(2 ** key[1] - 1, MAX_LENGTH))
+            self._limits.append({})
             self._weights = np.pad(self._weights, ((0, 1), (0, 0)))
             self._lengths = np.pad(self._lengths, ((0, 1), (0, 0)))
             self._next_weight.append(1.0)
             self._rebuild_at = 0
+        limits = self._limits[class_id]
+        if max_tokens not in limits:
+            if len(limits) >= _MAX_LIMITS:
+                del limits[next(iter(limits))]
+            limits[max_tokens] = None
         return class_id
 
     def observe(self, class_id: int, num_output_tokens: int) -> None:
         """Take in a request that ended by itself or by its limit; not for aborted ones.
+
+        One that has as many tokens as a limit of its class counts as cut by it.
 
         Args:
             class_id: From ``class_of``.
@@ -134,7 +147,9 @@ class LengthHistogram:
             )
         length = min(num_output_tokens, MAX_LENGTH)
         column = self._bin_of[length]
-        for row in (0, class_id + 1):
+        is_cut = num_output_tokens in self._limits[class_id]
+        of_class = class_id + 1
+        for row in (of_class,) if is_cut and not self._is_long(length) else (0, of_class):
             weight = self._next_weight[row]
             self._weights[row, column] += weight
             self._lengths[row, column] += weight * length
@@ -146,6 +161,14 @@ class LengthHistogram:
                 weight = 1.0
             self._next_weight[row] = weight
         self._num_observed += 1
+
+    def _is_long(self, length: int) -> bool:
+        """Whether at least half of all outputs, those of the prior included, are no longer."""
+        weights = self._weights[0]
+        num_all = weights.sum() / self._next_weight[0] + _PRIOR_SAMPLES
+        num_up_to = weights[: self._bin_of[length] + 1].sum() / self._next_weight[0]
+        num_up_to += _PRIOR_SAMPLES * (1.0 - (1.0 + length / _PRIOR_MEAN) ** -2.0)
+        return bool(num_up_to >= num_all / 2.0)
 
     def remaining(
         self, class_ids: IntArray, num_output: IntArray, max_tokens: IntArray

@@ -102,6 +102,55 @@ def test_class_without_samples_takes_those_of_all_requests() -> None:
     assert mean_of(histogram, unseen, 0) == pytest.approx(50, rel=0.1)
 
 
+def test_outputs_cut_by_a_small_limit_tell_other_classes_nothing() -> None:
+    histogram, without = LengthHistogram(), LengthHistogram()
+    for each in (histogram, without):
+        each.class_of(700, MAX_TOKENS)
+    checks = histogram.class_of(500, 1)
+    for _ in range(2000):
+        histogram.observe(checks, 1)
+
+    assert mean_of(histogram, 0, 0) == pytest.approx(mean_of(without, 0, 0))
+    assert mean_of(histogram, checks, 0, 1) == 1.0
+
+
+def test_a_cut_output_teaches_its_own_class() -> None:
+    histogram = LengthHistogram()
+    class_id = histogram.class_of(500, 60)
+    for _ in range(2000):
+        histogram.observe(class_id, 60)
+
+    assert mean_of(histogram, class_id, 0, 60) == pytest.approx(60, rel=0.02)
+
+
+def test_a_cut_output_that_is_longer_than_most_tells_all_classes() -> None:
+    histogram = LengthHistogram()
+    class_id, other = histogram.class_of(500, 900), histogram.class_of(5000, MAX_TOKENS)
+    for _ in range(2000):
+        histogram.observe(class_id, 900)
+
+    assert mean_of(histogram, other, 0) == pytest.approx(900, rel=0.1)
+
+
+def test_whole_outputs_count_for_all_classes_whatever_else_was_cut() -> None:
+    histogram = LengthHistogram()
+    cut, whole = histogram.class_of(500, 16), histogram.class_of(500, MAX_TOKENS)
+    other = histogram.class_of(5000, MAX_TOKENS)
+    for _ in range(1000):
+        histogram.observe(cut, 16)
+        histogram.observe(whole, 400)
+
+    assert mean_of(histogram, other, 0) == pytest.approx(400, rel=0.05)
+
+
+def test_limits_that_are_remembered_are_bounded() -> None:
+    histogram = LengthHistogram()
+    for limit in range(2**15, 2**16):
+        histogram.class_of(10, limit)
+
+    assert [len(each) for each in histogram._limits] == [256]
+
+
 def test_classes_keep_their_own_lengths() -> None:
     histogram = LengthHistogram()
     short, long = histogram.class_of(10, 1000), histogram.class_of(5000, 1000)
