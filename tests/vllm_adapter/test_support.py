@@ -46,6 +46,9 @@ ROWS = (
     "sleep mode",
     "prefix-cache reset",
     "streaming input",
+    "experts returned with answers (`--enable-return-routed-experts`), with vLLM's second model "
+    "runner from 0.32 on",
+    "log-probabilities of prompts (`prompt_logprobs`)",
     "several answers to one prompt (`n > 1`)",
     "no targets, neither by default nor in a class (not with `alise`, `doubling`)",
     '`"steer": false`',
