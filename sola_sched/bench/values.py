@@ -72,12 +72,14 @@ def parse_slo_classes(texts: list[str]) -> list[SloClass]:
 
 
 def parse_pairs(items: list[str], flag: str) -> dict[str, str]:
-    """Parse ``["key=value", ...]``."""
-    pairs = {}
+    """Parse ``["key=value", ...]``, each key once."""
+    pairs: dict[str, str] = {}
     for item in items:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"'{flag}' takes KEY=VALUE pairs (got {item!r}).")
+        if key.strip() in pairs:
+            raise ConfigError(f"'{flag}' takes each key once (got {key.strip()!r} again).")
         pairs[key.strip()] = value.strip()
     return pairs
 

@@ -50,6 +50,7 @@ def use_fixed_backend(monkeypatch: pytest.MonkeyPatch, backend: Any = None) -> A
         (["--request-rate", "-1"], "must be a number > 0"),
         (["--num-prompts", "0"], "whole number >= 1"),
         (["--metadata", "novalue"], "KEY=VALUE"),
+        (["--metadata", "tp=1", "tp=2"], "each key once"),
         (["--metadata", "label=x", "tp=1", "num_prompts=7"], r"got label, num_prompts\)"),
         (["--metadata", "p99_ttft_ms=1"], r"got p99_ttft_ms\)"),
         (["--metadata", "bound_attainment=1"], r"got bound_attainment\)"),
