@@ -1,8 +1,8 @@
 """The load of the engine, pushed to routers: `GET /sola/load` on vLLM's own server.
 
-Asked for with the option `load_interval_s`. The answer does not end. Each report of the scheduler
-is a line: its age in seconds and the load (`load_text.py`), or `!` where the scheduler does not
-follow the engine. A line each second is empty, so that silence means something too.
+Asked for with the option `load_interval_s`. The answer ends with the server. Each report of the
+scheduler is a line: its age in seconds and the load (`load_text.py`), or `!` where the scheduler
+does not follow the engine. A line each second is empty, so that silence means something too.
 """
 
 from __future__ import annotations
@@ -76,19 +76,38 @@ class LoadFeedMiddleware:
         if scope["type"] != "http" or scope["path"] != LOAD_PATH or scope["method"] != "GET":
             await self.app(scope, receive, send)
             return
-        sending = asyncio.create_task(_send_lines(send))
+        state = getattr(scope.get("app"), "state", None)
+        sending = asyncio.create_task(_send_lines(send, state))
+        leaving = asyncio.create_task(_until_gone(receive))
         try:
-            while (await receive())["type"] != "http.disconnect":
-                pass
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                await sending
         finally:
             sending.cancel()
+            leaving.cancel()
 
 
-async def _send_lines(send: _Send) -> None:
+async def _until_gone(receive: _Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_lines(send: _Send, state: Any) -> None:
+    """Send all reports, until the server ends: it waits for its last answer."""
     headers = [(b"content-type", b"text/plain; charset=utf-8")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     async for line in FEED.lines():
+        if _is_ending(state):
+            break
         await send({"type": "http.response.body", "body": line, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _is_ending(state: Any) -> bool:
+    """Whether vLLM's server with this state has been told to end, or its engine has ended."""
+    should_exit = getattr(getattr(state, "server", None), "should_exit", False)
+    return bool(should_exit or getattr(getattr(state, "engine_client", None), "errored", False))
 
 
 def add_middleware(args: Any, engine_args: Any) -> None:

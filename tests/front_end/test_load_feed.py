@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,6 +92,83 @@ def test_the_server_answers_the_feeds_path_and_leaves_the_others_alone() -> None
 
     asyncio.run(whole())
     assert passed == ["/v1/models", "-"]
+
+
+def test_a_server_with_a_reader_ends_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_feed, "FEED", LoadFeed())  # of the loop below
+    try:
+        from vllm.entrypoints.launchers.launcher import serve_http
+    except ImportError:
+        from vllm.entrypoints.launcher import serve_http
+    from fastapi import FastAPI
+
+    app = FastAPI()
+    app.add_middleware(LoadFeedMiddleware)
+    app.state.engine_client = SimpleNamespace(
+        vllm_config=SimpleNamespace(shutdown_timeout=0),
+        shutdown=lambda timeout: None,
+        errored=False,
+        is_running=True,
+    )
+
+    async def serve(listener: socket.socket, port: int) -> None:
+        await (await serve_http(app, listener, host="127.0.0.1", port=port, log_level="error"))
+
+    async def whole() -> bytes:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            serving = asyncio.create_task(serve(listener, port))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /sola/load HTTP/1.1\r\nHost: x\r\n\r\n")
+            begin = await asyncio.wait_for(reader.readuntil(b"\n\r\n"), 10.0)
+            reading = asyncio.create_task(reader.read())
+            os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                await asyncio.wait_for(asyncio.shield(serving), 5.0)
+            finally:
+                writer.close()
+                rest = await asyncio.wait_for(reading, 5.0)
+            return begin + rest
+
+    told = asyncio.run(whole())
+    assert told.startswith(b"HTTP/1.1 200")
+    assert told.endswith(b"0\r\n\r\n"), "the answer is whole"
+
+
+@pytest.mark.parametrize("ended", ["server", "engine"])
+def test_the_answer_ends_with_the_server_and_with_its_engine(
+    ended: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_feed, "FEED", LoadFeed())
+    monkeypatch.setattr(load_feed, "_SIGN_OF_LIFE_S", 0.02)
+    state = SimpleNamespace(
+        server=SimpleNamespace(should_exit=False), engine_client=SimpleNamespace(errored=False)
+    )
+
+    async def whole() -> list[Any]:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "path": "/sola/load", "method": "GET"}
+        answering = asyncio.create_task(
+            LoadFeedMiddleware(None)(
+                {**scope, "app": SimpleNamespace(state=state)}, asyncio.Event().wait, send
+            )
+        )
+        await asyncio.sleep(0.1)
+        assert not answering.done()
+        if ended == "server":
+            state.server.should_exit = True
+        else:
+            state.engine_client.errored = True
+        await asyncio.wait_for(answering, 1.0)
+        return sent
+
+    *_, before, last = asyncio.run(whole())
+    assert before["more_body"]
+    assert not last["more_body"]
 
 
 @pytest.mark.parametrize(("interval_s", "is_there"), [(0.25, True), (None, False)])
