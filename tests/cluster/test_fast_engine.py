@@ -24,7 +24,7 @@ from sola_sched.simulator.cluster.fast.instance import FastInstance, FastSloInst
 from sola_sched.simulator.cluster.fast.lengths import NUM_LIKELY, expected_left, likely_left
 from sola_sched.simulator.cluster.faults import Death, Slowdown, Stall
 from sola_sched.simulator.cluster.step_model import BatchTime
-from sola_sched.simulator.request import VirtualRequest
+from sola_sched.simulator.request import RequestRecord, VirtualRequest
 from sola_sched.simulator.steps.profile import load_step_profile
 from sola_sched.simulator.steps.time import StepTimeModel
 
@@ -83,6 +83,13 @@ def serve(engine: FastInstance, requests: Sequence[VirtualRequest]) -> dict[str,
 def real_times(
     requests: Sequence[VirtualRequest], is_async: bool, **options: Any
 ) -> list[tuple[float, float]]:
+    records = real_records(requests, is_async, **options)
+    return [(r.first_token_s or 0.0, r.last_token_s or 0.0) for r in records]
+
+
+def real_records(
+    requests: Sequence[VirtualRequest], is_async: bool, **options: Any
+) -> Sequence[RequestRecord]:
     pytest.importorskip("vllm")
     from virtual_model import TINY_MODEL
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -96,8 +103,7 @@ def real_times(
         AsyncScheduler, model=TINY_MODEL, max_model_len=2048, step_time=STEPS,
         async_scheduling=is_async, **(settings | options),
     )  # fmt: skip
-    records = engine.run(requests)
-    return [(r.first_token_s or 0.0, r.last_token_s or 0.0) for r in records]
+    return engine.run(requests)
 
 
 @pytest.mark.vllm
@@ -131,6 +137,39 @@ def test_with_slots_and_memory_short_the_model_is_near() -> None:
         assert np.percentile(fast[:, 0] - arrivals, q) == pytest.approx(of_real, rel=0.1)
         of_real = np.percentile(real[:, 1] - real[:, 0], q)
         assert np.percentile(fast[:, 1] - fast[:, 0], q) == pytest.approx(of_real, rel=0.1)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(("output_len", "share"), [(300, 0.4), (600, 0.25), (120, 0.6)])
+def test_with_little_memory_as_many_are_preempted_as_in_vllm(
+    is_async: bool, output_len: int, share: float
+) -> None:
+    """Nobody starts in a step that has preempted somebody, so nobody starts in vain."""
+    rng = np.random.default_rng(3)
+    requests = [
+        VirtualRequest(
+            f"r{i}",
+            0.0,
+            int(rng.integers(output_len // 2, output_len * 3 // 2)),
+            prompt_len=int(rng.integers(100, 700)),
+            max_tokens=1600,
+        )
+        for i in range(30)
+    ]
+    blocks = round(share * sum(-(-(r.prompt_len + r.output_len) // 16) for r in requests))
+    limits = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
+    real = real_records(requests, is_async, num_blocks=blocks + 1, **limits)
+    engine = make_engine(is_async=is_async, kv_capacity_tokens=blocks * 16, **limits)
+
+    ended = serve(engine, requests)
+
+    of_real = sum(record.num_preemptions for record in real)
+    of_model = int(engine._engine.requests["num_preemptions"].sum())
+    assert of_real > 2
+    assert of_model == pytest.approx(of_real, abs=1, rel=0.1)
+    real_s = max(record.last_token_s or 0.0 for record in real)
+    assert max(e.progress.last_s for e in ended.values()) == pytest.approx(real_s, rel=0.01)
 
 
 @pytest.mark.parametrize("cls", ENGINES)

@@ -20,10 +20,12 @@ from sola_sched.simulator.cluster.fast.state import (
 @compiled
 def schedule_all(e):
     """The step in vLLM's own order."""
-    truth = e.truth
+    truth, num_before = e.truth, e.lists[QUEUE, 0]
     for row in rows_in(e.lists[RUNNING]):
         truth[row].sits_out = False
     room = schedule_running(e, rows_in(e.lists[RUNNING]).copy(), e.at.budget)
+    if e.lists[QUEUE, 0] > num_before:
+        return  # it lets nobody start in a step in which it has preempted somebody
     while room > 0 and e.lists[QUEUE, 0]:
         head = e.lists[QUEUE, 1]
         if not finds_room(e, head):
