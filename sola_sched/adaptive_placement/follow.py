@@ -75,7 +75,7 @@ class Follower:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._api, self._read, self._options = api, read, options
-        self._observer = observer or Observer()
+        self._observer = observer or Observer(clock=clock)
         self._limit_s, self._clock, self._sleep = limit_s, clock, sleep
         self._controller: Controller[Sequence[Arrival]] = Controller(
             Score(0.0, 1.0), interval_s=interval_s, num_gpus=options.cluster.num_gpus
@@ -87,7 +87,12 @@ class Follower:
         self._span_s = interval_s
         self._start_s = _START_S
         self._begin_s = clock()
-        self._is_due = self._is_halted = self._has_baseline = False
+        #: What is to be acted on yet: other descriptions, an interval that is over with the share
+        #: that met its targets, or a placement that has been decided on.
+        self._is_changed = self._is_over = False
+        self._real: float | None = None
+        self._decided: Placement | None = None
+        self._is_halted = self._has_baseline = False
 
     @property
     def interval_s(self) -> float:
@@ -104,8 +109,6 @@ class Follower:
                 logger.error("nothing is changed: %s", error)
             except DeploymentError as error:
                 logger.error("%s", error)
-                # An engine that has failed is tried again at the end of the interval, Serve soon.
-                self._is_due = self._is_due or not error.applications
                 pause_s = _AGAIN_S
             self._sleep(pause_s)
 
@@ -120,21 +123,29 @@ class Follower:
             if gateways := self._gateways():
                 self._observer.since_last(gateways)
             self._has_baseline = True
-        is_changed = self._take_in()
-        if is_changed:
-            self._is_halted = False
+        if self._take_in():
+            self._is_changed, self._is_halted = True, False
         elif self._is_halted:
             return
-        is_changed, self._is_due = is_changed or self._is_due, False
         now_s = self._clock()
-        is_over = now_s >= self._begin_s + self.interval_s
-        if not (is_changed or is_over):
-            return
-        real = None
-        if is_over:
+        if now_s >= self._begin_s + self.interval_s:
+            self._real = self._observe()
             self._span_s, self._begin_s = max(1.0, now_s - self._begin_s), now_s
-            real = self._observe()
-        self._place(real if is_over else None, is_over and not is_changed)
+            self._is_over = True
+        if not (self._is_changed or self._is_over or self._decided):
+            return
+        try:
+            self._place()
+        except DeploymentError as error:
+            # An engine that has failed is tried again at the end of the interval, Serve soon: what
+            # was to be done is to be done yet.
+            if error.applications:
+                self._decided = None
+            raise
+        except (ConfigError, InfeasibleError):
+            self._is_changed = self._is_over = False
+            self._decided = None
+            raise
 
     # Descriptions.
 
@@ -164,7 +175,7 @@ class Follower:
             name = str(one.get("name"))
             try:
                 make_service(one, self._options.seed)
-            except ConfigError as error:
+            except ValueError as error:  # whatever is wrong with one, the others are followed
                 before = self._wanted.get(name)
                 done = "stays as it is" if before is not None else "is not added"
                 logger.error("service %r %s: %s", name, done, error)
@@ -223,9 +234,12 @@ class Follower:
                 gateways[service] = url_of(host, admin_port_of(port))
         return gateways
 
-    def _place(self, real: float | None, may_stay: bool) -> None:
+    def _place(self) -> None:
+        """Decide where the services go, unless that is decided, and see to it."""
         if not self._wanted:
             logger.warning("no service is described that can be used: nothing is changed")
+            self._is_changed = self._is_over = False
+            self._decided = None
             return
         state = State(self._deployed())
         placer = Search(self._wanted, self._observed, self._span_s, self._options, self._start_s)
@@ -233,13 +247,23 @@ class Follower:
         for name in state.services - changed:
             if name in self._wanted:
                 self._good.setdefault(name, self._wanted[name])
+        if self._is_changed or self._is_over or self._decided is None:
+            self._decided = self._decide(state, placer, bool(changed))
+            self._is_changed = self._is_over = False
+        self._move(state, self._decided, placer.setting, changed)
+        self._decided = None
+        self._observer.begin(self._wanted)
+
+    def _decide(self, state: State, placer: Search, is_other: bool) -> Placement:
+        """The controller's placement for the services."""
         now = Placement(tuple(one.group for one in state.seats))
-        if may_stay and not changed and state.services == set(self._wanted):
-            decision = self._controller.end_interval(now, real, placer.past, placer)
+        may_stay = self._is_over and not (self._is_changed or is_other)
+        if may_stay and state.services == set(self._wanted):
+            decision = self._controller.end_interval(now, self._real, placer.past, placer)
         else:
             decision = self._controller.services_changed(placer.past, placer, self._is_whole, now)
         logger.info("%s; next interval %.0f s", decision.reason, self.interval_s)
-        self._move(state, decision.placement, placer.setting, changed)
+        return decision.placement
 
     def _is_whole(self, placement: Placement) -> bool:
         served = {name for group in placement.groups for name in group.services}
@@ -322,7 +346,7 @@ class Follower:
         before, now = self._good.get(name), self._wanted.get(name)
         if now is None or now == before:
             return  # it has run like this before: it is tried again at the end of the interval
-        self._is_due = True
+        self._is_changed = True
         if before is not None:
             logger.error("service %r cannot start as it is described: it goes on as before", name)
             self._wanted[name] = before

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import aiohttp
@@ -23,12 +24,13 @@ _SAMPLES = {
 
 @dataclass(frozen=True)
 class Observed:
-    """One service in an interval.
+    """One service between two readings.
 
     Attributes:
         num_requests: That ended.
         num_met, num_judged: That met their targets, of those that were not aborted.
         mean_prompt, mean_output: Tokens; 0 without requests.
+        span_s: Seconds in which that was; None where no reading is known before.
     """
 
     num_requests: float = 0.0
@@ -36,6 +38,7 @@ class Observed:
     num_judged: float = 0.0
     mean_prompt: float = 0.0
     mean_output: float = 0.0
+    span_s: float | None = None
 
 
 def fetch(url: str) -> str:
@@ -62,57 +65,80 @@ async def _get(url: str) -> str:
 class Observer:
     """Reads the counters of all engines; an interval is the difference of two readings.
 
-    An engine that is new is counted from its start, but one that was there before and did not
-    answer from its first answer on. What one that has gone counted after the last reading is lost.
+    An engine that is new is counted from its start, but those of a service that was there at the
+    first look and did not answer are counted from the first reading on. What one that has gone
+    counted after the last reading is lost. A reading counts if all engines of a service answer; the
+    next is the difference to it, over all the time since.
 
     Args:
         fetch: Gets a text.
+        clock: Seconds.
     """
 
-    def __init__(self, fetch: Callable[[str], str] = fetch) -> None:
-        self._fetch = fetch
-        #: By URL; None of one that has never answered.
-        self._last: dict[str, dict[str, float] | None] = {}
+    def __init__(
+        self, fetch: Callable[[str], str] = fetch, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._fetch, self._clock = fetch, clock
+        #: By URL.
+        self._last: dict[str, dict[str, float]] = {}
+        #: When each service was read last, or began.
+        self._since_s: dict[str, float] = {}
+        #: Services that were there at the first look and have not been read yet.
+        self._silent: set[str] = set()
+
+    def begin(self, services: Iterable[str]) -> None:
+        """From now on there are these services; those that are new are counted from now on."""
+        names = set(services)
+        now_s = self._clock()
+        for gone in set(self._since_s) - names:
+            del self._since_s[gone]
+        for name in names:
+            self._since_s.setdefault(name, now_s)
 
     def since_last(self, gateways: Mapping[str, str]) -> dict[str, Observed]:
-        """Each service since the reading before.
+        """Each service since the reading of it before.
 
         Args:
             gateways: URLs of the services' gateways.
 
         Returns:
             By service; one whose gateway or one of whose engines does not answer is left out:
-            what is known of it would look like less load.
+            what is known of it would look like less load. So is one of whose engines nothing is
+            known to compare with.
         """
         found: dict[str, Observed] = {}
-        seen: dict[str, dict[str, float] | None] = {}
         for service, gateway in gateways.items():
-            try:
-                urls = _urls(self._fetch(f"{gateway}/replicas"))
-            except (OSError, ValueError):
+            now_s = self._clock()
+            readings = self._readings(gateway)
+            if readings is None:
+                if service not in self._since_s:
+                    self._silent.add(service)
                 continue
             total: dict[str, float] = {}
-            is_whole = True
-            for url in urls:
-                try:
-                    now = counts(self._fetch(f"{url}/metrics"))
-                except (OSError, ValueError):
-                    seen[url] = self._last.get(url)
-                    is_whole = False
-                    continue
+            is_known = True
+            for url, now in readings.items():
+                is_known = is_known and (url in self._last or service not in self._silent)
                 before = self._last.get(url, {})
-                if before is None:
-                    before = now
+                self._last[url] = now
                 for name, value in now.items():
                     known = before.get(name, 0.0)
                     # A counter that has fallen is that of an engine that has started anew.
                     new = value - known if value >= known else value
                     total[name] = total.get(name, 0.0) + new
-                seen[url] = now
-            if is_whole:
-                found[service] = _observed(total)
-        self._last |= seen  # one that does not answer now is not new when it does
+            since_s = self._since_s.get(service)
+            self._since_s[service] = now_s
+            self._silent.discard(service)
+            if is_known:
+                found[service] = _observed(total, None if since_s is None else now_s - since_s)
         return found
+
+    def _readings(self, gateway: str) -> dict[str, dict[str, float]] | None:
+        """Counters of each engine behind a gateway; None if that or one of them does not answer."""
+        try:
+            urls = _urls(self._fetch(f"{gateway}/replicas"))
+            return {url: counts(self._fetch(f"{url}/metrics")) for url in urls}
+        except (OSError, ValueError):
+            return None
 
 
 def counts(text: str) -> dict[str, float]:
@@ -146,7 +172,7 @@ def _urls(text: str) -> list[str]:
         raise ValueError(f"replicas must be a list of objects with 'url' ({error!r})") from error
 
 
-def _observed(total: Mapping[str, float]) -> Observed:
+def _observed(total: Mapping[str, float], span_s: float | None) -> Observed:
     num = total.get("requests", 0.0)
     met = total.get("attained", 0.0)
     return Observed(
@@ -155,4 +181,5 @@ def _observed(total: Mapping[str, float]) -> Observed:
         num_judged=met + total.get("missed", 0.0) + total.get("rejected", 0.0),
         mean_prompt=total.get("prompt_tokens", 0.0) / num if num else 0.0,
         mean_output=total.get("output_tokens", 0.0) / num if num else 0.0,
+        span_s=span_s,
     )

@@ -52,7 +52,7 @@ class Search:
     Args:
         described: The services' keys as for `plan`, by name.
         observed: Of the last interval; a service that is not in it is as described.
-        interval_s: How long that was.
+        interval_s: How long that was, for services of which it is not observed.
         options: What is placed on.
         start_s: Seconds that an engine takes to start.
 
@@ -109,7 +109,8 @@ def _as_observed(
     """Rate and lengths as they were; `plan` takes medians of lognormals."""
     if seen is None:
         return dict(given)
-    found = dict(given) | {"rate": max(seen.num_requests, _HALF) / interval_s}
+    span_s = interval_s if seen.span_s is None else max(1.0, seen.span_s)
+    found = dict(given) | {"rate": max(seen.num_requests, _HALF) / span_s}
     if seen.num_requests >= _FEWEST:
         of_mean = math.exp(-0.5 * LENGTH_STD**2)
         found["prompt"] = max(1.0, seen.mean_prompt * of_mean)

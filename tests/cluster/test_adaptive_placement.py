@@ -74,6 +74,12 @@ def test_gateways_stay_through_every_change_so_that_requests_can_wait_there(worl
         (json.dumps([CHAT | {"colour": "red"}]), "got 'colour'"),
         (json.dumps([CHAT | {"model": "gpt-9"}]), "'model' must be one of"),
         (json.dumps([CHAT, CODE | {"rate": "much"}]), "'code' is not added"),
+        (json.dumps([CHAT, CODE | {"prompt": 1e308}]), "'prompt' of service code must be from"),
+        (json.dumps([CHAT, CODE | {"output": 1e9}]), "'output' of service code must be from"),
+        (json.dumps([CHAT, CODE | {"rate": 1e-320}]), "'rate' of service code must be from"),
+        (json.dumps([CHAT, CODE | {"ttft": 1e-321}]), "'ttft' of service code must be from"),
+        (json.dumps([CHAT, CODE | {"tpot": 1e300}]), "'tpot' of service code must be from"),
+        (json.dumps([CHAT, CODE | {"rate": 10**400}]), "'code' is not added"),
         (json.dumps([CHAT, {k: v for k, v in CODE.items() if k != "rate"}]), "must have 'rate'"),
     ],
 )  # fmt: skip

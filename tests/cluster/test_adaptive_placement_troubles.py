@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from fake_serve import FakeServe
@@ -12,6 +13,7 @@ from raw_answers import answering, http
 
 from sola_sched.adaptive_placement.__main__ import main
 from sola_sched.adaptive_placement.follow import Follower
+from sola_sched.adaptive_placement.observe import Observed
 from sola_sched.adaptive_placement.serve_api import ServeApi
 from sola_sched.errors import DeploymentError, InfeasibleError
 
@@ -38,6 +40,50 @@ def test_trouble_with_serve_is_an_error_and_nothing_is_changed(world) -> None:
     assert world.serve.names == before
     with pytest.raises(DeploymentError, match="must be reached"):
         ServeApi("http://127.0.0.1:9").details()
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["observing", "placing"])
+def test_serve_that_does_not_answer_once_is_no_reason_to_place_anew(world, is_late, caplog) -> None:
+    """The interval is still over, and the services are still the same."""
+    world.describe(CHAT, CODE)
+    ended, changed = [], []
+    controller = world.follower._controller
+    end, change = controller.end_interval, controller.services_changed
+    controller.end_interval = lambda *args: ended.append(args[1]) or end(*args)
+    controller.services_changed = lambda *args: changed.append(args) or change(*args)
+    world.observer.seen = {"chat": Observed(100, 90, 100, 250.0, 75.0)}
+    api, left = world.follower._api, [1]
+    name = "deployed" if is_late else "details"
+    ask = getattr(api, name)
+
+    def fail_once() -> Any:
+        # The services' gateways are asked for first, then what is deployed.
+        if len(world.observer.asked) >= is_late and left.pop(0) if left else False:
+            raise DeploymentError("the dashboard is away")
+        return ask()
+
+    setattr(api, name, fail_once)
+    world.now_s = world.follower.interval_s + 50.0
+    follow_for(world.follower, 3)
+
+    assert "the dashboard is away" in caplog.text
+    assert (ended, changed) == ([0.9], [])
+    assert len(world.observer.asked) == 1
+
+
+def test_what_has_been_decided_is_done_when_serve_answers_again(world) -> None:
+    world.describe(CHAT)
+    world.serve.refuse = "not now"
+    with pytest.raises(DeploymentError):
+        world.describe(CHAT, CODE)
+    decided = world.follower._decided
+    world.serve.refuse = ""
+
+    world.follower.tick()
+
+    assert decided is not None
+    assert world.follower._decided is None
+    assert world.served() == {"chat", "code"}
 
 
 class Stopped(Exception):

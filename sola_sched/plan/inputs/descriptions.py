@@ -13,15 +13,22 @@ from sola_sched.cluster.sharing.services import Service
 from sola_sched.config.rules import nearest
 from sola_sched.config.slo import SloTarget
 from sola_sched.errors import ConfigError
-from sola_sched.simulator.sharing.cluster import Arrival
+from sola_sched.simulator.sharing.cluster import Arrival, Setting
 from sola_sched.simulator.sharing.hardware import model_of
 
 _NUMBERS = ("rate", "ttft", "tpot", "prompt", "output")
 KEYS = ("name", "model", *_NUMBERS)
 #: What the placement decides of an engine.
 _PLACED = ("tensor_parallel_size", "gpu_memory_utilization", "served_model_name")
-#: Of an engine: these are simulated as they are given.
-_LIMITS = ("max_num_seqs", "max_num_batched_tokens")
+#: Of an engine: these are simulated as they are given, and what they are otherwise.
+_LIMITS = {
+    "max_num_seqs": Setting.max_num_seqs,
+    "max_num_batched_tokens": Setting.max_num_batched_tokens,
+}
+#: Least of each number, and most: beyond them it is a slip, and a float may not hold what is made
+#: of it. Of a second, milliseconds, tokens.
+_LEAST = 1e-9
+_MOST = {"rate": 1e12, "ttft": 1e12, "tpot": 1e12, "prompt": 1e7, "output": 1e7}
 _DEFAULTS = {"prompt": 500.0, "output": 250.0}
 #: Lengths are lognormal around their medians.
 LENGTH_STD = 0.7
@@ -69,14 +76,10 @@ def make_service(given: Mapping[str, Any], seed: int) -> Service:
         raise ConfigError(f"a service must have {missing[0]!r} (got {dict(given)!r}).")
     name = str(given["name"])
     model_of(str(given["model"]))
-    numbers = {
-        key: positive_number(str(given[key]), f"{key} of service {name}")
-        for key in _NUMBERS
-        if key in given
-    }
+    numbers = {key: _number(name, key, given[key]) for key in _NUMBERS if key in given}
     if "ttft" not in numbers and "tpot" not in numbers:
         raise ConfigError(f"service {name!r} must have a target: ttft or tpot, in ms (got none).")
-    rng = np.random.default_rng([seed, sum(name.encode())])
+    rng = np.random.default_rng([seed, sum(name.encode(errors="replace"))])
     columns = [
         np.exp(rng.normal(math.log(numbers.get(key, value)), LENGTH_STD, _NUM_LENGTHS))
         for key, value in _DEFAULTS.items()
@@ -90,6 +93,15 @@ def make_service(given: Mapping[str, Any], seed: int) -> Service:
     )
     engine = _engine(name, given.get("engine", {}))
     return Service(name, str(given["model"]), numbers["rate"], lengths, slo, engine=engine)
+
+
+def _number(name: str, key: str, given: Any) -> float:
+    value = positive_number(str(given), f"{key} of service {name}")
+    if not _LEAST <= value <= _MOST[key]:
+        raise ConfigError(
+            f"{key!r} of service {name} must be from {_LEAST:g} to {_MOST[key]:g} (got {value:g})."
+        )
+    return value
 
 
 def _engine(name: str, given: Any) -> dict[str, Any]:
@@ -119,6 +131,13 @@ def _engine(name: str, given: Any) -> dict[str, Any]:
                 f"{key!r} in 'engine' of service {name} must be a whole number >= 1 "
                 f"(got {value!r})."
             )
+    slots, tokens = (found.get(key, default) for key, default in _LIMITS.items())
+    if tokens < slots:
+        raise ConfigError(
+            f"'max_num_batched_tokens' in 'engine' of service {name} must be >= its 'max_num_seqs' "
+            f"(got {tokens} < {slots}{'' if 'max_num_seqs' in found else ', the default'}); vLLM "
+            "does not start otherwise."
+        )
     ours = [key for key in ("ttft_s", "tpot_s", "turns") if key in sola]
     if ours:
         raise ConfigError(
