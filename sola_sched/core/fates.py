@@ -7,6 +7,7 @@ difference when it starts: a step costs the same however many wait.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import deque
 from collections.abc import Iterable
@@ -73,6 +74,25 @@ class _Note:
 
 
 _NUM_STARTS = 4096
+#: Characters of an id that are kept, and of these those of a hash.
+_MOST_OF_ID, _NUM_HASHED = 256, 16
+
+
+def shown_id(req_id: str) -> str:
+    """An id as it is kept and shown: a client may choose one of any length and characters.
+
+    One that is too long, or does not print on one line, ends in a hash of the whole of it.
+    """
+    if len(req_id) <= _MOST_OF_ID and req_id.isprintable():
+        return req_id
+    digest = hashlib.sha256(req_id.encode("utf-8", "surrogatepass")).hexdigest()
+    begin = printable(req_id[: _MOST_OF_ID - _NUM_HASHED - 1])
+    return f"{begin}~{digest[:_NUM_HASHED]}"
+
+
+def printable(text: str) -> str:
+    """A text on one line, with a question mark for each character that does not print."""
+    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +100,7 @@ class Ended:
     """Requests that have ended, in the order of their ends.
 
     Attributes:
-        req_ids, slo_classes: Of each.
+        req_ids, slo_classes: Of each; ids as in `shown_id`.
         records: `FATE`, [n].
     """
 
@@ -103,6 +123,7 @@ class Fates:
         self._held: list[_Note] = []  # of those that sit this step out
         self._starts = np.full((_NUM_STARTS, 2), math.nan)  # when, and the arrival
         self._num_starts = 0
+        self.most = most
         self._ended: deque[tuple[str, str, tuple[object, ...]]] = deque(maxlen=most)
         self.num_ended = 0
 
@@ -210,7 +231,7 @@ class Fates:
             note.num_chunks, request.num_preemptions, note.num_held, note.num_running,
             note.num_before, num_overtook, request.priority, ENDS.index(end), note.waited_s,
         )  # fmt: skip
-        self._ended.append((req_id, slo_class, fate))
+        self._ended.append((shown_id(req_id), slo_class, fate))
 
     def _num_overtook(self, arrival_s: float, until_s: float) -> int:
         """Of the latest starts those, until then, of requests that came after such an arrival."""

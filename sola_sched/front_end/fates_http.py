@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import parse_qs, unquote
+from urllib.parse import parse_qs
 
 from sola_sched.front_end import server_args
 from sola_sched.front_end.json_answers import Send, send_json
@@ -55,10 +55,10 @@ def answer(path: str, query: str, book: FateBook = BOOK) -> tuple[HTTPStatus, di
     """Status and body of an answer.
 
     Args:
-        path: One that begins with `PATH`.
+        path: One that begins with `PATH`, decoded, as servers give it.
         query: As in the URL.
     """
-    req_id = unquote(path.removeprefix(PATH).removeprefix("/"))
+    req_id = path.removeprefix(PATH).removeprefix("/")
     if req_id:
         found = book.find(req_id)
         if found:

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from sola_sched.core.fates import ENDS, FATE, Ended
+from sola_sched.core.fates import ENDS, FATE, Ended, printable, shown_id
 from sola_sched.cost.model import CostModel
 
 #: Of a fate, by the place of the shortage in `waited_s`.
 WAITED = ("waited_for_slot_s", "waited_for_memory_s", "waited_for_time_s")
 _END_BY_ITSELF = ("attained", "missed")
+#: Characters of an id that are looked for in others: these keep so many, and vLLM's beginning.
+_MOST_SOUGHT = 200
 _NOT_LATE = ("attained", "aborted")
 #: Times that step times tell; 0 while these are being learned.
 _BY_STEP_TIMES = ("alone_s", "alone_step_s")
@@ -169,12 +171,13 @@ class FateBook:
         """The request of this id, or all whose ids contain it.
 
         vLLM's ids are longer than those that a client sees: some random digits are added, and a
-        number where one request asks for several answers.
+        number where one request asks for several answers. Of a long id the beginning is compared.
         """
-        own = self._fates.get(req_id)
+        own = self._fates.get(shown_id(req_id))
         if own is not None:
             return [own]
-        return [fate for name, fate in self._fates.items() if req_id in name]
+        sought = printable(req_id[:_MOST_SOUGHT])
+        return [fate for name, fate in self._fates.items() if sought in name]
 
     def latest(self, most: int, *, are_missed: bool = False) -> list[dict[str, Any]]:
         """The last ones to end, the newest first; of those that met their targets none if asked."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sola_sched.core.fates import Fates
 from sola_sched.core.monitor import StateMonitor
 from sola_sched.core.state import FREE, IntArray, RequestTable
 from sola_sched.reports import fates
@@ -110,9 +111,17 @@ class Telemetry:
         """So many requests with a slot sit out the step."""
         self._num_held = num_requests
 
-    def is_due(self, now_s: float, *, is_idle: bool) -> bool:
-        """Whether it is time for a report: at intervals, and before the engine goes idle."""
-        return self.is_heard and (is_idle or now_s >= self._next_report_s)
+    def is_due(self, now_s: float, *, is_idle: bool, fates: Fates | None = None) -> bool:
+        """Whether it is time for a report: at intervals, and before the engine goes idle.
+
+        Args:
+            now_s: On the monitor's clock.
+            is_idle: Whether no request is left.
+            fates: It is time too when half of what these keep has not been reported.
+        """
+        num_new = 0 if fates is None else fates.num_ended - self._num_fates
+        is_half_new = fates is not None and 2 * num_new >= fates.most
+        return self.is_heard and (is_idle or is_half_new or now_s >= self._next_report_s)
 
     def report(
         self, monitor: StateMonitor, now_s: float, swapped_bytes: tuple[int, int] = (0, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from states import FixedLengths, make_cost
@@ -100,6 +101,30 @@ def test_a_wait_is_for_what_the_engine_was_short_of() -> None:
     assert ENDS[c["end"]] == "missed"  # its first token came after 1.375 s
     assert (b["num_before"], b["num_running"]) == (1, 0)
     assert (c["num_before"], c["num_running"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "req_id", ["A" * 1_000_000, "two\nlines", "\x1b[2J", "\ud800", "x" * 300 + "\n"]
+)
+def test_an_id_of_a_client_is_kept_short_and_on_one_line(req_id: str) -> None:
+    engine = Engine()
+    for name in (req_id, req_id + "!"):
+        engine.add(name)
+        engine.end(name, by_itself=False)
+    first, second = engine.fates.since(0, engine.monitor.cost).req_ids
+    assert first != second
+    for kept in (first, second):
+        assert len(kept) <= 256
+        assert kept.isprintable()
+
+
+def test_other_ids_are_kept_as_they_are() -> None:
+    engine = Engine()
+    names = ["cmpl-1", "é 漢", "a" * 256]
+    for name in names:
+        engine.add(name)
+        engine.end(name, by_itself=False)
+    assert engine.fates.since(0, engine.monitor.cost).req_ids == names
 
 
 def test_steps_that_are_sat_out_are_counted_with_their_time() -> None:

@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 
 from fates import ended, record_of
 
+from sola_sched.core.fates import Ended
 from sola_sched.front_end import fates_http
 from sola_sched.front_end.fates_http import FatesMiddleware, add_middleware, answer
 from sola_sched.reports.fates import FateBook, to_report
@@ -38,7 +39,6 @@ def book() -> FateBook:
         ("/sola/requests", "limit=0", []),
         ("/sola/requests/r1", "limit=5", ["r1"]),
         ("/sola/requests/r", "", ["r0", "r1", "r2"]),
-        ("/sola/requests/r%31", "", ["r1"]),
     ],
 )
 def test_which_requests_are_told(book: FateBook, path: str, query: str, names: list[str]) -> None:
@@ -46,6 +46,15 @@ def test_which_requests_are_told(book: FateBook, path: str, query: str, names: l
     assert status == HTTPStatus.OK
     assert [fate["request_id"] for fate in body["requests"]] == names
     assert body["engine"] == {"gamma": {}}
+
+
+def test_an_id_is_decoded_once_by_the_server() -> None:
+    book = FateBook()
+    record = ended(record_of()).records
+    for name in ("50%31", "501"):
+        book.add(to_report(Ended([name], ["default"], record)))
+    _, body = answer("/sola/requests/50%31", "", book)
+    assert [fate["request_id"] for fate in body["requests"]] == ["50%31"]
 
 
 @pytest.mark.parametrize(

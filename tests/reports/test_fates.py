@@ -9,6 +9,7 @@ import pytest
 from fates import a_fate, ended, record_of
 from states import make_cost
 
+from sola_sched.core.fates import Ended, shown_id
 from sola_sched.cost.model import CostModel
 from sola_sched.reports.fates import FateBook, engine_facts, from_report, to_report
 from sola_sched.reports.reasons import remedies, story, verdict
@@ -66,6 +67,16 @@ def test_the_book_keeps_the_latest_and_finds_them_by_a_part_of_their_ids() -> No
     assert [fate["request_id"] for fate in book.find("r1")] == ["r10", "r11"]
     assert [fate["request_id"] for fate in book.find("r11")] == ["r11"]
     assert book.find("r0") == []  # forgotten
+
+
+@pytest.mark.parametrize("own", ["A" * 1000, "B" * 230, "a\nb" + "c" * 1000, "\x1b[2J"])
+def test_the_book_finds_a_request_by_the_id_that_its_client_gave(own: str) -> None:
+    book, records = FateBook(), ended(record_of()).records
+    whole = f"chatcmpl-{own}-0-1f2e3d4c"
+    for name in ("other", whole):
+        book.add(to_report(Ended([shown_id(name)], ["default"], records)))
+    for asked in (own, whole, shown_id(whole)):
+        assert [fate["request_id"] for fate in book.find(asked)] == [shown_id(whole)]
 
 
 def test_one_that_ends_again_is_the_latest() -> None:

@@ -42,6 +42,20 @@ def test_reports_hold_what_is_new_since_the_last_one(engine: StillEngine) -> Non
     assert [r.swapped_bytes for r in (first, second, third)] == [[100, 10], [0, 20], [0, 0]]
 
 
+def test_a_report_is_due_before_ends_are_forgotten(engine: StillEngine) -> None:
+    telemetry, monitor = Telemetry(), engine.monitor
+    num_told = 0
+    telemetry.report(monitor, 5.0)
+    for number in range(3000):
+        engine.add(f"r{number}")
+        monitor.finished(f"r{number}", by_itself=False)
+        if telemetry.is_due(5.0, is_idle=False, fates=monitor.fates):
+            num_told += len((telemetry.report(monitor, 5.0).fates or {"ids": []})["ids"])
+    assert num_told > 3000 - monitor.fates.most
+    num_told += len((telemetry.report(monitor, 6.0).fates or {"ids": []})["ids"])
+    assert num_told == 3000
+
+
 def test_a_report_is_due_at_intervals_and_before_the_engine_goes_idle(engine: StillEngine) -> None:
     telemetry = Telemetry()
     assert telemetry.is_due(5.0, is_idle=False)

@@ -13,7 +13,7 @@ from typing import Any
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from sola_sched.core.fates import Fates
+from sola_sched.core.fates import Fates, shown_id
 from sola_sched.cost.model import CostModel
 from sola_sched.reports.fates import fates_of, is_late
 from sola_sched.reports.reasons import why
@@ -46,7 +46,7 @@ class RequestSpans:
     def ended(self, req_id: str, trace_headers: Mapping[str, str] | None) -> None:
         """A request ends; its fate is known by the next `send`."""
         if trace_headers:
-            self._headers[req_id] = trace_headers
+            self._headers[shown_id(req_id)] = trace_headers
 
     def send(self, fates: Fates, cost: CostModel, now_s: float, wall_s: float) -> None:
         """Make the spans of those that have ended since the last call.

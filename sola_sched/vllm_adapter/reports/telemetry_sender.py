@@ -91,7 +91,7 @@ class TelemetrySender:
         """
         try:
             now_s = monitor.clock()
-            if not self._counts.is_due(now_s, is_idle=is_idle):
+            if not self._counts.is_due(now_s, is_idle=is_idle, fates=monitor.fates):
                 return
             carrier = telemetry_carrier.find_carrier(outputs)
             if carrier is not None:

@@ -7,6 +7,7 @@ from vllm.v1.request import Request
 
 from sola_sched.config.slo import CLASS_KEY, DEFAULT_CLASS, SloTarget, request_target
 from sola_sched.config.sola_config import SolaConfig
+from sola_sched.core.fates import shown_id
 from sola_sched.errors import SloError
 
 logger = init_logger("vllm.sola_sched")
@@ -64,7 +65,8 @@ class Targets:
         except SloError as error:  # the front end refuses these unless the plug-in is off
             self.num_invalid += 1
             if self.num_invalid == 1:
-                logger.warning("%s: using the default SLO instead. %s", request.request_id, error)
+                shown = shown_id(request.request_id)
+                logger.warning("%s: using the default SLO instead. %s", shown, error)
             return service, default
         return extra_args.get(CLASS_KEY) or service, target
 
