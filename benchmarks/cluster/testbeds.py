@@ -96,7 +96,7 @@ def step_profile(kind: Kind, is_decode: bool = False) -> StepProfile:
     model = roofline.on_gpus(_MODELS[kind.model], kind.tensor_parallel)
     assumed = roofline.corrected(_FITTED_AS.get(kind.gpu, kind.gpu))
     if not roofline.fits(model, gpu, assumed):
-        tokens = max(0, roofline.num_blocks(model, gpu, assumed)) * 16
+        tokens = max(0, roofline.num_blocks(model, gpu, assumed) - 1) * 16
         raise ConfigError(
             f"{kind.model} on {kind.tensor_parallel} {kind.gpu} must have KV for one request of "
             f"{model.max_model_len} tokens (got {tokens})."

@@ -195,9 +195,8 @@ def _services(args: argparse.Namespace) -> list[Service]:
 
 
 def _numbers(most: int, node: int) -> list[int]:
-    """Numbers of GPUs to try: powers of two within a node, then whole nodes."""
-    within = [1 << i for i in range(node.bit_length()) if 1 << i <= min(node, most)]
-    return sorted({*within, *range(node, most + 1, node)})
+    """Numbers of GPUs to try: all within a node, then whole nodes."""
+    return [*range(1, min(node, most) + 1), *range(2 * node, most + 1, node)]
 
 
 def _none(

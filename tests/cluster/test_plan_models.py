@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from sola_sched.plan.inputs.models import planned_for, profile
 from sola_sched.plan.search.configurations import configurations, steps_said
 from sola_sched.plan.search.pools import decode_profile
 from sola_sched.simulator.steps.gpus import ALL_GPUS
-from sola_sched.simulator.steps.roofline import MODELS
+from sola_sched.simulator.steps.roofline import MODELS, Assumptions, num_blocks
 from sola_sched.simulator.steps.time import MeasuredStepTime, StepCounts
 
 LLAMA = {
@@ -223,6 +224,44 @@ def test_a_decode_step_of_each_gpu_takes_what_its_memory_says(gpu: str) -> None:
         "llama-3-8b",
         configurations("llama-3-8b", {gpu: 1.0}, [2], ["sola"], [64], ["least-ttft"]),
     )
+
+
+def test_no_degree_is_rented_that_vllm_cannot_start() -> None:
+    """Heads of keys and values are shared out, or each is on several GPUs; MLPs are shared out."""
+    phi = LLAMA | {"num_attention_heads": 40, "num_key_value_heads": 10, "hidden_size": 5120}
+    odd = LLAMA | {"intermediate_size": 14340}
+    few = LLAMA | {"num_key_value_heads": 2}
+    degrees = {}
+    for name, config in (("phi", phi), ("odd", odd), ("few", few)):
+        model, _ = model_of(config, name, "config.json")
+        found = configurations(
+            _planned(model), {"h200": 1.0}, [1, 2, 4, 8], ["sola"], [64], ["least-ttft"]
+        )
+        degrees[name] = [each.tensor_parallel for each in found]
+
+    assert degrees == {"phi": [1, 2], "odd": [1, 2, 4], "few": [1, 2, 4, 8]}
+    model, _ = model_of(phi, "phi", "config.json")
+    said = "4 h200: 10 heads of keys and values cannot be shared by 4"
+    with pytest.raises(ConfigError, match=said):
+        configurations(_planned(model), {"h200": 1.0}, [4], ["sola"], [64], ["least-ttft"])
+
+
+def test_a_longest_request_above_the_models_own_limit_is_refused() -> None:
+    planned_for("llama-3-8b", 8192, [])
+    with pytest.raises(ConfigError, match=r"own limit, 8192 tokens .*llama-3-8b' \(got 8193\)"):
+        planned_for("llama-3-8b", 8193, [])
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_memory_holds_a_longest_request_beside_the_block_that_vllm_keeps(more: int) -> None:
+    wanted = LLAMA | {"max_position_embeddings": 131072}
+    model, _ = model_of(wanted, "long", "config.json")
+    room = 16 * (num_blocks(model, ALL_GPUS["l4"], Assumptions()) - 1)
+    args = {"l4": 1.0}, [1], ["sola"], [64], ["least-ttft"]
+
+    assert configurations(_planned(replace(model, max_model_len=room)), *args)
+    with pytest.raises(ConfigError, match=f"room for {room} of {room + 1 + more} KV tokens"):
+        configurations(_planned(replace(model, max_model_len=room + 1 + more)), *args)
 
 
 def test_a_shorter_longest_request_keeps_the_measured_kernels() -> None:

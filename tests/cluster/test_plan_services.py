@@ -19,6 +19,7 @@ from sola_sched.errors import ConfigError
 from sola_sched.plan.cli import main
 from sola_sched.plan.inputs.descriptions import make_arrivals, make_service
 from sola_sched.plan.search.fast_error import OF_SERVICES, unchecked
+from sola_sched.plan.services import _numbers
 from sola_sched.simulator.sharing.cluster import Setting, SharedCluster
 from sola_sched.simulator.sharing.hardware import Hardware
 
@@ -160,6 +161,22 @@ def test_busy_service_is_served_by_several_groups(tmp_path: Path) -> None:
     assert sum(group["degree"] for group in found["groups"]) > 1
     devices = [engine["env"]["CUDA_VISIBLE_DEVICES"] for engine in engines_of(config)]
     assert len(set(devices)) == len(devices) == len(found["groups"])
+
+
+def test_every_number_of_gpus_of_a_node_is_tried(tmp_path: Path) -> None:
+    busy = "name=a,model=llama-3-8b,rate=50,ttft=1000,tpot=40"
+
+    code, found, config = plan(tmp_path, "--gpu", "a100=1.5", "--service", busy)
+
+    numbers = [one["num_gpus"] for one in found["tried"]]
+    assert code == 0
+    assert numbers == list(range(1, found["num_gpus"] + 1))
+    assert found["num_gpus"] not in (4, 8)
+    devices = [engine["env"]["CUDA_VISIBLE_DEVICES"] for engine in engines_of(config)]
+    assert len(set(devices)) == len(devices) == len(found["groups"])
+    assert [_numbers(*each) for each in ((3, 8), (24, 8), (20, 8), (3, 1))] == [
+        [1, 2, 3], [*range(1, 9), 16, 24], [*range(1, 9), 16], [1, 2, 3],
+    ]  # fmt: skip
 
 
 def test_added_and_removed_service_changes_the_plan_and_no_other_application(

@@ -190,6 +190,17 @@ CHAT = Service("chat", "llama-2-7b", 2.0, [(100, 200), (300, 400)], slo_scale=5.
 SUMMARY = Service("summary", "opt-6.7b", 1.0, [(3000, 20)], slo_scale=5.0)
 
 
+@pytest.mark.parametrize("longest", [400, 401, 415, 416])
+def test_memory_of_a_longest_request_is_whole_blocks_and_the_one_that_vllm_keeps(
+    longest: int,
+) -> None:
+    hardware, service = Hardware("a100"), Service("a", "llama-2-7b", 1.0, [(longest - 10, 10)])
+
+    blocks = hardware._longest_bytes(1, service) / (16 * hardware.kv_bytes("llama-2-7b", 1))
+
+    assert blocks == math.ceil(longest / 16) + 1
+
+
 def test_large_model_needs_two_gpus() -> None:
     setting = make_setting(CHAT, Service("big", "llama-2-70b", 1.0, [(100, 100)]))
 

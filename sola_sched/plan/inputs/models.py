@@ -54,6 +54,11 @@ def planned_for(
     """
     shape, notes = read_model(name)
     if max_model_len is not None:
+        if max_model_len > shape.max_model_len:
+            raise ConfigError(
+                f"'--max-model-len' must be at most the model's own limit, {shape.max_model_len} "
+                f"tokens for '--model {name}' (got {max_model_len}); vLLM does not start otherwise."
+            )
         shape = replace(shape, max_model_len=max_model_len)
     measured = dict(map(_measured, profiles))
     notes = (*notes, *(_of_another(name, file) for file in measured.values()))

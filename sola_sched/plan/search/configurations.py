@@ -102,8 +102,7 @@ def configurations(
     places = [
         (gpu, degree)
         for gpu, degree in itertools.product(prices, degrees)
-        if shape.num_heads % degree == 0
-        and fits(on_gpus(shape, degree), ALL_GPUS[gpu], Assumptions())
+        if not shape.unshared(degree) and fits(on_gpus(shape, degree), ALL_GPUS[gpu], Assumptions())
     ]
     if not places:
         raise ConfigError(_fits_nowhere(model, prices, degrees))
@@ -133,12 +132,12 @@ def _fits_nowhere(
     assumed, sizes = Assumptions(), []
     for gpu, degree in itertools.product(prices, degrees):
         shape = on_gpus(planned(model).shape, degree)
-        if shape.num_heads % degree:
-            sizes.append(f"{degree} {gpu}: {shape.num_heads} heads cannot be shared by {degree}")
+        if what := shape.unshared(degree):
+            sizes.append(f"{degree} {gpu}: {what} cannot be shared by {degree}")
             continue
         need_gb = shape.num_parameters * _BYTES / degree / 1e9
         have_gb = assumed.memory_utilization * ALL_GPUS[gpu].memory_gib * 2**30 / 1e9
-        tokens = max(0, num_blocks(shape, ALL_GPUS[gpu], assumed)) * 16
+        tokens = max(0, num_blocks(shape, ALL_GPUS[gpu], assumed) - 1) * 16
         sizes.append(
             f"{degree} {gpu}: {need_gb:.1f} GB of weights on each, {have_gb:.1f} GB usable, room "
             f"for {tokens} of {shape.max_model_len} KV tokens"

@@ -21,7 +21,7 @@ from sola_sched.simulator.steps.time import StepTimeModel
 
 _BYTES = 2
 _GIB = 2**30
-_HALF_BLOCK = 8
+_BLOCK = 16
 
 GPUS = gpus.ALL_GPUS | {
     "a800": replace(
@@ -89,7 +89,7 @@ class Hardware:
 
     def fits(self, degree: int, services: Sequence[Service]) -> bool:
         """Whether the weights fit, and beside them a longest request of each service at once."""
-        if any(model_of(service.model).num_heads % degree for service in services):
+        if any(model_of(service.model).unshared(degree) for service in services):
             return False
         room = self.room_bytes(degree, [service.model for service in services])
         return sum(self._longest_bytes(degree, service) for service in services) <= room
@@ -133,7 +133,9 @@ class Hardware:
         return self._assumed.memory_utilization * self._gpu.memory_gib * _GIB
 
     def _longest_bytes(self, degree: int, service: Service) -> float:
-        return self.kv_bytes(service.model, degree) * (service.longest + 2 * _HALF_BLOCK)
+        # Whole blocks, and the one that vLLM keeps for itself.
+        blocks = -(-service.longest // _BLOCK) + 1
+        return self.kv_bytes(service.model, degree) * blocks * _BLOCK
 
     def load_s(self, model: str, degree: int, bytes_per_s: float) -> float:
         """Seconds to load a model's weights onto its GPUs, each over its own link."""

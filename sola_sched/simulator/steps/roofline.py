@@ -103,6 +103,18 @@ class Model:
         """KV heads on one GPU; with fewer heads than GPUs, each is on several."""
         return max(1, self.num_kv_heads // self.tensor_parallel)
 
+    def unshared(self, degree: int) -> str:
+        """What so many GPUs cannot share, so that vLLM does not start on them; empty if nothing."""
+        kv = self.num_kv_heads
+        if self.num_heads % degree:
+            return f"{self.num_heads} heads"
+        if kv % degree and degree % kv:
+            return f"{kv} heads of keys and values"
+        # Of experts only the width of several together is known.
+        if self.stored_mlp_size is None and self.intermediate_size % degree:
+            return f"an MLP of width {self.intermediate_size}"
+        return ""
+
     @property
     def layer_products(self) -> list[tuple[int, int]]:
         """(Output, input width) on one GPU of QKV, attention output, MLP up (and gate), down."""
@@ -208,7 +220,8 @@ def num_blocks(model: Model, gpu: Gpu, assumed: Assumptions) -> int:
 
 def fits(model: Model, gpu: Gpu, assumed: Assumptions) -> bool:
     """Whether one request of full length fits beside the weights."""
-    return num_blocks(model, gpu, assumed) > model.max_model_len // _BLOCK_SIZE
+    # vLLM keeps a block for itself.
+    return num_blocks(model, gpu, assumed) - 1 >= -(-model.max_model_len // _BLOCK_SIZE)
 
 
 def step_time(model: Model, gpu: Gpu, assumed: Assumptions) -> dict[str, tuple[float, str]]:
