@@ -8,6 +8,7 @@ does not follow the engine. A line each second is empty, so that silence means s
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
@@ -18,6 +19,8 @@ from sola_sched.front_end import server_args
 LOAD_PATH = "/sola/load"
 MIDDLEWARE = "sola_sched.front_end.load_feed.LoadFeedMiddleware"
 _SIGN_OF_LIFE_S = 1.0
+
+logger = logging.getLogger("vllm.sola_sched")
 
 _Message = MutableMapping[str, Any]
 _Send = Callable[[_Message], Awaitable[None]]
@@ -118,5 +121,20 @@ def add_middleware(args: Any, engine_args: Any) -> None:
         engine_args: Those of its engine, with a scheduler of this package.
     """
     config = SolaConfig.from_additional(engine_args.additional_config)
-    if config.load_interval_s is not None:
-        server_args.add_middleware(args, MIDDLEWARE)
+    if config.load_interval_s is None:
+        return
+    if reason := _why_not(args, engine_args):
+        logger.warning("sola_sched: no %s, although load_interval_s is set: %s", LOAD_PATH, reason)
+        return
+    server_args.add_middleware(args, MIDDLEWARE)
+
+
+def _why_not(args: Any, engine_args: Any) -> str | None:
+    """Why a server cannot tell its load, None if it can."""
+    if getattr(engine_args, "disable_log_stats", False):
+        return "--disable-log-stats is given"
+    if getattr(engine_args, "data_parallel_size", 1) > 1:
+        return "the server has several engines"
+    if (getattr(args, "api_server_count", None) or 1) > 1:
+        return "the server has several API processes"
+    return None

@@ -181,3 +181,29 @@ def test_a_server_has_the_feed_when_its_engine_reports(
 
     assert (load_feed.MIDDLEWARE in args.middleware) == is_there
     assert args.middleware[0] == "other"
+
+
+@pytest.mark.parametrize(
+    ("given", "engine", "said"),
+    [
+        ({}, {"disable_log_stats": True}, "--disable-log-stats"),
+        ({}, {"data_parallel_size": 2}, "several engines"),
+        ({"api_server_count": 2}, {}, "several API processes"),
+        ({"api_server_count": None}, {"data_parallel_size": 1, "disable_log_stats": False}, None),
+    ],
+)
+def test_a_server_whose_feed_would_be_empty_has_none_and_says_so(
+    given: dict[str, Any],
+    engine: dict[str, Any],
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(load_feed.logger, "warning", lambda text, *a: told.append(text % a))
+    args = SimpleNamespace(middleware=[], **given)
+    additional = {"sola_sched": {"load_interval_s": 0.25}}
+    load_feed.add_middleware(args, SimpleNamespace(additional_config=additional, **engine))
+
+    assert args.middleware == ([load_feed.MIDDLEWARE] if said is None else [])
+    assert len(told) == (said is not None)
+    assert said is None or said in told[0]
