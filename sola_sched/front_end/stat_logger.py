@@ -5,6 +5,7 @@ Runs in the front end, beside vLLM's loggers; see `docs/metrics.md` for the name
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -123,6 +124,16 @@ class SolaStatLogger(AggregateStatLoggerBase):  # type: ignore[misc, unused-igno
                 self._is_refused,
             ):
                 metric.labels(*at)
+            if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):  # files hold values alone
+                self._is_refused.labels(*at).set_function(self._refused_now)
+
+    def _refused_now(self) -> float:
+        """Asked for at each scrape: an idle server's file changes too."""
+        try:
+            self._options.look()
+        except Exception:
+            logger.debug("sola_sched: the options file could not be looked at", exc_info=True)
+        return float(self._options.problem is not None)
 
     def record(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,3 +117,18 @@ def test_a_report_that_cannot_be_read_ends_the_metrics_and_nothing_else() -> Non
     assert all(s.waiting_lora_adapters == {} for s in stats)
     logger.record(None, None)
     assert value("sola_steps_planned_total", "broken", 0) == 0
+
+
+def test_a_wrong_options_file_is_told_while_the_server_idles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    file = tmp_path / "options.json"
+    file.write_text("{}")
+    make_logger("idle", options_file=str(file))
+
+    assert value("sola_options_refused", "idle", 0) == 0.0
+    file.write_text("{wrong")
+    assert value("sola_options_refused", "idle", 0) == 1.0
+    file.write_text('{"ttft_s": 1}')
+    assert value("sola_options_refused", "idle", 0) == 0.0
