@@ -286,10 +286,10 @@ def _judge_prefill(at, tuning, prefill, request, chunk):
         left_s -= (math.ceil(todo / prefill.chunk) - 1.0) * at.mixed_s
     need_s = at.taking_s + prefill.service_s
     prefill.is_feasible = left_s < np.inf and tuning.prefill_margin * need_s <= left_s
+    prefill.is_hopeless = is_first and left_s < np.inf and not prefill.is_feasible
     if is_first and request.max_tokens > 1 and prefill.is_feasible:
         alone_s = tuning.decode_margin * decode_s(at, 1.0, float(request.prefill_target))
         prefill.is_feasible = alone_s <= tuning.keep * request.tpot_s * at.per_step
-    prefill.is_hopeless = is_first and left_s < np.inf and not prefill.is_feasible
     prefill.due_s = left_s
     if is_first and request.ttft_s < np.inf:
         early_s = left_s - (1.0 - tuning.keep) * request.ttft_s
