@@ -74,7 +74,8 @@ class Search:
             for name, given in described.items()
         ]
         self.setting = Setting.of(services, Hardware(options.gpu), options.cluster, LeastSlack)
-        self.past = make_arrivals(services, options.seed)
+        # What no engine takes is the same wherever they are.
+        self.past = [one for one in make_arrivals(services, options.seed) if one[2]]
         self._options, self._start_s = options, start_s
 
     def place(self, past: Sequence[Arrival]) -> Placement:

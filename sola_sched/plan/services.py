@@ -2,7 +2,7 @@
 
     python -m sola_sched.plan --gpu a100=1.5 h100=3.0 \\
         --service name=chat,model=llama-3-8b,rate=5,ttft=800,tpot=60 \\
-        --service name=code,model=llama-2-13b,rate=1,ttft=1500,tpot=80,prompt=2000,output=150
+        --service name=code,model=llama-2-13b,rate=1,ttft=1500,tpot=80,prompt=1000,output=150
 
 The search is SeaLLM's (`sola_sched.cluster.sharing`) on the fast model, for each kind of GPU and
 number of them; what it finds is checked with the real schedulers. Turns between services go to who
@@ -31,7 +31,13 @@ from sola_sched.config.flags import natural_int, positive_int
 from sola_sched.config.output_file import require_writable
 from sola_sched.errors import ConfigError, InfeasibleError
 from sola_sched.plan.inputs.args import add_gpus, parse_prices
-from sola_sched.plan.inputs.descriptions import KEYS, make_arrivals, make_service, parse_service
+from sola_sched.plan.inputs.descriptions import (
+    KEYS,
+    make_arrivals,
+    make_service,
+    most_tokens,
+    parse_service,
+)
 from sola_sched.plan.outputs import html
 from sola_sched.plan.outputs.deploy import serve_config_of
 from sola_sched.plan.search.fast_error import OF_SERVICES, unchecked
@@ -69,6 +75,13 @@ def plan_services(argv: Sequence[str]) -> int:
     prices = parse_prices(args.gpu, GPUS)
     node = min(args.gpus_per_node, args.max_gpus)
     require_possible_services(services, prices, node, args.attainment)
+    for service in services:
+        if service.refused:
+            most = most_tokens(service.model, service.engine)
+            print(
+                f"Engines refuse {service.refused:.1%} of the prompts of {service.name}, which "
+                f"reach {most:,} tokens: they count as missed."
+            )
     arrivals = make_arrivals(services, args.seed)
     tried: list[dict[str, Any]] = []
     best: _Plan | None = None

@@ -35,8 +35,10 @@ def test_trouble_with_serve_is_an_error_and_nothing_is_changed(world) -> None:
 
     assert world.serve.names == before
     world.serve.refuse = ""
+    engine = {"model": "/models/long", "max_model_len": 10_000_000}
+    long = {"model": "qwen1.5-72b", "prompt": 2_000_000, "engine": engine}
     with pytest.raises(InfeasibleError):
-        world.describe(CHAT | {"model": "qwen1.5-72b", "prompt": 2_000_000})
+        world.describe(CHAT | long)
     assert world.serve.names == before
     with pytest.raises(DeploymentError, match="must be reached"):
         ServeApi("http://127.0.0.1:9").details()

@@ -17,7 +17,7 @@ from sola_sched.cluster.sharing.placement import Cluster, Group, Placement
 from sola_sched.cluster.sharing.turns import LeastSlack
 from sola_sched.errors import ConfigError
 from sola_sched.plan.cli import main
-from sola_sched.plan.inputs.descriptions import make_arrivals, make_service
+from sola_sched.plan.inputs.descriptions import make_arrivals, make_service, most_tokens
 from sola_sched.plan.search.fast_error import OF_SERVICES, unchecked
 from sola_sched.plan.services import _numbers
 from sola_sched.simulator.sharing.cluster import Setting, SharedCluster
@@ -161,6 +161,45 @@ def test_busy_service_is_served_by_several_groups(tmp_path: Path) -> None:
     assert sum(group["degree"] for group in found["groups"]) > 1
     devices = [engine["env"]["CUDA_VISIBLE_DEVICES"] for engine in engines_of(config)]
     assert len(set(devices)) == len(devices) == len(found["groups"])
+
+
+def test_prompts_that_no_engine_takes_count_as_missed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """opt-6.7b takes 2,048 tokens; of a lognormal around 1,000 some 15 % are longer."""
+    long = "name=long,model=opt-6.7b,rate=1,ttft=9000,tpot=900,prompt=1000,output=1500"
+    code, found, _ = plan(
+        tmp_path, "--gpu", "a100=1.5", "--service", long, "--attainment", "0.7"
+    )  # fmt: skip
+    service = make_service(dict(part.split("=") for part in long.split(",")), 0)
+
+    assert code == 0
+    assert 0.1 < service.refused < 0.2
+    assert max(prompt + output for prompt, output in service.lengths) == service.longest == 2048
+    assert found["attained"]["long"] == pytest.approx(1.0 - service.refused, abs=0.1)
+    assert found["attained"]["long"] < 0.95
+    said = f"Engines refuse {service.refused:.1%} of the prompts of long, which reach 2,048 tokens"
+    assert said in capsys.readouterr().out
+    assert plan(tmp_path, "--gpu", "a100=1.5", "--service", long)[0] == 2
+    said = f"'long': engines refuse {service.refused:.1%} of its prompts, which are too long"
+    assert said in capsys.readouterr().err
+
+
+def test_length_that_an_engine_takes_is_its_own_or_the_models() -> None:
+    given = dict(part.split("=") for part in CHAT.split(","))
+    most = {}
+    for name, engine in {
+        "none": {}, "less": {"max-model-len": "256"}, "more": {"max_model_len": 100_000},
+        "own": {"max_model_len": 100_000, "model": "mine"}, "auto": {"max_model_len": "auto"},
+        "vllm's": {"max_model_len": -1},
+    }.items():  # fmt: skip
+        service = make_service(given | {"engine": engine}, 0)
+        most[name] = most_tokens(service.model, service.engine)
+
+    assert most == {"none": 8192, "less": 256, "more": 8192, "own": 100_000, "auto": 8192,
+                    "vllm's": 8192}  # fmt: skip
+    with pytest.raises(ConfigError, match=r"must be below 150 tokens, .* \(got 200\)"):
+        make_service(given | {"engine": {"max_model_len": 150}}, 0)
 
 
 def test_every_number_of_gpus_of_a_node_is_tried(tmp_path: Path) -> None:

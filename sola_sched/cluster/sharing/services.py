@@ -20,6 +20,7 @@ class Service:
         model: What it runs.
         rate: Requests per second, the mean.
         lengths: Prompt and output tokens of past requests; what they look like.
+        refused: Share of its requests whose prompts no engine takes; `lengths` are of the others.
         slo: TTFT and TPOT targets, seconds.
         slo_scale: Most end-to-end latency, in mean execution times of the service (Eq. 5); inf
             for none.
@@ -34,6 +35,7 @@ class Service:
     slo: SloTarget = field(default_factory=SloTarget)
     slo_scale: float = math.inf
     engine: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    refused: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.name:

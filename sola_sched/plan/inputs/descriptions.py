@@ -20,6 +20,8 @@ _NUMBERS = ("rate", "ttft", "tpot", "prompt", "output")
 KEYS = ("name", "model", *_NUMBERS)
 #: What the placement decides of an engine.
 _PLACED = ("tensor_parallel_size", "gpu_memory_utilization", "served_model_name")
+#: With these the limit of a model may be another than the published weights have.
+_OTHER_WEIGHTS = ("model", "hf_overrides")
 #: Of an engine: these are simulated as they are given, and what they are otherwise.
 _LIMITS = {
     "max_num_seqs": Setting.max_num_seqs,
@@ -84,15 +86,36 @@ def make_service(given: Mapping[str, Any], seed: int) -> Service:
         np.exp(rng.normal(math.log(numbers.get(key, value)), LENGTH_STD, _NUM_LENGTHS))
         for key, value in _DEFAULTS.items()
     ]
+    engine = _engine(name, given.get("engine", {}))
+    most = most_tokens(str(given["model"]), engine)
+    if numbers.get("prompt", _DEFAULTS["prompt"]) >= most:
+        raise ConfigError(
+            f"'prompt' of service {name} must be below {most:,} tokens, which an engine takes at "
+            f"most of {given['model']} (got {numbers.get('prompt', _DEFAULTS['prompt']):,.0f}): it "
+            "refuses half of the requests."
+        )
     lengths = [
-        (max(1, round(prompt)), max(1, round(output)))
+        (max(1, round(prompt)), max(1, min(round(output), most - round(prompt))))
         for prompt, output in zip(*columns, strict=True)
+        if round(prompt) < most
     ]
+    refused = 1.0 - len(lengths) / _NUM_LENGTHS
     slo = SloTarget(
         ttft_s=numbers.get("ttft", math.inf) / 1e3, tpot_s=numbers.get("tpot", math.inf) / 1e3
     )
-    engine = _engine(name, given.get("engine", {}))
-    return Service(name, str(given["model"]), numbers["rate"], lengths, slo, engine=engine)
+    return Service(
+        name, str(given["model"]), numbers["rate"], lengths, slo, engine=engine, refused=refused
+    )
+
+
+def most_tokens(model: str, engine: Mapping[str, Any]) -> int:
+    """Prompt and output tokens that an engine takes at most: vLLM's `max_model_len`."""
+    own, given = model_of(model).max_model_len, engine.get("max_model_len")
+    if isinstance(given, str) and given.isdecimal():
+        given = int(given)
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        return own  # also what vLLM finds by itself is no more
+    return given if set(engine) & set(_OTHER_WEIGHTS) else min(own, given)
 
 
 def _number(name: str, key: str, given: Any) -> float:
@@ -148,7 +171,7 @@ def _engine(name: str, given: Any) -> dict[str, Any]:
 
 
 def make_arrivals(services: Sequence[Service], seed: int) -> list[Arrival]:
-    """Poisson arrivals of a minute, at least one of each service.
+    """Poisson arrivals of a minute, at least one of each service; those that are refused too.
 
     Raises:
         ConfigError: They are too many to be tried.
@@ -164,7 +187,7 @@ def make_arrivals(services: Sequence[Service], seed: int) -> list[Arrival]:
     for service in services:
         num = max(1, int(rng.poisson(service.rate * _SPAN_S)))
         for at_s in np.sort(rng.uniform(0.0, _SPAN_S, num)):
-            made.append(
-                (float(at_s), service.name, *service.lengths[int(rng.integers(_NUM_LENGTHS))])
-            )
+            is_refused = service.refused > 0.0 and rng.random() < service.refused
+            lengths = service.lengths[int(rng.integers(len(service.lengths)))]
+            made.append((float(at_s), service.name, *((0, 0) if is_refused else lengths)))
     return sorted(made)

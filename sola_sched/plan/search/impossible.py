@@ -89,7 +89,12 @@ def require_possible_services(
             np.mean(np.all([taken[name] <= wanted[name] for name in wanted], axis=0))
             for taken in places.values()
         ]
-        shares.append(service.rate * max(met, default=1.0))
+        shares.append(service.rate * (1.0 - service.refused) * max(met, default=1.0))
+        if service.refused > 1.0 - goal:
+            reasons.append(
+                f"service {service.name!r}: engines refuse {service.refused:.1%} of its prompts, "
+                "which are too long"
+            )
         for name, target in wanted.items() if places else ():
             needs = {
                 place: excess(taken[name], [target] * len(service.lengths), goal)

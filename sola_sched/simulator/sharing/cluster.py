@@ -17,7 +17,8 @@ from sola_sched.simulator.sharing.group_engine import GroupEngine
 from sola_sched.simulator.sharing.hardware import Hardware
 from sola_sched.simulator.sharing.profiling import Profile, profile
 
-#: A request that is to come: seconds, service, prompt and output tokens.
+#: A request that is to come: seconds, service, prompt and output tokens; both are 0 of one that no
+#: engine takes.
 Arrival = tuple[float, str, int, int]
 
 
@@ -169,6 +170,8 @@ class SharedCluster:
 
     def add(self, request: SharedRequest, now_s: float) -> None:
         """Dispatch a request: section 3's least number of requests."""
+        if not request.prompt:
+            return
         groups = self._groups[request.service]
         for position in groups:
             self.engines[position].run_until(now_s)
@@ -264,7 +267,8 @@ class Evaluator:
         if key not in self._known:
             engine = self._setting.engine(group)
             mine = [_fresh(request) for name, i, n in shares for request in self._own[name][i::n]]
-            for request in sorted(mine, key=lambda r: (r.arrival_s, r.req_id)):
+            taken = [request for request in mine if request.prompt]
+            for request in sorted(taken, key=lambda r: (r.arrival_s, r.req_id)):
                 engine.run_until(request.arrival_s)
                 engine.add(request, request.arrival_s)
             while engine.num_open:
