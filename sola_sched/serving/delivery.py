@@ -184,7 +184,7 @@ class Delivery:
                         if not self._refusals.may_go_on(reply.status):
                             return await self._pass_on(reply, answer, replica, attempt)
                         answer = replace(answer, body=data + await reply.read())
-        return await self._answered(replica, answer)
+        return await self._answered(replica, answer, request.prompt_tokens)
 
     async def _pass_on(
         self, reply: aiohttp.ClientResponse, begun: Answer, replica: Replica, attempt: Attempt
@@ -277,10 +277,10 @@ class Delivery:
             await self._out.write(reply.status, headers, splitter.rest)
         return True
 
-    async def _answered(self, replica: Replica, answer: Answer) -> bool:
+    async def _answered(self, replica: Replica, answer: Answer, num_prompt: int) -> bool:
         """Whether a whole answer is one for the client."""
         self._replicas.progressed(replica)
-        if self._refusals.take(replica, answer, self._out.has_started):
+        if self._refusals.take(replica, answer, self._out.has_started, num_prompt):
             return False
         self._learn_stored(answer.body, replica)
         if answer.is_failure:
@@ -291,8 +291,8 @@ class Delivery:
         is_no_rest = self._out.has_started and answer.status != HTTPStatus.OK
         if is_no_rest or (answer.is_failure and may_retry):
             raise CutError(f"HTTP {answer.status}: {answer.body[:200].decode(errors='replace')}")
-        if not self._out.has_started and (num_prompt := answer.prompt_tokens) is not None:
-            self._lengths.learn_prompt(self._call, num_prompt)
+        if not self._out.has_started and (num_told := answer.prompt_tokens) is not None:
+            self._lengths.learn_prompt(self._call, num_told)
         await self._answer(answer)
         return True
 

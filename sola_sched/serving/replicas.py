@@ -67,7 +67,8 @@ class Replica:
         name, url: Its own; the URL without a trailing slash.
         position: What `Router` calls it; another may get it after this one has left.
         has_feed: Whether it answers with a feed; None until it is known.
-        has_reported: Whether a report has come.
+        has_reported: Whether its engine has reported; False again after it has started anew.
+        has_limits: Whether its longest prompt is known, be it from before it has started anew.
         is_gone: It has left, or is not to be reached; the feed may bring it back.
         has_left: It does not come back.
         is_silent: It takes connections and answers nothing; so it gets nothing until it does.
@@ -85,6 +86,7 @@ class Replica:
     position: int
     has_feed: bool | None = None
     has_reported: bool = False
+    has_limits: bool = False
     is_gone: bool = False
     has_left: bool = False
     is_silent: bool = False
@@ -197,14 +199,18 @@ class Replicas:
             return place if place.is_temporary else next(fresh, next(iter(usable.values())))
         return usable[place]
 
-    def with_longer_context(self, replica: Replica) -> set[Replica]:
-        """Those that can be used and are known to take longer prompts than this one."""
+    def with_longer_context(self, replica: Replica, num_prompt: int) -> set[Replica]:
+        """Those that are known to take longer prompts than this one, be they usable now or not.
+
+        Where it has never said what it takes, those that take this prompt as it was guessed; where
+        there is none, all others that have said what they take.
+        """
         views = self.reports.views
-        if not replica.has_reported:
-            return set()
-        most = views[replica.position].max_model_len
-        able = (each for each in self if each.has_reported and self.is_usable(each))
-        return {each for each in able if views[each.position].max_model_len > most}
+        known = {each for each in self if each.has_limits and each is not replica}
+        if replica.has_limits:
+            most = views[replica.position].max_model_len
+            return {each for each in known if views[each.position].max_model_len > most}
+        return {each for each in known if views[each.position].max_model_len > num_prompt} or known
 
     def shown(self) -> list[dict[str, Any]]:
         """What is known of each that has not left; null where it has not reported."""
@@ -273,7 +279,7 @@ class Replicas:
         last_s = self.reports.views[replica.position].reported_s
         view = replace(view, reported_s=max(view.reported_s, last_s))
         if self.reports.report(replica.position, view, self.clock()):
-            replica.has_reported = True
+            replica.has_reported = replica.has_limits = True
             self.progressed(replica)
             if self._known is None:
                 self._known = view
@@ -319,13 +325,20 @@ class Replicas:
         self._end_attempts(replica)
 
     def began_anew(self, replica: Replica) -> None:
-        """What the replica has told is not true any more: its engine is another one by now.
+        """The load that the replica has told is not true any more: its engine has started anew.
 
         A new engine may tell nothing before it has a request, so it must not seem full until then.
+        Its limits are taken to be the same as before.
         """
         if replica.has_reported:
             replica.has_reported = False
-            self.reports.assume(replica.position, unknown_view(self.clock(), self._known))
+            last = self.reports.views[replica.position]
+            view = unknown_view(self.clock(), self._known).but(
+                kv_capacity_tokens=last.kv_capacity_tokens,
+                max_num_seqs=last.max_num_seqs,
+                max_model_len=last.max_model_len,
+            )
+            self.reports.assume(replica.position, view)
 
     def found(self, replica: Replica) -> None:
         """The replica can be reached; one that could be before has not shown that it computes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -11,7 +12,7 @@ pytest.importorskip("aiohttp")
 
 from aiohttp import ClientSession, web
 from cluster_views import make_view
-from gateway_clients import gateway_to
+from gateway_clients import gateway_to, until
 from listeners import run
 from multidict import CIMultiDict
 
@@ -121,6 +122,74 @@ def test_where_the_larger_one_refuses_too_the_client_is_told_why() -> None:
             assert {status for status, _ in found} == {400}
             assert {body["error"]["message"] for _, body in found} <= {SAID[0], SAID[1]}
             assert large.num_asked == 4
+
+    run(test)
+
+
+def test_one_that_has_told_no_limits_may_be_too_small() -> None:
+    small, large = Server(8192), Server(32768)
+
+    async def test() -> None:
+        async with gateway_to(small, large) as (url, gateway), ClientSession() as session:
+            know(gateway, None, large)
+            found = await answers(session, url, 6)
+
+            assert {status for status, _ in found} == {200}
+
+    run(test)
+    assert small.num_asked > 0
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_where_the_larger_one_has_no_room_the_client_may_come_back(is_first: bool) -> None:
+    """It is not told that its prompt is too long for all."""
+    small, large = Server(8192), Server(1, "full", 503)
+
+    async def test() -> None:
+        servers = (large, small) if is_first else (small, large)
+        async with gateway_to(*servers) as (url, gateway), ClientSession() as session:
+            for replica, server in zip(gateway.replicas, servers, strict=True):
+                most = 8192 if server is small else 32768
+                gateway.replicas.reported(replica, make_view(max_model_len=most))
+            ((status, body),) = await answers(session, url)
+
+            assert (status, body["error"]["message"]) == (503, "full")
+            assert (small.num_asked, large.num_asked) == (1, 1)
+
+    run(test)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_where_the_larger_one_has_died_it_is_waited_for(comes_back: bool) -> None:
+    small, large = Server(8192), Server(32768)
+
+    async def test() -> None:
+        async with gateway_to(small, large) as (url, gateway), ClientSession() as session:
+            know(gateway, small, large)
+            _, replica = gateway.replicas
+            gateway.replicas.failed(replica, 0.2 if comes_back else 30.0)
+            ((status, _),) = await answers(session, url)
+
+            assert status == (200 if comes_back else 503)
+            assert (small.num_asked, large.num_asked) == (1, int(comes_back))
+
+    run(test)
+
+
+def test_what_is_too_long_is_said_where_the_larger_one_has_left() -> None:
+    small, large = Server(8192), Server(32768)
+
+    async def test() -> None:
+        async with gateway_to(small, large) as (url, gateway), ClientSession() as session:
+            know(gateway, small, large)
+            here, replica = gateway.replicas
+            gateway.replicas.failed(replica, 30.0)
+            asking = asyncio.create_task(answers(session, url))
+            await until(lambda: small.num_asked)
+            gateway.sync({here.name: here.url})
+            ((status, body),) = await asking
+
+            assert (status, body["error"]["message"]) == (400, SAID[0])
 
     run(test)
 

@@ -183,6 +183,38 @@ def test_one_that_died_under_load_and_is_started_again_is_not_taken_to_be_full(r
 
 
 @pytest.mark.parametrize("router", sorted(ALL_ROUTERS))
+def test_one_that_is_started_again_takes_no_longer_prompts_than_before(router: str) -> None:
+    replicas = replicas_of(router, "ba")
+    large, small = replicas
+    replicas.reported(large, make_view(max_model_len=32768, reported_s=99.0))
+    limits = {"max_model_len": 4096, "kv_capacity_tokens": 9000, "max_num_seqs": 8}
+    replicas.reported(small, make_view(**limits, running=[1.0], reported_s=99.0))
+
+    replicas.lost(small)
+    replicas.found(small)
+
+    view = replicas.reports.views[small.position]
+    assert {name: getattr(view, name) for name in limits} == limits
+    assert view.num_requests == 0
+    for number in range(4):
+        request = make_routed(f"r{number}", prompt_tokens=8000)
+        assert replicas.choose(request, ()) is large
+    assert replicas.with_longer_context(small, 8000) == {large}
+
+
+def test_one_that_has_never_said_what_it_takes_gives_way_to_those_that_have() -> None:
+    replicas = replicas_of(names="abc")
+    unknown, small, large = replicas
+    assert replicas.with_longer_context(unknown, 8000) == set()
+
+    replicas.reported(small, make_view(max_model_len=4096, reported_s=99.0))
+    replicas.reported(large, make_view(max_model_len=32768, reported_s=99.0))
+
+    assert replicas.with_longer_context(unknown, 8000) == {large}
+    assert replicas.with_longer_context(unknown, 40_000) == {small, large}
+
+
+@pytest.mark.parametrize("router", sorted(ALL_ROUTERS))
 def test_a_prompt_that_is_taken_for_too_long_goes_to_any_of_those_that_take_the_longest(
     router: str,
 ) -> None:
