@@ -27,6 +27,8 @@ LOAD_PATH = "/sola/load"
 SILENT_S = 3.0
 #: Pauses before it is asked again: one that cannot be reached, one that has no feed.
 _AGAIN_S, _WITHOUT_S = 0.25, 10.0
+#: The same for one whose feed ends before its first line: it is about to end.
+_ENDING_S = 1.0
 #: So often within `stall_s` the metrics of one that has shown nothing else are looked at.
 _LOOKS = 4
 #: vLLM's own metrics begin so; others change although its engine stands still.
@@ -58,7 +60,11 @@ async def follow(
                 replica.has_feed = reply.status == HTTPStatus.OK
                 replicas.found(replica)
                 if replica.has_feed:
-                    await _read(reply, replica, replicas)
+                    if not await _read(reply, replica, replicas):
+                        replicas.began_anew(replica)
+                        pause_s = _ENDING_S
+                    # A server ends its feed as soon as it is told to end.
+                    replicas.failed(replica, SILENT_S)
                 else:
                     replicas.began_anew(replica)
                     pause_s = 0.0
@@ -108,7 +114,8 @@ async def _metrics(replica: Replica, session: aiohttp.ClientSession) -> bytes:
     return found
 
 
-async def _read(reply: aiohttp.ClientResponse, replica: Replica, replicas: Replicas) -> None:
+async def _read(reply: aiohttp.ClientResponse, replica: Replica, replicas: Replicas) -> bool:
+    """Take in a feed until it ends; whether a line has come."""
     is_first = True
     async for line in reply.content:
         if is_first and not line.strip():  # the last report comes first, where there is one
@@ -124,6 +131,7 @@ async def _read(reply: aiohttp.ClientResponse, replica: Replica, replicas: Repli
             continue
         if view is not None:
             replicas.reported(replica, view)
+    return not is_first
 
 
 def read_line(line: bytes, now_s: float) -> InstanceView | None:

@@ -104,6 +104,32 @@ def test_the_end_of_a_feed_keeps_new_requests_away_at_once() -> None:
     asyncio.run(whole())
 
 
+def test_a_feed_that_ends_in_order_keeps_new_requests_away_too() -> None:
+    ending, other = FakeReplica(load=[line(waiting=3)]), FakeReplica(load=[line()])
+
+    async def whole() -> None:
+        async with gateway_before(ending, other) as client:
+            replica = next(iter(client.gateway.replicas))
+            await until(lambda: replica.has_reported)
+            ending.ends_feeds = True
+            await until(lambda: not client.gateway.replicas.is_usable(replica))
+            for _ in range(4):
+                assert (await client.complete(1)).status == 200
+            await until(lambda: not replica.has_reported)  # what it had told is not known to hold
+            num_feeds = ending.num_feeds
+            await asyncio.sleep(0.7)
+
+            assert ending.num_feeds == num_feeds
+            assert not client.gateway.replicas.is_usable(replica)
+            ending.ends_feeds = False
+            await until(lambda: client.gateway.replicas.is_usable(replica))
+            assert replica.has_reported
+
+        assert len(ending.bodies) == 0
+
+    asyncio.run(whole())
+
+
 @pytest.mark.parametrize("has_feed", [True, False])
 def test_what_is_started_again_within_a_moment_has_nothing_of_what_was_told(has_feed: bool) -> None:
     fake = FakeReplica(load=[line(waiting=3)])

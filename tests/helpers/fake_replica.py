@@ -55,6 +55,8 @@ class FakeReplica:
         status: Answers every request with this status, if it is not 200.
         error_after: Sends an error instead of a token, once.
         load: Lines of the load feed to send; None for a server without one.
+        ends_feeds: Ends its feeds in order, as one does that has been told to end; new ones have
+            no line.
         per_event: Tokens in one event.
         shows_steps: Whether its metrics change; None for a server without any.
         most_tokens: Most output tokens, also of a request without a limit.
@@ -62,6 +64,7 @@ class FakeReplica:
         headers: Of the requests that have come.
         num_gone: Requests that the other side has ended.
         num_looks: Times that its metrics were asked for.
+        num_feeds: Times that its load was asked for.
     """
 
     token_s: float = 0.0
@@ -73,6 +76,7 @@ class FakeReplica:
     status: int = 200
     error_after: int | None = None
     load: list[bytes] | None = None
+    ends_feeds: bool = False
     per_event: int = 1
     shows_steps: bool | None = None
     most_tokens: int | None = None
@@ -80,6 +84,7 @@ class FakeReplica:
     headers: list[dict[str, str]] = field(default_factory=list)
     num_gone: int = 0
     num_looks: int = 0
+    num_feeds: int = 0
     url: str = ""
     _is_dead: bool = False
 
@@ -117,10 +122,13 @@ class FakeReplica:
             response: web.StreamResponse = web.Response(status=404)
             response.force_close()  # a connection that breaks later is a new one
             return response
+        self.num_feeds += 1
         response = web.StreamResponse()
         await response.prepare(request)
         num_sent = num_looks = 0
         while not self._is_dead:
+            if self.ends_feeds:
+                return response
             for line in self.load[num_sent:]:
                 await response.write(line + b"\n")
                 num_sent += 1
