@@ -22,6 +22,16 @@ _TOO_LONG = re.compile(rb"maximum (?:context|model|input) length|max_model_len",
 class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None  # as OpenAI's first paths call it
     input_tokens: int | None = None  # as Responses and Anthropic's Messages do
+    cache_read_input_tokens: int | None = None  # which Messages do not count as input
+    cache_creation_input_tokens: int | None = None
+
+    @property
+    def num_prompt(self) -> int | None:
+        """Tokens of the whole prompt."""
+        if self.input_tokens is None:
+            return self.prompt_tokens
+        cached = (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+        return self.prompt_tokens or self.input_tokens + cached
 
 
 class _Told(msgspec.Struct):
@@ -58,7 +68,7 @@ class Answer:
             usage = _TOLD.decode(self.body).usage
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
             return None
-        return None if usage is None else usage.prompt_tokens or usage.input_tokens
+        return None if usage is None else usage.num_prompt
 
     @property
     def retry_after_s(self) -> float:

@@ -260,8 +260,12 @@ class Lengths:
         return max(1, call.num_ids + round(call.num_chars * self._tokens / self._chars))
 
     def learn_prompt(self, call: Call, num_tokens: int) -> None:
-        """A replica has said how many tokens a prompt has."""
-        if call.num_chars and num_tokens > call.num_ids:
+        """A replica has said how many tokens a prompt has.
+
+        Nothing is learned where it goes on from a stored response: the request has only a part of
+        the prompt's text.
+        """
+        if call.stored_id is None and call.num_chars and num_tokens > call.num_ids:
             self._chars += _WEIGHT * (call.num_chars - self._chars)
             self._tokens += _WEIGHT * (num_tokens - call.num_ids - self._tokens)
 

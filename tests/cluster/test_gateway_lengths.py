@@ -209,9 +209,26 @@ def test_what_a_chats_template_adds_to_short_prompts_makes_no_long_ones_longer()
     assert lengths.prompt_tokens(long) == pytest.approx(10_000, rel=0.02)
 
 
+def test_what_goes_on_from_a_stored_response_tells_nothing_of_the_length_of_its_text() -> None:
+    lengths = Lengths()
+    body = json.dumps({"previous_response_id": "resp_1", "input": "and then?"}).encode()
+    call = Call.of("POST", "/v1/responses", CIMultiDict(), body, request_id="r", arrival_s=0.0)
+    long = call_of("x" * 4000)
+
+    for _ in range(60):
+        lengths.learn_prompt(long, 1000)
+        lengths.learn_prompt(call, 10_000)
+
+    assert lengths.prompt_tokens(long) == 1000
+
+
 @pytest.mark.parametrize(
     ("body", "expected"),
-    [({"usage": {"prompt_tokens": 7}}, 7), ({"usage": {"input_tokens": 8, "output_tokens": 1}}, 8),
+    [({"usage": {"prompt_tokens": 7}}, 7),
+     ({"usage": {"input_tokens": 0, "cache_read_input_tokens": 5,
+                 "cache_creation_input_tokens": 3}}, 8),
+     ({"usage": {"input_tokens": 2, "cache_read_input_tokens": None}}, 2),
+     ({"usage": {"input_tokens": 8, "output_tokens": 1}}, 8),
      ({"choices": [{"text": '"usage": {"prompt_tokens": 9}'}]}, None), ({"usage": None}, None),
      ({"usage": {"prompt_tokens": "many"}}, None), ({"usage": {"tokens": {"input_tokens": 3}}},
      None), ([], None), ("text", None)],
