@@ -8,8 +8,10 @@ which statistic of the distribution is used; here:
 - A class's measure is its own samples plus a few pseudo-samples of all requests' lengths, which
   have a few pseudo-samples of a prior themselves. Few samples thus fall back smoothly, and so
   does the far tail of a class, where even many samples leave few.
-- An output that ended at its limit would have gone on: it says nothing to other classes, unless it
-  is at least as long as half of all outputs.
+- An output that ended at its limit would have gone on: to other classes it says only that it is at
+  least so long. Those shorter than half of the outputs that ended by themselves are shared out over
+  all longer ones (Kaplan and Meier, 1958); longer ones count as they are, as hardly anything says
+  how they would have gone on.
 - Old samples fade exponentially, on the clock of their own class.
 - The statistics are conditional on what a request has generated: E[L - l | L > l] and quantiles
   of it.
@@ -59,6 +61,17 @@ _NUM_BINS = len(_START)
 _WIDTH = np.diff(_START, append=MAX_LENGTH + 1)  # [num_bins]
 _HALVES = tuple(2**power for power in range(_NUM_BINS.bit_length() - 1, -1, -1))
 _MIDDLE = _START + (_WIDTH - 1) / 2.0  # [num_bins]
+_WHOLE, _CUT, _FIRST_CLASS = 0, 1, 2  # rows
+
+
+def _prior() -> NDArray[np.float64]:
+    survival = (1.0 + np.append(_START - 1, MAX_LENGTH) / _PRIOR_MEAN) ** -2.0
+    prior: NDArray[np.float64] = -np.diff(survival)
+    prior[-1] += survival[-1]
+    return prior
+
+
+_PRIOR = _prior()  # [num_bins], mass of each
 
 
 class LengthHistogram:
@@ -73,15 +86,18 @@ class LengthHistogram:
     def __init__(self, *, memory: int = 1000) -> None:
         if memory < 1:
             raise ValueError(f"'memory' must be >= 1 (got {memory!r}).")
+        self._memory = memory
         self._growth = 1.0 + 1.0 / memory
         self._bin_of = np.searchsorted(_START, np.arange(MAX_LENGTH + 1), side="right") - 1
         self._ids: dict[tuple[int, int, int], int] = {}
         self._caps: list[int] = []
         self._limits: list[dict[int, None]] = []  # of each class, latest last
-        # Row 0 is all requests, row 1 + class_id a class.
-        self._weights = np.zeros((1, _NUM_BINS))
-        self._lengths = np.zeros((1, _NUM_BINS))  # sum of weight * length
-        self._next_weight = [1.0]
+        # Row 0 is all requests that ended by themselves, row 1 all that ended at their limit, on
+        # one clock; row 2 + class_id is a class.
+        self._weights = np.zeros((_FIRST_CLASS, _NUM_BINS))
+        self._lengths = np.zeros((_FIRST_CLASS, _NUM_BINS))  # sum of weight * length
+        self._next_weight = [1.0]  # of rows 0 and 1, then of each class
+        self._half = _half_of(_PRIOR_SAMPLES * _PRIOR)
         self._num_observed = 0
         self._rebuild_at = 0
         self._tail = np.zeros((0, _NUM_BINS + 1))  # [class, bin], mass of lengths >= start
@@ -124,10 +140,10 @@ class LengthHistogram:
             self._next_weight.append(1.0)
             self._rebuild_at = 0
         limits = self._limits[class_id]
-        if max_tokens not in limits:
-            if len(limits) >= _MAX_LIMITS:
-                del limits[next(iter(limits))]
-            limits[max_tokens] = None
+        limits.pop(max_tokens, None)
+        limits[max_tokens] = None
+        if len(limits) > _MAX_LIMITS:
+            del limits[next(iter(limits))]
         return class_id
 
     def observe(self, class_id: int, num_output_tokens: int) -> None:
@@ -148,27 +164,26 @@ class LengthHistogram:
         length = min(num_output_tokens, MAX_LENGTH)
         column = self._bin_of[length]
         is_cut = num_output_tokens in self._limits[class_id]
-        of_class = class_id + 1
-        for row in (of_class,) if is_cut and not self._is_long(length) else (0, of_class):
-            weight = self._next_weight[row]
-            self._weights[row, column] += weight
-            self._lengths[row, column] += weight * length
-            # Newer samples weigh more instead of older ones less: one cell changes, not all.
-            weight *= self._growth
-            if weight > _RESCALE_AT:
-                self._weights[row] /= weight
-                self._lengths[row] /= weight
-                weight = 1.0
-            self._next_weight[row] = weight
+        # A short one that was cut says little, which is no reason to forget what others said.
+        self._add(_CUT if is_cut else _WHOLE, 0, length, not is_cut or column >= self._half)
+        self._add(_FIRST_CLASS + class_id, 1 + class_id, length, True)
         self._num_observed += 1
 
-    def _is_long(self, length: int) -> bool:
-        """Whether at least half of all outputs, those of the prior included, are no longer."""
-        weights = self._weights[0]
-        num_all = weights.sum() / self._next_weight[0] + _PRIOR_SAMPLES
-        num_up_to = weights[: self._bin_of[length] + 1].sum() / self._next_weight[0]
-        num_up_to += _PRIOR_SAMPLES * (1.0 - (1.0 + length / _PRIOR_MEAN) ** -2.0)
-        return bool(num_up_to >= num_all / 2.0)
+    def _add(self, row: int, clock: int, length: int, fades: bool) -> None:
+        """Count a length in a row; one that ``fades`` makes all on the row's clock older."""
+        column, weight = self._bin_of[length], self._next_weight[clock]
+        self._weights[row, column] += weight
+        self._lengths[row, column] += weight * length
+        if not fades:
+            return
+        # Newer samples weigh more instead of older ones less: one cell changes, not all.
+        weight *= self._growth
+        if weight > _RESCALE_AT:
+            rows = slice(row, row + 1) if clock else slice(_FIRST_CLASS)
+            self._weights[rows] /= weight
+            self._lengths[rows] /= weight
+            weight = 1.0
+        self._next_weight[clock] = weight
 
     def remaining(
         self, class_ids: IntArray, num_output: IntArray, max_tokens: IntArray
@@ -248,17 +263,27 @@ class LengthHistogram:
 
     def _class_measures(self) -> tuple[FloatArray, FloatArray]:
         """Mass and mass times length [num_classes, num_bins], fallbacks mixed in."""
-        scale = np.array(self._next_weight)[:, None]
+        self._bound_cut()
+        scale = np.array([self._next_weight[0], *self._next_weight])[:, None]
         weights = self._weights / scale
         lengths = self._lengths / scale
-        survival = (1.0 + np.append(_START - 1, MAX_LENGTH) / _PRIOR_MEAN) ** -2.0
-        prior = -np.diff(survival)
-        prior[-1] += survival[-1]
-        global_mass = weights[0].sum() + _PRIOR_SAMPLES
-        all_weights = (weights[0] + _PRIOR_SAMPLES * prior) / global_mass
-        all_lengths = (lengths[0] + _PRIOR_SAMPLES * prior * _MIDDLE) / global_mass
-        class_weights = weights[1:] + _GLOBAL_SAMPLES * all_weights
-        class_lengths = lengths[1:] + _GLOBAL_SAMPLES * all_lengths
+        ends = weights[_WHOLE] + _PRIOR_SAMPLES * _PRIOR
+        self._half = _half_of(ends)
+        cut = weights[_CUT].copy()
+        ends[self._half :] += cut[self._half :]
+        cut[self._half :] = 0.0
+        end_lengths = lengths[_WHOLE] + _PRIOR_SAMPLES * _PRIOR * _MIDDLE
+        end_lengths[self._half :] += lengths[_CUT, self._half :]
+        # An end also stands for its share of all that were cut at most where it is.
+        at_least, cut_later = _sum_from_end(ends), _sum_from_end(cut)
+        stands_for = at_least + cut_later
+        stands_for /= at_least + np.append(cut_later[1:], 0.0)
+        np.cumprod(stands_for, out=stands_for)
+        global_mass = at_least[0] + cut_later[0]
+        all_weights = ends * stands_for / global_mass
+        all_lengths = end_lengths * stands_for / global_mass
+        class_weights = weights[_FIRST_CLASS:] + _GLOBAL_SAMPLES * all_weights
+        class_lengths = lengths[_FIRST_CLASS:] + _GLOBAL_SAMPLES * all_lengths
         # A request stops at its limit: longer lengths of others are that limit here.
         caps = np.array(self._caps, dtype=np.int64)
         last, rows = self._bin_of[caps], np.arange(len(caps))
@@ -268,6 +293,14 @@ class LengthHistogram:
         class_weights[rows, last] += excess
         class_lengths[rows, last] += excess * caps
         return class_weights, class_lengths
+
+    def _bound_cut(self) -> None:
+        """Short ones do not fade what is on their clock: here their own mass is kept in bounds."""
+        most = self._memory * self._next_weight[0]
+        mass = self._weights[_CUT, : self._half].sum()
+        if mass > most:
+            self._weights[_CUT, : self._half] *= most / mass
+            self._lengths[_CUT, : self._half] *= most / mass
 
     def _quantile_line(self, q: float, rows: IntArray) -> FloatArray:
         """The line of some classes, as `_line`."""
@@ -289,8 +322,14 @@ class LengthHistogram:
 
 
 def _sum_from_end(values: FloatArray) -> FloatArray:
-    result: FloatArray = np.cumsum(values[:, ::-1], axis=1)[:, ::-1]
+    result: FloatArray = np.cumsum(values[..., ::-1], axis=-1)[..., ::-1]
     return result
+
+
+def _half_of(mass: FloatArray) -> int:
+    """The bin up to which half of the mass is reached."""
+    up_to = np.cumsum(mass)
+    return int(np.searchsorted(up_to, up_to[-1] / 2.0))
 
 
 def _line(residual: FloatArray) -> FloatArray:

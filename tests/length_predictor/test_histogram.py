@@ -143,6 +143,89 @@ def test_whole_outputs_count_for_all_classes_whatever_else_was_cut() -> None:
     assert mean_of(histogram, other, 0) == pytest.approx(400, rel=0.05)
 
 
+def uniform_limits(rng: np.random.Generator) -> int:
+    return int(rng.integers(1, 1001))
+
+
+def lognormal_limits(rng: np.random.Generator) -> int:
+    return int(np.clip(rng.lognormal(5.0, 1.0), 1, 4000))
+
+
+@pytest.mark.parametrize(
+    ("share_cut", "draw_limit", "most"),
+    [(1.0, uniform_limits, 1.2), (1.0, lognormal_limits, 1.6), (0.9, uniform_limits, 1.2)],
+)
+def test_outputs_that_end_at_their_limits_do_not_climb_by_themselves(
+    share_cut: float, draw_limit: Callable[[np.random.Generator], int], most: float
+) -> None:
+    rng, histogram = np.random.default_rng(0), LengthHistogram()
+    lengths = []
+    for _ in range(4000):
+        is_cut = rng.random() < share_cut
+        limit = draw_limit(rng) if is_cut else 4096
+        lengths.append(limit if is_cut else min(4095, int(rng.geometric(1 / 100))))
+        histogram.observe(histogram.class_of(100, limit), lengths[-1])
+
+    unseen = histogram.class_of(5000, 8000)
+
+    assert np.mean(lengths) <= mean_of(histogram, unseen, 0, 8000) <= most * np.mean(lengths)
+
+
+def test_a_short_output_that_was_cut_is_at_least_so_long() -> None:
+    rng, histogram = np.random.default_rng(0), LengthHistogram(memory=10**6)
+    for _ in range(NUM_SAMPLES):
+        limit = 40 if rng.random() < 0.5 else 3000
+        class_id = histogram.class_of(100, limit)
+        histogram.observe(class_id, min(limit, int(rng.geometric(1 / 200))))
+
+    unseen = histogram.class_of(5000, MAX_TOKENS)
+
+    # Those of limit 40 that ended before it are whole: alone they would make all seem short.
+    assert mean_of(histogram, unseen, 0) == pytest.approx(200, rel=0.05)
+    assert quantile_of(histogram, 0.5, unseen, 0) == pytest.approx(200 * np.log(2), rel=0.05)
+
+
+@pytest.mark.parametrize("limit", [MAX_TOKENS, 400])
+def test_short_outputs_that_were_cut_make_nobody_forget_the_others(limit: int) -> None:
+    histogram = LengthHistogram(memory=100)
+    long, checks = histogram.class_of(700, limit), histogram.class_of(500, 8)
+    other = histogram.class_of(5000, MAX_TOKENS)
+    for _ in range(500):
+        histogram.observe(long, 400)
+    before = mean_of(histogram, other, 0)
+    for _ in range(2000):
+        histogram.observe(checks, 8)
+        mean_of(histogram, other, 0)
+
+    assert before == pytest.approx(400, rel=0.05)
+    assert mean_of(histogram, other, 0) == pytest.approx(before, rel=0.02)
+
+
+def test_many_outputs_that_were_cut_are_forgotten_as_fast_as_others() -> None:
+    histogram, without = LengthHistogram(memory=100), LengthHistogram(memory=100)
+    cut = histogram.class_of(700, 60)
+    for _ in range(20_000):
+        histogram.observe(cut, 60)
+        mean_of(histogram, cut, 0)
+    for each in (histogram, without):
+        whole = each.class_of(700, MAX_TOKENS)
+        for _ in range(500):
+            each.observe(whole, 20)
+
+    assert mean_of(histogram, histogram.class_of(5000, MAX_TOKENS), 0) == pytest.approx(
+        mean_of(without, without.class_of(5000, MAX_TOKENS), 0), rel=0.05
+    )
+
+
+def test_a_limit_that_is_used_again_is_remembered_as_the_latest() -> None:
+    histogram = LengthHistogram()
+    for limit in (*range(512, 512 + 256), 512, 1000):
+        class_id = histogram.class_of(10, limit)
+
+    assert 512 in histogram._limits[class_id]
+    assert 513 not in histogram._limits[class_id]
+
+
 def test_limits_that_are_remembered_are_bounded() -> None:
     histogram = LengthHistogram()
     for limit in range(2**15, 2**16):
