@@ -28,8 +28,10 @@ _DOUBTED_STEPS, _DOUBTED_TOKENS, _DOUBTED_TIMES = 512, 128.0, 10.0
 _MIN_STEPS = 16
 _MIN_STEPS_PER_PHASE = 4
 # After so many steps without a decode there are none here: answers have one token, as of those that
-# only compute prompts for others. What decodes would take is guessed then.
-_MIN_PREFILLS_ALONE = 64
+# only compute prompts for others. What decodes would take is guessed, until the first one runs. The
+# prompts of the longest step must have so many tokens, and so many times those of the shortest, or
+# nobody knows what a token takes and what a step.
+_MIN_PREFILLS_ALONE, _MIN_LONGEST, _MIN_SPREAD = 64, 256.0, 8.0
 
 #: A cost model, but for the steps that it remembers: coefficients, correction, review and
 #:
@@ -39,13 +41,15 @@ _MIN_PREFILLS_ALONE = 64
 #: - num_errors, error: Steps that were predicted, and the running mean of the errors.
 #: - surprise: Sum of errors above the usual one, >= 0.
 #: - num_decodes_alone: Steps since the last one with a prompt.
+#: - least_tokens, most_tokens: Prompt tokens of steps without decodes.
 #: - next_refit, next_early_refit: After so many steps the coefficients are fitted again; after so
 #:   many, if they surprise.
 MODEL = np.dtype([
     *((name, "f8") for name in times.LINEAR), *CORRECTION, *REVIEW,
     ("is_fitted", "?"), ("is_ready", "?"), ("is_given", "?"),
     ("num_steps", "i8"), ("num_added", "i8", (3,)), ("num_errors", "i8"), ("error", "f8"),
-    ("surprise", "f8"), ("num_decodes_alone", "i8"), ("next_refit", "i8"),
+    ("surprise", "f8"), ("num_decodes_alone", "i8"), ("least_tokens", "f8"),
+    ("most_tokens", "f8"), ("next_refit", "i8"),
     ("next_early_refit", "i8"),
 ], align=True)  # fmt: skip
 
@@ -62,6 +66,7 @@ def new_model(alpha: float) -> Records:
     model["alpha"], model["next_refit"] = alpha, FIRST_REFIT
     model["gamma"] = model["lean"] = 1.0
     model["patience"] = gamma.PATIENCE
+    model["least_tokens"] = np.inf
     return model
 
 
@@ -120,6 +125,11 @@ def take_in(at, memory, num_decodes, ctx, tokens, squares, products, measured_s)
         _correct(at, kind, bases, measured_s)
     remember(memory, at.num_added, kind, num_decodes, ctx, tokens, squares, products, measured_s)
     at.num_decodes_alone = at.num_decodes_alone + 1 if kind == DECODE else 0
+    if kind == PREFILL:
+        at.least_tokens = min(at.least_tokens, tokens)
+        at.most_tokens = max(at.most_tokens, tokens)
+    elif at.num_added[DECODE] + at.num_added[MIXED] == 1 and not at.is_given:
+        at.is_ready = False  # what decodes take was a guess
     if _are_prompts_doubted(at, measured_s):
         return DOUBT
     return what_is_due(at, is_review_due)
@@ -165,7 +175,8 @@ def has_enough_steps(at):
     """Whether coefficients can rest on what is remembered."""
     prefill, decode, mixed = at.num_added[PREFILL], at.num_added[DECODE], at.num_added[MIXED]
     if decode + mixed == 0:
-        return prefill >= _MIN_PREFILLS_ALONE
+        is_told = at.most_tokens >= max(_MIN_LONGEST, _MIN_SPREAD * at.least_tokens)
+        return prefill >= _MIN_PREFILLS_ALONE and is_told
     return (
         at.num_steps >= _MIN_STEPS
         and prefill + mixed >= _MIN_STEPS_PER_PHASE

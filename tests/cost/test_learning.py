@@ -93,9 +93,21 @@ def test_where_nothing_decodes_prompts_alone_are_enough() -> None:
     assert model.is_ready
     assert model.step_s(prompt) == pytest.approx(truth.step_s(prompt), rel=0.05)
 
-    for _ in range(100):  # they come all the same
+    for number in range(10):  # they come all the same
         model.observe(decode, truth.step_s(decode))
+        assert model.is_ready == (number >= 3), "until then they are guessed"
     assert model.step_s(decode) == pytest.approx(truth.step_s(decode), rel=0.05)
+    assert model.step_s(prompt) == pytest.approx(truth.step_s(prompt), rel=0.05)
+
+
+@pytest.mark.parametrize("lengths", [(8, 8), (8, 100), (700, 2000)])
+def test_prompts_of_nearly_one_length_say_too_little(lengths: tuple[int, int]) -> None:
+    """As health checks do: nobody knows what a token takes and what a step."""
+    model, truth = CostModel(), make_model()
+    for number in range(500):
+        prompt = make_shape(chunk=lengths[number % 2])
+        model.observe(prompt, truth.step_s(prompt))
+    assert not model.is_ready
 
 
 def test_model_is_not_ready_before_sixteen_steps() -> None:

@@ -348,7 +348,7 @@ def spare_one(step):
     is_computing = at.num_started > 0
     for place in range(at.num_prefills):
         prefill = step.prefills[place]
-        # One of an upper rank may be both: it goes before lower ones, unless it is refused.
+        # One of an upper rank that is hopeless counts as feasible too, to go before lower ones.
         is_computing = is_computing or (prefill.is_feasible and not prefill.is_hopeless)
         if prefill.is_hopeless and prefill.due_s > 0.0:
             request = requests[prefill.row]
