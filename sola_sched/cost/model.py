@@ -141,7 +141,7 @@ class CostModel:
 
     @property
     def is_ready(self) -> bool:
-        """True when predictions rest on enough steps of both phases; see `online.has_enough_steps`."""
+        """Whether predictions rest on enough steps; see `online.has_enough_steps`."""
         return bool(self.model["is_ready"][0])
 
     @property

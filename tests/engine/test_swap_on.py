@@ -15,7 +15,6 @@ from needs import NEEDS_SWAPPING
 from vllm.config import KVTransferConfig
 
 from sola_sched.config.swap import CONNECTOR, SwapConfig
-from sola_sched.kv_swap.connector import swap_options, workers_on_host
 from sola_sched.kv_swap.support import reason_against, without_int8
 from sola_sched.vllm_adapter.swap.plugin_swap import _choose_connector, _reason_against
 
@@ -224,6 +223,8 @@ def test_auxiliary_outputs_are_not_swapped_either_where_the_operator_names_the_c
 @pytest.mark.parametrize("is_named", [False, True], ids=["chosen", "named"])
 def test_workers_are_told_how_many_share_their_host(is_named, values, num_engines):
     """vLLM has each rank of a model without experts forget the others."""
+    from sola_sched.kv_swap.connector import swap_options, workers_on_host
+
     args = make_args(**values)
     if is_named:
         args.kv_transfer_config = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
