@@ -65,11 +65,7 @@ def test_adapters_of_those_that_hold_kv_count(
 
     def request(adapter: int | None, num_computed_tokens: int = 0) -> SimpleNamespace:
         lora = None if adapter is None else SimpleNamespace(lora_int_id=adapter)
-        return SimpleNamespace(
-            lora_request=lora,
-            num_computed_tokens=num_computed_tokens,
-            status=SimpleNamespace(name="PREEMPTED"),
-        )
+        return SimpleNamespace(lora_request=lora, num_computed_tokens=num_computed_tokens)
 
     seams = object.__new__(Seams)
     seams._has_skipped = queue == "skipped_waiting"
