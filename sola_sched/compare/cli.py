@@ -83,7 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     args = parser.parse_args(argv)
     try:
-        print(compared(*(read(source).requests for source in (args.one, args.other))))
+        windows = [read(source) for source in (args.one, args.other)]
+        for name, window in zip(("ONE", "OTHER"), windows, strict=True):
+            if window.left_out:
+                print(f"{name}: {window.left_out}", file=sys.stderr)
+        print(compared(*(window.requests for window in windows)))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE

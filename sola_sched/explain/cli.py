@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         window = read(args.source)
         if args.save:
             Path(args.save).write_text(json.dumps(window.to_json()), encoding="utf-8")
+        if window.left_out:
+            print(window.left_out, file=sys.stderr)
         chosen = find(window, args.id, args.source) if args.id else []
         replayed = _replay(window, args) if args.replay else None
         if replayed is not None:

@@ -32,11 +32,13 @@ class Window:
         engine: As in `reports.fates.engine_facts`, of the first; None where the server has not
             told it.
         engines: The same by rank; empty where there is but one.
+        left_out: A sentence on those that could not be read; empty where all could.
     """
 
     requests: Sequence[Mapping[str, Any]]
     engine: Mapping[str, Any] | None
     engines: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    left_out: str = ""
 
     @cached_property
     def by_engine(self) -> Mapping[int, Window]:
@@ -50,7 +52,7 @@ class Window:
         }
 
     def beside(self, fate: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """All that are known of the engine that it ran on."""
+        """All known requests of the engine that it ran on, itself among them."""
         own = self.by_engine.get(engine_of(fate))
         return () if own is None else own.requests
 
@@ -144,11 +146,14 @@ def _window(document: Any, source: str) -> Window:
     requests = document.get("requests") if isinstance(document, dict) else None
     if not isinstance(requests, list):
         raise ConfigError(f"{source!r} must hold the answer of {PATH} (it holds something else).")
-    for number, each in enumerate(requests, 1):
-        if problem := problem_of(each):
-            raise ConfigError(
-                f"{source!r} must hold the answer of {PATH} (of request {number} {problem})."
-            )
+    problems = [problem_of(each) for each in requests]
+    right = [each for each, problem in zip(requests, problems, strict=True) if problem is None]
+    wrong = [f"of request {n} {problem}" for n, problem in enumerate(problems, 1) if problem]
+    if wrong and not right:
+        raise ConfigError(f"{source!r} must hold the answer of {PATH} ({wrong[0]}).")
+    left_out = ""
+    if wrong:
+        left_out = f"{len(wrong):,} of {len(requests):,} requests are left out ({wrong[0]})."
     engine, engines = document.get("engine"), document.get("engines") or {}
     facts = [engine or {}, *(engines.values() if isinstance(engines, dict) else (None,))]
     if not all(isinstance(each, dict) for each in facts) or not all(map(str.isdecimal, engines)):
@@ -156,4 +161,5 @@ def _window(document: Any, source: str) -> Window:
             f"{source!r} must hold the answer of {PATH} ('engine' and 'engines' are something "
             "else)."
         )
-    return Window(requests, engine, {int(rank): each for rank, each in engines.items()})
+    by_rank = {int(rank): each for rank, each in engines.items()}
+    return Window(right, engine, by_rank, left_out)

@@ -37,6 +37,18 @@ def test_an_answer_that_lacks_fields_is_refused_in_a_line(
     assert "(of request 1 it has no 'arrival_s')" in capsys.readouterr().err
 
 
+def test_a_request_that_cannot_be_read_is_left_out_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "window.json"
+    path.write_text(json.dumps({"requests": [*served(60, 0), {"request_id": "a"}]}))
+
+    assert main([str(path), str(path)]) == 0
+
+    said = "1 of 61 requests are left out (of request 61 it has no 'arrival_s')."
+    assert capsys.readouterr().err.splitlines() == [f"ONE: {said}", f"OTHER: {said}"]
+
+
 def test_engines_of_a_data_parallel_server_are_taken_by_themselves() -> None:
     """Neighbours are those on the same engine; rates add up, whatever the clocks say."""
     first, second = served(60, 0), served(0, 60)

@@ -210,6 +210,25 @@ def test_a_server_is_asked_and_its_answer_kept(
     assert capsys.readouterr().out == asked
 
 
+def test_one_that_cannot_be_read_is_left_out_and_hides_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, kept = tmp_path / "window.json", tmp_path / "kept.json"
+    odd = a_fate("odd", priority=1_700_000_000_000_000_000, ttft_s=1e17)
+    wrong = a_fate("wrong") | {"arrival_s": "soon"}
+    path.write_text(json.dumps({"requests": [a_fate("one"), odd, wrong], "engine": None}))
+
+    assert main([str(path), "--save", str(kept)]) == 0
+
+    told = capsys.readouterr()
+    assert "0 of the last 2 requests missed a target" in told.out
+    assert told.err == "1 of 3 requests are left out (of request 3 'arrival_s' is soon).\n"
+    assert [each["request_id"] for each in json.loads(kept.read_text())["requests"]] == [
+        "one",
+        "odd",
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -221,7 +240,7 @@ def test_a_server_is_asked_and_its_answer_kept(
         (["{folder}/words.txt"], "must be a file that --save has written"),
         (["{folder}/other.json"], "must hold the answer of /sola/requests"),
         (["{folder}/window.json", "r9999"], "'ID' must be that of a request in"),
-        (["{folder}/lacks.json"], "(of request 2 it has no 'num_output')"),
+        (["{folder}/lacks.json"], "(of request 1 it has no 'num_output')"),
         (["{folder}/wrong.json"], "(of request 1 'arrival_s' is soon)"),
         (["{folder}/engines.json"], "('engine' and 'engines' are something else)"),
         (["{folder}/facts.json", "--replay"], "needs the engine's settings and step times as"),
@@ -239,7 +258,7 @@ def test_what_cannot_be_explained_is_said_in_a_line(
     one, other = a_fate("one"), a_fate("other")
     lacking = {name: value for name, value in other.items() if name != "num_output"}
     for name, document in (
-        ("lacks", {"requests": [one, lacking]}),
+        ("lacks", {"requests": [lacking]}),
         ("wrong", {"requests": [one | {"arrival_s": "soon"}]}),
         ("engines", {"requests": [one], "engine": None, "engines": {"first": {}}}),
         ("facts", {"requests": [one, other], "engine": {"gamma": {"prefill": 1.0}}}),
