@@ -297,10 +297,9 @@ class SolaSchedulerMixin(_Host):
     def get_request_counts(self) -> tuple[int, int]:
         """Requests with a slot and without, as vLLM counts them, those that are held included."""
         num_running, num_waiting = super().get_request_counts()
-        steering = self._steering
         return (
-            num_running + len(steering.out_of_sight),
-            num_waiting + len(steering.set_apart),
+            num_running + len(self._steering.out_of_sight),
+            num_waiting + len(self._seams.apart),
         )
 
     def _preempt_request(

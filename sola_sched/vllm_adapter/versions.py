@@ -68,6 +68,10 @@ class Seams:
     Args:
         scheduler: A scheduler built by vLLM's own constructor.
 
+    Attributes:
+        apart: While vLLM schedules, who has KV and waits for an adapter slot: in none of its queues
+            then.
+
     Raises:
         IncompatibleVllmError: Something that a step needs is missing.
     """
@@ -81,6 +85,7 @@ class Seams:
                 f"{MIN_VERSION[0]}.{MIN_VERSION[1]} to {END_VERSION[0]}.{END_VERSION[1] - 1}."
             )
         self._scheduler = scheduler
+        self.apart: list[Any] = []
         # 0.31 separated the admission cap from the number of model-runner slots.
         self.slots_attribute = (
             "max_num_active_reqs"
@@ -221,9 +226,9 @@ class Seams:
         ]
 
     def without_place(self) -> list[Any]:
-        """Live requests that wait and are in no queue but `waiting`, those preempted first."""
+        """Live requests whose place is in `waiting` and nowhere else, those preempted first."""
         scheduler = self._scheduler
-        elsewhere = {*scheduler.running, *self.drained_first()}
+        elsewhere = {*scheduler.running, *self.drained_first(), *self.apart}
         found = [
             request
             for request in scheduler.requests.values()
@@ -234,14 +239,16 @@ class Seams:
         return sorted(found, key=lambda request: request.status.name != "PREEMPTED")
 
     def is_waiting(self, request: Any) -> bool:
-        """Whether it is in a queue of those without a slot."""
-        return request in self._scheduler.waiting or request in self.drained_first()
+        """Whether it is in a queue of those without a slot, or will be put back there."""
+        places = (self._scheduler.waiting, self.drained_first(), self.apart)
+        return any(request in place for place in places)
 
     def take_out(self, request: Any) -> None:
         """Take it out of the queues of those without a slot."""
         scheduler = self._scheduler
         for queue in (self.drained_first(), scheduler.waiting):
             queue.remove_requests([request])
+        self.apart = [other for other in self.apart if other is not request]
         if not self._has_skipped:
             scheduler.deferred_waiting.discard(request)
 
@@ -317,7 +324,7 @@ class Seams:
         return int(request.num_prompt_tokens) - 1 if transfer.get(_IS_AWAITED) else 0
 
     def encoder_room(self) -> int:
-        """Embeddings for which the encoder cache has room, or has when what nobody uses is lost."""
+        """Embeddings for which the encoder cache has room once those that nobody uses are gone."""
         cache = getattr(self._scheduler, "encoder_cache_manager", None)
         return int(getattr(cache, "num_freeable_slots", 0))
 
@@ -422,18 +429,17 @@ class Seams:
         return self._adapters()[1] if getattr(self._scheduler, "lora_config", None) else []
 
     def set_apart(self, requests: list[Any]) -> None:
-        """Take requests out of the queue that vLLM drains first, for the length of its step."""
-        scheduler = self._scheduler
-        queue = scheduler.skipped_waiting if self._has_skipped else scheduler.kv_holding_waiting
-        queue.remove_requests(requests)
+        """Take requests out of the queue that vLLM drains first, until `put_back`."""
+        self.apart = list(requests)
+        self.drained_first().remove_requests(requests)
         if not self._has_skipped:  # as vLLM marks those that it skips
-            scheduler.deferred_waiting.update(requests)
+            self._scheduler.deferred_waiting.update(requests)
 
-    def put_back(self, requests: list[Any]) -> None:
+    def put_back(self) -> None:
         """Undo that: they are the first again, in their order."""
-        scheduler = self._scheduler
-        queue = scheduler.skipped_waiting if self._has_skipped else scheduler.kv_holding_waiting
-        queue.prepend_requests(reversed(requests))
+        queue, (requests, self.apart) = self.drained_first(), (self.apart, [])
+        there = set(queue)
+        queue.prepend_requests(r for r in reversed(requests) if r not in there)
 
     def within_max_loras(self, requests: Iterable[Any]) -> list[Any]:
         """Those of `requests` whose adapters fit beside those that have a slot or are kept one."""

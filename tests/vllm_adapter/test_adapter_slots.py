@@ -26,6 +26,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 import sola_sched
+from sola_sched.core.queues import PlannedQueue
 from sola_sched.core.state import StepPlan, StepState
 from sola_sched.simulator import StepTimeModel, VirtualEngine, VirtualRequest
 
@@ -254,6 +255,44 @@ def test_a_session_goes_on_when_the_slot_of_its_adapter_is_free_although_all_who
     assert [run.engine.record(name).num_output_tokens for name in ("b", "none")] == [40, 300]
     assert run.most_adapters == 1
     assert run.scheduler.sola_stats()["failures"] == {}
+
+
+@pytest.mark.injects_failures
+@pytest.mark.parametrize("is_async", [False, True])
+def test_who_is_set_apart_gets_no_second_place_when_the_queue_fails_meanwhile(
+    is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our queue goes by the engine then: who lives and has no other place."""
+    run = Sessions(HoldingScheduler, async_scheduling=is_async)
+    run.open("s")
+    run.until(lambda: run.is_parked("s"))
+    run.ask("b", 40)
+    run.ask("none", 300, adapter="")
+    run.until(lambda: run.engine.record("b").num_output_tokens > 5)
+    num_failed = 0
+    without_place: list[Any] = []
+    look = PlannedQueue.__bool__
+
+    def fail_once(queue: PlannedQueue[Any]) -> bool:
+        nonlocal num_failed
+        if run.scheduler._seams.apart and not num_failed:
+            num_failed += 1
+            without_place.extend(run.scheduler._seams.without_place())
+            raise RuntimeError("injected")
+        return look(queue)
+
+    monkeypatch.setattr(PlannedQueue, "__bool__", fail_once)
+    send_next(run.engine, "s")
+    run.until(lambda: num_failed)
+    run.until(lambda: run.is_parked("s"))
+    send_next(run.engine, "s", is_last=True)
+    run.until(lambda: False)
+
+    assert num_failed == 1
+    assert without_place == []
+    assert run.most_adapters == 1
+    assert not run.scheduler.requests
+    assert list(run.scheduler.sola_stats()["failures"]) == ["asking whether a request waits"]
 
 
 @pytest.mark.parametrize("is_async", [False, True])

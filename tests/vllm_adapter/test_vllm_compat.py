@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -78,3 +80,76 @@ def test_adapters_of_those_that_hold_kv_count(
     found = seams.within_max_loras(map(request, (1, None, 2, 4, 2)))
 
     assert [r.lora_request and r.lora_request.lora_int_id for r in found] == allowed
+
+
+class Queue(list[SimpleNamespace]):
+    """As much of vLLM's queues as setting apart needs; `fails` after half of a removal."""
+
+    fails = False
+
+    def remove_requests(self, requests: list[SimpleNamespace]) -> None:
+        for request in list(requests):
+            if request in self:
+                self.remove(request)
+            if self.fails:
+                raise RuntimeError("injected")
+
+    def prepend_requests(self, requests: Iterable[SimpleNamespace]) -> None:
+        for request in requests:
+            self.insert(0, request)
+
+
+def seams_with(queue: str, drained_first: Queue) -> Seams:
+    """Seams of a scheduler where all but one wait in the queue that vLLM drains first."""
+    seams = object.__new__(Seams)
+    seams._has_skipped = queue == "skipped_waiting"
+    seams.apart = []
+    waiting = Queue([a_request("waiting")])
+    seams._scheduler = SimpleNamespace(
+        running=[],
+        waiting=waiting,
+        deferred_waiting=set(),
+        requests={request.request_id: request for request in (*drained_first, *waiting)},
+        **{queue: drained_first},
+    )
+    return seams
+
+
+def a_request(name: str) -> Any:
+    class Named(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    status = SimpleNamespace(name="WAITING")
+    return Named(request_id=name, status=status, is_finished=lambda: False)
+
+
+@pytest.mark.parametrize("queue", ["kv_holding_waiting", "skipped_waiting"])
+def test_who_is_set_apart_has_a_place_and_may_leave_it(queue: str) -> None:
+    drained_first = Queue(map(a_request, "abc"))
+    a, b, c = drained_first
+    seams = seams_with(queue, drained_first)
+
+    seams.set_apart([a, c])
+    assert drained_first == [b]
+    assert seams.is_waiting(a)
+    assert [request.request_id for request in seams.without_place()] == ["waiting"]
+    seams.take_out(a)
+    assert not seams.is_waiting(a)
+    seams.put_back()
+
+    assert drained_first == [c, b]
+    assert seams.apart == []
+
+
+@pytest.mark.parametrize("queue", ["kv_holding_waiting", "skipped_waiting"])
+def test_setting_apart_that_fails_on_its_way_loses_nobody(queue: str) -> None:
+    drained_first = Queue(map(a_request, "abc"))
+    a, b, c = drained_first
+    seams = seams_with(queue, drained_first)
+    drained_first.fails = True
+
+    with pytest.raises(RuntimeError, match="injected"):
+        seams.set_apart([a, c])
+    seams.put_back()
+
+    assert drained_first == [a, b, c]

@@ -204,7 +204,7 @@ class Planning:
         return plan
 
     def _to_refuse(self, state: StepState, rows: IntArray) -> IntArray:
-        """Those of `rows` who cannot be in time whatever they will find computed."""
+        """`rows` without those who may be in time after all, if more of them is found computed."""
         if self._seams.loads_by_others:
             return known_or_late(state, rows, False)
         return rows if self._lookups is None else self._lookups.without_unknown(state, rows)

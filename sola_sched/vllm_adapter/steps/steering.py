@@ -46,9 +46,7 @@ class Steering:
     Attributes:
         num_held: Requests with a slot that sit the latest step out.
         out_of_sight: The same while vLLM schedules: they are not in its `running` then.
-        set_apart: While vLLM schedules, who has KV and waits for an adapter slot: they are in no
-            queue of its then.
-        num_tokens: Of the latest step that was planned, at most.
+        num_tokens: The most that the latest planned step could have.
         offered: Waiting requests that vLLM was shown in it; None for all.
         counts: Interventions since start, by name.
         has_cadence: Prefills start at some steps only (`--prefill-schedule-interval`).
@@ -95,7 +93,6 @@ class Steering:
         self._before: tuple[Any, int, tuple[int, bool] | None] | None = None
         self.num_held = 0
         self.out_of_sight: list[Request] = []
-        self.set_apart: list[Request] = []
         self.num_tokens = 0
         self.offered: list[Request] | None = None
         self.counts = dict.fromkeys(
@@ -150,9 +147,8 @@ class Steering:
         if self._before is None:
             return
         scheduler = self._scheduler
-        late, self.set_apart = self.set_apart, []
-        if late:
-            self._seams.put_back(late)
+        if self._seams.apart:
+            self._seams.put_back()
         held, self.out_of_sight = self.out_of_sight, []
         if held:
             scheduler.running.extend(held)
@@ -178,7 +174,6 @@ class Steering:
             shown = self._seams.within_max_loras(offered)
             if late := self._seams.without_adapter_slot():
                 self._seams.set_apart(late)
-                self.set_apart = late
         if plan.run is not None:  # the plan orders by class itself: vLLM's victim is the last
             scheduler.policy = SchedulingPolicy.FCFS
         most = scheduler.max_num_scheduled_tokens
