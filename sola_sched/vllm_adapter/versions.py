@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from sola_sched.config.swap import CONNECTOR
@@ -20,6 +20,8 @@ from sola_sched.vllm_adapter.names import lacking
 WAITS_FOR_INPUT = "WAITING_FOR_STREAMING_REQ"
 #: The status of a request whose KV is being loaded, or has been and vLLM has not looked since.
 IS_LOADED = "WAITING_FOR_REMOTE_KVS"
+#: The status of a request whose grammar is being compiled.
+_WAITS_FOR_GRAMMAR = "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"
 #: Of a request's `kv_transfer_params`: another engine has computed its prompt, and sends the KV.
 _IS_AWAITED = "do_remote_prefill"
 #: First supported and first unsupported (major, minor).
@@ -200,13 +202,15 @@ class Seams:
         others = [r for r in scheduler.requests.values() if r not in seen and not r.is_finished()]
         return [*scheduler.waiting, *others]
 
-    def resuming(self) -> list[Any]:
+    def resuming(self, late: Collection[Any] = ()) -> list[Any]:
         """Waiting requests that vLLM starts before all that a plan admits.
 
         Their KV is there, or the load of it has failed and they are computed again.
+
+        Args:
+            late: Who must not start for want of an adapter slot; see `adapters`.
         """
         scheduler = self._scheduler
-        late = self.without_adapter_slot()
         queue = scheduler.skipped_waiting if self._has_skipped else scheduler.kv_holding_waiting
         loaded, is_blocked = (
             scheduler.finished_recving_kv_req_ids,
@@ -271,7 +275,7 @@ class Seams:
         scheduler = self._scheduler
         if not scheduler._is_blocked_waiting_status(request.status):
             return True
-        if request.status.name != "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR":
+        if request.status.name != _WAITS_FOR_GRAMMAR:
             return False
         return self.promote(request)
 
@@ -371,10 +375,9 @@ class Seams:
             if status == RequestStatus.WAITING:
                 request.num_preemptions = 0
 
-    def lack_adapter_slots(self, requests: Iterable[Any]) -> list[bool]:
+    def lack_adapter_slots(self, requests: Iterable[Any], active: set[int]) -> list[bool]:
         """Of each of `requests`, whether its adapter waits until another one's slot comes free."""
-        lora_config, active = self._scheduler.lora_config, self._adapters()[0]
-        is_full = len(active) >= lora_config.max_loras
+        is_full = len(active) >= self._scheduler.lora_config.max_loras
         return [
             is_full
             and bool(request.lora_request)
@@ -382,31 +385,43 @@ class Seams:
             for request in requests
         ]
 
-    def _adapters(self) -> tuple[set[int], list[Any]]:
+    def adapters(self) -> tuple[set[int], dict[Any, None]]:
         """The adapters that have a slot or are kept one, and who of those drained first has none.
+
+        The latter, in order, must not start: vLLM by itself goes by those who run in the step, and
+        would start them beside held ones. It takes a walk over all of these requests.
 
         vLLM counts the adapters of the requests that it sees in a step. Held ones must count too:
         a later step could need more adapters than there are slots for. Of those that vLLM drains
         first, who can start in the step goes before whose KV is being loaded. A session that waits
-        for its client keeps no slot, since nobody knows for how long.
+        for its client keeps no slot, since nobody knows for how long; nor does one that waits for
+        its grammar and has no KV. When the grammar is there it is planned for (`merge_skipped`);
+        it must not start before, should that be between the plan and vLLM's own look.
         """
         scheduler = self._scheduler
-        adapters: set[int] = {
-            request.lora_request.lora_int_id
-            for request in scheduler.running
-            if request.lora_request
-        }
-        late: list[Any] = []
+        adapters: set[int] = set()
+        late: dict[Any, None] = {}
+        if not getattr(scheduler, "lora_config", None):
+            return adapters, late
+        running = (request.lora_request for request in scheduler.running)
+        adapters.update(lora.lora_int_id for lora in running if lora)
         loading: list[Any] = []
+        compiling: list[Any] = []
         for request in self.drained_first():
-            if not request.lora_request or request.status.name == WAITS_FOR_INPUT:
+            status = request.status.name
+            if not request.lora_request or status == WAITS_FOR_INPUT:
                 continue
-            if self._is_being_loaded(request):
+            if status == _WAITS_FOR_GRAMMAR and not request.num_computed_tokens:
+                compiling.append(request)
+            elif self._is_being_loaded(request):
                 loading.append(request)
             elif not self._gets_slot(request, adapters):
-                late.append(request)
+                late[request] = None
         for request in loading:
             self._gets_slot(request, adapters)
+        for request in compiling:
+            if request.lora_request.lora_int_id not in adapters:
+                late[request] = None
         return adapters, late
 
     def _gets_slot(self, request: Any, adapters: set[int]) -> bool:
@@ -421,13 +436,6 @@ class Seams:
         loaded = self._scheduler.finished_recving_kv_req_ids
         return request.status.name == IS_LOADED and request.request_id not in loaded
 
-    def without_adapter_slot(self) -> list[Any]:
-        """Of those that vLLM drains first, who must not start yet for want of an adapter slot.
-
-        vLLM by itself goes by those who run in the step, and would start them beside held ones.
-        """
-        return self._adapters()[1] if getattr(self._scheduler, "lora_config", None) else []
-
     def set_apart(self, requests: list[Any]) -> None:
         """Take requests out of the queue that vLLM drains first, until `put_back`."""
         self.apart = list(requests)
@@ -441,11 +449,18 @@ class Seams:
         there = set(queue)
         queue.prepend_requests(r for r in reversed(requests) if r not in there)
 
-    def within_max_loras(self, requests: Iterable[Any]) -> list[Any]:
-        """Those of `requests` whose adapters fit beside those that have a slot or are kept one."""
+    def within_max_loras(
+        self, requests: Iterable[Any], active: set[int] | None = None
+    ) -> list[Any]:
+        """Those of `requests` whose adapters fit beside those that have a slot or are kept one.
+
+        Args:
+            requests: In order.
+            active: The latter; those of `requests` are added. None: as they are now.
+        """
         if not getattr(self._scheduler, "lora_config", None):
             return list(requests)
-        adapters = self._adapters()[0]
+        adapters = self.adapters()[0] if active is None else active
         return [
             request
             for request in requests

@@ -29,6 +29,7 @@ import sola_sched
 from sola_sched.core.queues import PlannedQueue
 from sola_sched.core.state import StepPlan, StepState
 from sola_sched.simulator import StepTimeModel, VirtualEngine, VirtualRequest
+from sola_sched.vllm_adapter.versions import Seams
 
 pytestmark = pytest.mark.vllm
 
@@ -255,6 +256,33 @@ def test_a_session_goes_on_when_the_slot_of_its_adapter_is_free_although_all_who
     assert [run.engine.record(name).num_output_tokens for name in ("b", "none")] == [40, 300]
     assert run.most_adapters == 1
     assert run.scheduler.sola_stats()["failures"] == {}
+
+
+def test_adapters_are_counted_twice_a_step_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for the plan, and once more after its preemptions."""
+    num_calls: list[int] = []
+    count = Seams.adapters
+
+    def counted(seams: Seams) -> Any:
+        num_calls[-1] += 1
+        return count(seams)
+
+    monkeypatch.setattr(Seams, "adapters", counted)
+    run = Sessions(sola_sched.Scheduler)
+    schedule = run.scheduler.schedule
+
+    def one_step(*args: Any) -> Any:
+        num_calls.append(0)
+        return schedule(*args)
+
+    monkeypatch.setattr(run.scheduler, "schedule", one_step)
+    run.open("s")
+    for number in range(20):
+        run.ask(f"r{number}", 5, adapter="bc"[number % 2])
+    run.until(lambda: run.is_parked("s") and len(run.scheduler.requests) == 1)
+
+    assert run.is_parked("s")
+    assert max(num_calls) == 2
 
 
 @pytest.mark.injects_failures

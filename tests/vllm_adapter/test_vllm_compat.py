@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from sola_sched.errors import IncompatibleVllmError
 from sola_sched.vllm_adapter import versions
 from sola_sched.vllm_adapter.versions import TRY, Seams, check_version
+
+#: The status of a request whose grammar is being compiled.
+GRAMMAR = "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"
 
 
 @pytest.fixture(autouse=True)
@@ -63,23 +65,27 @@ def test_a_scheduler_without_the_seams_is_refused_by_their_names() -> None:
 def test_adapters_of_those_that_hold_kv_count(
     queue: str, num_computed: int, allowed: list[int | None]
 ) -> None:
-    """A held request and one whose KV is being loaded keep their adapters' slots."""
+    """A held request keeps its adapter's slot, and one that waits with KV, for its grammar too."""
+    parked = a_request("parked", adapter=3, status=GRAMMAR, num_computed_tokens=num_computed)
+    seams = seams_with(queue, Queue([parked]), adapter=1)
 
-    def request(adapter: int | None, num_computed_tokens: int = 0) -> SimpleNamespace:
-        lora = None if adapter is None else SimpleNamespace(lora_int_id=adapter)
-        return SimpleNamespace(lora_request=lora, num_computed_tokens=num_computed_tokens)
-
-    seams = object.__new__(Seams)
-    seams._has_skipped = queue == "skipped_waiting"
-    seams._scheduler = SimpleNamespace(
-        lora_config=SimpleNamespace(max_loras=2),
-        running=[request(1)],
-        **{queue: [request(3, num_computed)]},
-    )
-
-    found = seams.within_max_loras(map(request, (1, None, 2, 4, 2)))
+    found = seams.within_max_loras(a_request("new", adapter=n) for n in (1, None, 2, 4, 2))
 
     assert [r.lora_request and r.lora_request.lora_int_id for r in found] == allowed
+
+
+@pytest.mark.parametrize(("adapter", "is_late"), [(None, False), (1, False), (3, True)])
+def test_who_waits_for_a_grammar_takes_no_adapter_slot_without_a_plan(
+    adapter: int | None, is_late: bool
+) -> None:
+    """Up to 0.30 vLLM would start it as soon as the grammar is there, beside held requests."""
+    compiling = a_request("compiling", adapter=adapter, status=GRAMMAR)
+    seams = seams_with("skipped_waiting", Queue([compiling]), adapter=1)
+
+    active, late = seams.adapters()
+
+    assert active == {1}
+    assert [*late] == [compiling] * is_late
 
 
 class Queue(list[SimpleNamespace]):
@@ -99,28 +105,38 @@ class Queue(list[SimpleNamespace]):
             self.insert(0, request)
 
 
-def seams_with(queue: str, drained_first: Queue) -> Seams:
-    """Seams of a scheduler where all but one wait in the queue that vLLM drains first."""
+def seams_with(queue: str, drained_first: Queue, adapter: int | None = None) -> Seams:
+    """Seams where all wait in the queue that vLLM drains first, but one, and one with `adapter`."""
     seams = object.__new__(Seams)
     seams._has_skipped = queue == "skipped_waiting"
     seams.apart = []
     waiting = Queue([a_request("waiting")])
     seams._scheduler = SimpleNamespace(
-        running=[],
+        lora_config=SimpleNamespace(max_loras=2),
+        running=[a_request("running", adapter=adapter)],
         waiting=waiting,
         deferred_waiting=set(),
+        finished_recving_kv_req_ids=set(),
         requests={request.request_id: request for request in (*drained_first, *waiting)},
         **{queue: drained_first},
     )
     return seams
 
 
-def a_request(name: str) -> Any:
-    class Named(SimpleNamespace):
-        __hash__ = object.__hash__
+class Request(SimpleNamespace):
+    __hash__ = object.__hash__
 
-    status = SimpleNamespace(name="WAITING")
-    return Named(request_id=name, status=status, is_finished=lambda: False)
+
+def a_request(
+    name: str, *, adapter: int | None = None, status: str = "WAITING", num_computed_tokens: int = 0
+) -> Request:
+    return Request(
+        request_id=name,
+        status=SimpleNamespace(name=status),
+        num_computed_tokens=num_computed_tokens,
+        lora_request=None if adapter is None else SimpleNamespace(lora_int_id=adapter),
+        is_finished=lambda: False,
+    )
 
 
 @pytest.mark.parametrize("queue", ["kv_holding_waiting", "skipped_waiting"])

@@ -16,12 +16,22 @@ from sola_sched.core.state import IntArray, StepPlan, StepState
 from sola_sched.vllm_adapter.versions import Seams
 
 
-def leave_out(state: StepState, requests: Mapping[str, Any], seams: Seams) -> IntArray:
-    """Take them out of those that wait in `state`; their rows."""
+def leave_out(
+    state: StepState, requests: Mapping[str, Any], seams: Seams, active: set[int]
+) -> IntArray:
+    """Take them out of those that wait in `state`; their rows.
+
+    Args:
+        state: Of the step.
+        requests: By name.
+        seams: Of vLLM's scheduler.
+        active: Adapters that have a slot or are kept one.
+    """
     waiting, req_id = state.waiting, state.table.req_id
     if not len(waiting):
         return waiting
-    lacks = np.array(seams.lack_adapter_slots(requests[req_id[row]] for row in waiting.tolist()))
+    asking = (requests[req_id[row]] for row in waiting.tolist())
+    lacks = np.array(seams.lack_adapter_slots(asking, active))
     state.waiting = waiting[~lacks]
     rows: IntArray = waiting[lacks]
     return rows

@@ -161,7 +161,8 @@ class Planning:
             return NEUTRAL
         if seams.defers_prefills(is_throttled):
             return BETWEEN_PREFILLS if self._steers else NEUTRAL
-        parked, resuming, row_of = seams.parked(), seams.resuming(), monitor.table.row_of
+        active, late = seams.adapters()
+        parked, resuming, row_of = seams.parked(), seams.resuming(late), monitor.table.row_of
         monitor.parked([row_of[request.request_id] for request in parked] if parked else ())
         state = monitor.state(
             self._booking.rows.of(scheduler.running),
@@ -170,7 +171,7 @@ class Planning:
         )
         left_out = None
         if scheduler.lora_config:
-            left_out = leave_out(state, scheduler.requests, seams)
+            left_out = leave_out(state, scheduler.requests, seams, active)
         if self._lookups is not None:
             self._lookups.step(state.waiting, scheduler.requests, monitor)
         with_swaps = None

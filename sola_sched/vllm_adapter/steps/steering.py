@@ -170,10 +170,12 @@ class Steering:
         # Adapters of requests about to be held count, so this comes before they are taken out.
         shown = None if plan.admit is None else self._requests(plan.admit)
         if scheduler.lora_config or (shown is None and self._has_seeds):
+            self._seams.merge_skipped()  # also where no plan was made
             offered = scheduler.waiting if shown is None else shown
-            shown = self._seams.within_max_loras(offered)
-            if late := self._seams.without_adapter_slot():
-                self._seams.set_apart(late)
+            active, late = self._seams.adapters()
+            shown = self._seams.within_max_loras(offered, active)
+            if late:
+                self._seams.set_apart(list(late))
         if plan.run is not None:  # the plan orders by class itself: vLLM's victim is the last
             scheduler.policy = SchedulingPolicy.FCFS
         most = scheduler.max_num_scheduled_tokens
