@@ -1,9 +1,10 @@
 """The file that a predictor's process writes: by one process at a time, and over nothing foreign.
 
 Several engines may name one file, such as the ranks of a data-parallel server. The first that
-starts saves, by a lock beside the file; what the others learn is theirs alone. Where a file system
-has no locks, and where a command has built the file anew, the file itself shows it: it is not the
-one that was read or written here last, and stays as it is.
+starts saves, by a lock beside the file. The others ask for the lock whenever they would save: one
+that has it, as the first has ended, goes on if the file is still as it was read. Where the first
+has saved meanwhile, where a file system has no locks, and where a command has built the file anew,
+the file itself shows it: it is not the one that was read or written here last, and stays as it is.
 """
 
 from __future__ import annotations
@@ -39,23 +40,35 @@ class SavedFile:
         if self._path.exists():
             self._about = require_same_kind(self._path, kind).get("about", {})
         self._lock = _Lock(self._path.with_name(f".{self._path.name}.lock"))
-        self._is_ours = self._lock.acquire()
+        self._has_lock = self._lock.acquire()
         self._known = self._state()
+        self._has_lost = False  # the file, for good: another process has written it
         self._has_told = False  # that saving fails
-        if not self._is_ours:
-            self._give_up("another process saves what it learns there")
+        if not self._has_lock:
+            self._tell(
+                "another process saves what it learns there. This one does when that has ended, "
+                "unless it has written the file by then. To save what several engines learn, give "
+                "each a 'predictor_path' of its own."
+            )
 
     def save(self, predictor: Any, num_learned: int) -> bool:
         """Write the predictor, which has learned so many requests; False where that fails.
 
         Predictions go on then, and a full disk or the like is tried again.
         """
-        if not self._is_ours:
+        if self._has_lost:
+            return False
+        self._has_lock = self._has_lock or self._lock.acquire()
+        if not self._has_lock:
             return False
         state = self._state()
         if state is not None and state != self._known:
-            self._is_ours = False
-            self._give_up("another process has written it since it was read or saved")
+            self._has_lost = True
+            self.close()
+            self._tell(
+                "another process has written it since it was read or saved. A restart takes over "
+                "what is there."
+            )
             return False
         about = {
             **self._about,
@@ -79,12 +92,12 @@ class SavedFile:
 
     def close(self) -> None:
         """Let another process save."""
+        self._has_lock = False
         self._lock.release()
 
-    def _give_up(self, reason: str) -> None:
+    def _tell(self, reason: str) -> None:
         logger.warning(
-            "sola_sched: what this predictor learns is not saved to %s: %s. Give each engine a "
-            "'predictor_path' of its own to save all.",
+            "sola_sched: what this predictor learns is not saved to %s: %s",
             self._path,
             reason,
         )
@@ -99,7 +112,7 @@ class SavedFile:
 
 
 class _Lock:
-    """An advisory lock that ends with its process, on a file of its own that it leaves nowhere."""
+    """An advisory lock on a file of its own, which it removes. It ends with its process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -89,7 +89,7 @@ class Service:
                 self._save(saved)
 
     def _save(self, saved: SavedFile) -> None:
-        """Write what was learned; of nothing new an older state is no better than the file's."""
+        """Write what was learned, if that is more than what was written last."""
         if self.num_learned > self._num_saved and saved.save(self.predictor, self.num_learned):
             self._num_saved = self.num_learned
 

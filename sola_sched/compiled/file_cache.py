@@ -1,4 +1,4 @@
-"""Numba's cache of compiled functions, for which a file that is damaged is one that is not there.
+"""Numba's cache of compiled functions, which takes a damaged file for a missing one.
 
 Numba's own raises where a file is empty or cut off, as a power failure leaves it, and where a disk
 is full. Here the function is compiled instead, and a disk that takes nothing is told of once.

@@ -116,6 +116,42 @@ def test_the_next_engine_saves_when_the_first_has_ended(
     assert warnings == []
 
 
+def test_an_engine_that_started_before_another_ended_saves_after_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    save_predictor(path, taught(), {"num_prompts": 20})
+    old, new = Engine(path, monkeypatch), Engine(path, monkeypatch)
+    new.learn(10)
+    old.end()
+    new.end()
+
+    assert read_file(path)[0]["about"] == {"num_prompts": 30, "num_live": 10}
+    assert len(warnings) == 1
+    assert "This one does when that has ended" in warnings[0]
+    assert sorted(path.parent.iterdir()) == [path]
+
+
+def test_what_the_one_before_has_saved_stays_and_is_taken_over_at_a_restart(
+    path: Path, warnings: list[str]
+) -> None:
+    old, new = SavedFile(path, "lexical"), SavedFile(path, "lexical")
+    assert not new.save(taught(), 1)
+    assert old.save(taught(), 20)
+    old.close()
+
+    assert not new.save(taught(), 2)
+    assert not new.save(taught(), 3)
+    restarted = SavedFile(path, "lexical")
+    assert restarted.save(taught(), 4)  # though the other one still runs
+    new.close()
+    restarted.close()
+
+    assert read_file(path)[0]["about"]["num_prompts"] == 24
+    assert len(warnings) == 2
+    assert "another process has written it" in warnings[1]
+    assert warnings[1].endswith("A restart takes over what is there.")
+
+
 def test_a_file_that_was_built_anew_meanwhile_stays(path: Path, warnings: list[str]) -> None:
     save_predictor(path, taught(), {})
     saved = SavedFile(path, "lexical")
