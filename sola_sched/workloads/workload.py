@@ -80,6 +80,8 @@ class Workload:
         if math.isinf(request_rate) or not self.requests:
             return self
         span_s = self.requests[-1].arrival_s
+        if span_s <= 0 and len(self.requests) == 1:
+            return replace(self, request_rate=request_rate)  # there is no gap to stretch
         if span_s <= 0:
             raise ConfigError(
                 "Arrival times must be finite, >= 0 and not all at once "

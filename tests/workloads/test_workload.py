@@ -98,6 +98,13 @@ def test_rates_share_their_requests_and_the_shape_of_their_arrivals() -> None:
     )
 
 
+def test_one_request_alone_keeps_its_arrival_at_any_rate() -> None:
+    alone = make_workload(1).stretched_to(5.0)
+
+    assert [request.arrival_s for request in alone.requests] == [0.0]
+    assert alone.request_rate == 5.0
+
+
 def test_recorded_arrivals_are_stretched_to_a_rate() -> None:
     workload = make_workload(11, gap_s=2.0).stretched_to(5.0)
 
