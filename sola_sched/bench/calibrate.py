@@ -166,7 +166,7 @@ def _two_digits(value: float) -> float:
 
 
 def _require_all(outcome: RunOutcome, what: str) -> None:
-    if outcome.interrupted:
+    if outcome.interrupted or outcome.ends_all:
         raise KeyboardInterrupt
     failed = [record for record in outcome.records if not record.completed]
     if failed:

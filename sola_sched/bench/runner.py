@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 
-from sola_sched.bench.backends.base import SchedulerSpec
+from sola_sched.bench.backends.base import RunOutcome, SchedulerSpec
 from sola_sched.bench.plan import Plan, make_plan, per_s, slo_text
 from sola_sched.bench.report import html, results
 from sola_sched.bench.report import table as report
@@ -90,9 +90,12 @@ def _sweep(
         workload = _timed(args, plan.workload, rate)
         bound = _bound(plan, workload)
         for scheduler in plan.schedulers:
-            result = _run_one(args, plan, workload, scheduler, len(finished), say) | bound
+            outcome = _run_one(args, plan, workload, scheduler, len(finished), say)
+            result = results.make_result(plan.info, workload, scheduler, outcome) | bound
             finished.append(result)
             files.add(result)
+            if outcome.ends_all:
+                raise KeyboardInterrupt
             if result["interrupted"]:
                 say(
                     f"Interrupted: {len(finished)} of {_num_runs(plan)} runs started, "
@@ -109,7 +112,7 @@ def _run_one(
     scheduler: SchedulerSpec,
     num_finished: int,
     say: Say,
-) -> Result:
+) -> RunOutcome:
     title = f"{scheduler.label} @ {per_s(workload.request_rate)}"
     with Progress(
         f"[{num_finished + 1}/{_num_runs(plan)}] {title}",
@@ -127,7 +130,7 @@ def _run_one(
     for note in outcome.notes:
         say(f"  {title}: {note}")
     _say_errors(outcome.records, say)
-    return results.make_result(plan.info, workload, scheduler, outcome)
+    return outcome
 
 
 def _bound(plan: Plan, workload: Workload) -> Result:

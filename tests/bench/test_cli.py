@@ -185,7 +185,7 @@ def test_interrupted_run_saves_what_it_has(
     assert saved["attainment"] == 0.75
 
 
-@pytest.mark.parametrize("place", ["between runs", "as a run starts"])
+@pytest.mark.parametrize("place", ["between runs", "as a run starts", "after its requests"])
 def test_an_interrupt_outside_a_run_keeps_the_runs_before(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -196,7 +196,9 @@ def test_an_interrupt_outside_a_run_keeps_the_runs_before(
         def run(self, *args: Any, **kwargs: Any) -> RunOutcome:
             if self.calls:
                 raise KeyboardInterrupt
-            return super().run(*args, **kwargs)
+            outcome = super().run(*args, **kwargs)
+            outcome.ends_all = place == "after its requests"
+            return outcome
 
     def bound(*_: Any) -> dict[str, float]:
         if backend.calls:

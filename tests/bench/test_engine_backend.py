@@ -81,7 +81,9 @@ class Replays:
         return self.outcomes.pop(0)
 
 
-def served_by(replays: Replays, monkeypatch: pytest.MonkeyPatch) -> list[RunOutcome]:
+def served_by(
+    replays: Replays, monkeypatch: pytest.MonkeyPatch, told: list[RunOutcome] | None = None
+) -> list[RunOutcome]:
     """What a backend with these replays tells of one workload."""
     module = pytest.importorskip("sola_sched.bench.backends.engine_replay")
     monkeypatch.setattr(module, "Replay", replays)
@@ -89,7 +91,7 @@ def served_by(replays: Replays, monkeypatch: pytest.MonkeyPatch) -> list[RunOutc
     backend.__dict__["limits"] = ModelLimits(max_model_len=512, vocab_size=100)
     core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=FakeScheduler()))
     engine = SimpleNamespace(engine_core=core, reset_prefix_cache=lambda: None)
-    told: list[RunOutcome] = []
+    told = [] if told is None else told
     backend._serve(engine, [make_burst(2, 8, 4)], parse_scheduler("stock"), told.append, None, None)
     return told
 
@@ -117,11 +119,29 @@ def test_an_interrupt_in_the_batch_after_a_run_keeps_the_run(
 ) -> None:
     replays = Replays(ended(), ended(), ended("a note."), ended(is_interrupted=True))
 
-    (outcome,) = served_by(replays, monkeypatch)
+    told: list[RunOutcome] = []
+    with pytest.raises(KeyboardInterrupt):
+        served_by(replays, monkeypatch, told)
 
-    assert outcome.interrupted
+    (outcome,) = told
+    assert not outcome.interrupted
     assert outcome.reference_s == (1.0, 1.0)
     assert outcome.notes == ["a note."]
+
+
+@pytest.mark.vllm
+def test_a_run_is_whole_after_which_the_user_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = EngineBackend(EngineOptions("model"))
+    whole = ended("a note.")
+
+    def run_each(_: Any, __: Any, ___: Any, on_run: Any, **____: Any) -> None:
+        on_run(whole)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(backend, "run_each", run_each)
+
+    assert backend.run(make_burst(2, 8, 4), parse_scheduler("stock"), SloTarget()) is whole
+    assert (whole.ends_all, whole.interrupted) == (True, False)
 
 
 @pytest.mark.vllm

@@ -141,6 +141,7 @@ class RunOutcome:
         scheduler: None where the backend cannot see it (a remote server).
         notes: Anything a reader of the numbers must know, e.g. an early end.
         interrupted: The user stopped the run.
+        ends_all: The user stopped what comes after the run, which itself is whole.
         clock: What the times were taken by: ``wall``, ``cpu`` (see ``clock.CpuClock``) or that
             of a simulation.
         cpu_share: Of a run on CPUs: CPU time over wall time while the engine worked, 1.0 for an
@@ -154,6 +155,7 @@ class RunOutcome:
     scheduler: SchedulerStats | None = None
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
+    ends_all: bool = False
     clock: str = "wall"
     cpu_share: float | None = None
     reference_s: tuple[float, ...] = ()

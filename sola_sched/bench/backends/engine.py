@@ -111,10 +111,15 @@ class EngineBackend:
     ) -> RunOutcome:
         """See ``Backend.run``. Scheduler cost is measured on the live scheduler object."""
         outcomes: list[RunOutcome] = []
-        self.run_each(
-            [workload], scheduler, slo, outcomes.append, max_concurrency=max_concurrency,
-            on_done=on_done,
-        )  # fmt: skip
+        try:
+            self.run_each(
+                [workload], scheduler, slo, outcomes.append, max_concurrency=max_concurrency,
+                on_done=on_done,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            if not outcomes:
+                raise
+            outcomes[0].ends_all = True
         return outcomes[0]
 
     def run_each(
@@ -139,6 +144,10 @@ class EngineBackend:
             on_run: Called with each outcome as soon as it is there.
             max_concurrency: As in ``run``.
             on_done: As in ``run``.
+
+        Raises:
+            KeyboardInterrupt: The user has stopped it outside the requests of a run; of the runs
+                that have ended ``on_run`` has been told.
         """
         # Not where the engine is a local variable: libraries keep errors of imports that failed,
         # and those the frames above them.
@@ -195,13 +204,16 @@ class EngineBackend:
             if probe.problem:
                 outcome.notes.append(f"{probe.problem}.")
             self._note_cpu_share(outcome, replay, clock)
+            interrupt: KeyboardInterrupt | None = None
             if before_s is not None and not outcome.interrupted:
                 try:
                     after_s = self._reference_s(replay, probe, 1)
-                except KeyboardInterrupt:  # of what has been measured nothing is lost
-                    after_s, outcome.interrupted = None, True
+                except KeyboardInterrupt as error:  # the run itself is whole
+                    after_s, interrupt = None, error
                 outcome.reference_s = (before_s, before_s if after_s is None else after_s)
             on_run(outcome)
+            if interrupt is not None:
+                raise interrupt
             if outcome.interrupted:
                 return
 

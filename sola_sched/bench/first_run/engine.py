@@ -220,6 +220,8 @@ class FirstRun:
             if outcome.interrupted:
                 raise Interrupted
             self._keep(block, name, spec, workload, outcome)
+            if outcome.ends_all:
+                raise Interrupted
 
     def _workload(self, block: Block, rate: float) -> Workload:
         """The requests that the capacity was measured with, in another order in every block."""
