@@ -87,10 +87,13 @@ class Follower:
         self._span_s = interval_s
         self._start_s = _START_S
         self._begin_s = clock()
-        #: What is to be acted on yet: other descriptions, an interval that is over with the share
-        #: that met its targets, or a placement that has been decided on.
-        self._is_changed = self._is_over = False
+        #: Whether the descriptions have changed, and nothing has been decided on since.
+        self._is_changed = False
+        #: Whether an interval has ended, and nothing has been decided on since.
+        self._is_over = False
+        #: Share of requests that met their targets in that interval; None if it is not known.
         self._real: float | None = None
+        #: The placement that has been decided on; None once it is in place.
         self._decided: Placement | None = None
         self._is_halted = self._has_baseline = False
 

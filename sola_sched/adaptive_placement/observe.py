@@ -65,10 +65,14 @@ async def _get(url: str) -> str:
 class Observer:
     """Reads the counters of all engines; an interval is the difference of two readings.
 
-    An engine that is new is counted from its start, but those of a service that was there at the
-    first look and did not answer are counted from the first reading on. What one that has gone
-    counted after the last reading is lost. A reading counts if all engines of a service answer; the
-    next is the difference to it, over all the time since.
+    An engine's counters begin at 0 when it starts. So the whole count of a new engine belongs to
+    the interval in which it is first read. This does not hold for a service that was there already
+    at the first look but did not answer: nobody knows over which time its engines have counted, so
+    its first reading is only what the next one is compared with. What an engine counts between the
+    last reading and its end is lost.
+
+    A service is read as a whole: if one of its engines does not answer, this reading is dropped,
+    and the next one gives the difference to the last whole reading, over all the time between them.
 
     Args:
         fetch: Gets a text.

@@ -196,8 +196,8 @@ class InstanceScaler:
             num_arrivals: Requests that came since the call before, >= 0; no whole number where a
                 longer count was divided.
             now_s: Seconds on a clock that never goes back.
-            is_whole: Whether all were counted; if not, as many instances as there are count as
-                needed, or more.
+            is_whole: Whether all were counted. If not, the true rate may be higher, so the answer
+                is no less than the last one.
         """
         if not num_arrivals >= 0:
             raise ConfigError(f"'num_arrivals' must be >= 0 (got {num_arrivals!r}).")

@@ -58,8 +58,9 @@ class Answer:
     async def write(self, data: bytes) -> None:
         """More of it; called for each token, so `_do` is written out.
 
-        Of much of it each piece has its own time. An answer to HEAD has no body: its client would
-        take one for the next answer.
+        A large body is written in pieces, and `writing_since_s` starts anew with each: a client
+        that reads slowly but goes on reading is not taken for one that has stopped. An answer to
+        HEAD has no body: its client would take it for the next answer.
         """
         assert self._response is not None
         if not self._has_body:
@@ -79,7 +80,8 @@ class Answer:
     def has_not_read_since(self, time_s: float) -> bool:
         """Whether nothing of what is being written has gone out since then; asked now and then.
 
-        What has gone out since it was asked last counts as gone out now.
+        When bytes go out is not seen, only that there are fewer or more of them than at the last
+        call. If so, they are taken to have gone out at the moment of this call.
         """
         transport = self.request.transport
         num_unsent = 0 if transport is None else transport.get_write_buffer_size()

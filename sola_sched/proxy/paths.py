@@ -26,7 +26,8 @@ GENERATING = (
     "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/chat/completions",
     "/v1/chat/completions/batch", "/v1/completions", "/v1/messages", RESPONSES, "/v1/systemone",
 )  # fmt: skip
-#: To these they do something else.
+#: Requests to these, also POST, make no engine generate tokens: they classify, embed, rank, count,
+#: or turn text into tokens and back.
 _OTHERS = (
     "/classify", "/cohere/v2/chat/render", "/detokenize", "/pooling", "/rerank", "/score",
     "/tokenize", "/v1/chat/completions/derender", "/v1/chat/completions/render",

@@ -17,8 +17,8 @@ ARRIVED, IN_FLIGHT = "sola_arrived", "sola_in_flight"
 #: Sent by the gateway with a request that has been counted at another replica.
 ATTEMPT_HEADER = "x-sola-attempt"
 MIDDLEWARE = "sola_sched.serving.arrivals.ArrivalsMiddleware"
-#: Ends of the paths, before which there may be a server's root path, of requests that have an
-#: answer to wait for.
+#: How the paths of all POST requests that pass end. A server with a root path has that in front of
+#: them, so only their ends are compared.
 _ANSWERED = tuple(path.rpartition("}")[2] for path, method in PASSED.items() if method == "POST")
 _LOOK_S = 0.05
 
