@@ -10,7 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from sola_sched.config.swap import CONNECTOR
 from sola_sched.errors import IncompatibleVllmError
@@ -62,6 +62,20 @@ def check_version(version: str) -> tuple[int, int]:
 def _parsed(version: str) -> tuple[int, int]:
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else _NONE
+
+
+class Rooms(NamedTuple):
+    """What a prefill may lack.
+
+    Attributes:
+        num_embeddings: Room in the encoder cache, in embeddings.
+        num_blocks: Free blocks of the KV cache.
+        num_slots: Free slots.
+    """
+
+    num_embeddings: int
+    num_blocks: int
+    num_slots: int
 
 
 class Seams:
@@ -331,6 +345,25 @@ class Seams:
         """Embeddings for which the encoder cache has room once those that nobody uses are gone."""
         cache = getattr(self._scheduler, "encoder_cache_manager", None)
         return int(getattr(cache, "num_freeable_slots", 0))
+
+    def next_image_length(self, request: Any) -> int:
+        """Tokens of the prompt that its next image not computed yet takes; 0 without one."""
+        places = (feature.mm_position for feature in request.mm_features)
+        num_computed = request.num_computed_tokens
+        return next((p.length for p in places if p.offset + p.length > num_computed), 0)
+
+    def rooms(self) -> Rooms:
+        """What is free now."""
+        scheduler = self._scheduler
+        return Rooms(
+            num_embeddings=self.encoder_room(),
+            num_blocks=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            num_slots=self.num_slots - len(scheduler.running),
+        )
+
+    def num_blocks_of(self, request: Any) -> int:
+        """Blocks of the KV cache that the request's tokens need."""
+        return -(-int(request.num_tokens) // int(self._scheduler.block_size))
 
     def prefix_hash(self, request: Any, num_tokens: int) -> Any:
         """The hash of its first tokens, a whole number of blocks; None if it has not so many."""

@@ -96,7 +96,7 @@ class Planning:
             chunks_prefills=bool(scheduler.scheduler_config.enable_chunked_prefill),
             max_chunk=seams.max_chunk(),
         )
-        self._put_off = PutOff(seams)
+        self._put_off = PutOff(seams, scheduler.requests)
         self._is_stalled = False
         self._has_stepped_aside = False
         self._num_unplanned = 0  # steps while the policy was compiled

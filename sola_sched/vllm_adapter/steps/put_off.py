@@ -8,60 +8,93 @@ has the room, both would wait for as long as plans are the same.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sola_sched.core.state import PREFILL, IntArray, RequestTable, StepPlan, StepState
-from sola_sched.vllm_adapter.versions import Seams
+from sola_sched.vllm_adapter.versions import Rooms, Seams
 
 #: Plans until it is tried again whether vLLM gives such a prefill tokens.
 RETRY_PLANS = 8
 
 
+class _Entry(NamedTuple):
+    """One that is put off: until which plan, whether it waits, and what room there was."""
+
+    until: int
+    is_waiting: bool
+    rooms: Rooms
+
+    def has_ended(self, num_plans: int, rooms: Rooms) -> bool:
+        # One that runs has a slot, and vLLM frees memory for it by itself.
+        grown = [now > then for now, then in zip(rooms, self.rooms, strict=True)]
+        return num_plans >= self.until or any(grown if self.is_waiting else grown[:1])
+
+
 class PutOff:
-    """Remembers which prefills got no tokens although their step had some left.
+    """Remembers which prefills with images got no tokens although their step had some left.
 
     Args:
         seams: Of vLLM's scheduler.
+        requests: Its requests by name.
     """
 
-    def __init__(self, seams: Seams) -> None:
-        self._seams = seams
+    def __init__(self, seams: Seams, requests: Mapping[str, Any]) -> None:
+        self._seams, self._requests = seams, requests
         self._num_plans = 0
-        # By name: the plan at which to try again, and the room in the encoder cache until then.
-        self._names: dict[str, tuple[int, int]] = {}
+        self._entries: dict[str, _Entry] = {}
 
     def with_held(self, state: StepState, plan: StepPlan) -> StepPlan:
         """The plan in which running prefills are not held for the sake of one that is put off.
 
-        They come last, so what is left of the step is theirs if vLLM does not put that one off.
+        They come last of those that run, and before all that wait, since vLLM serves `running`
+        first. So they must be of no lower rank than the one put off and those that the plan starts,
+        unless they have an image and it is room for one that is short.
         """
         self._num_plans += 1
-        if not self._names:
+        if not self._entries:
             return plan
-        room = self._seams.encoder_room()
-        for name, (until, room_then) in list(self._names.items()):
-            if self._num_plans >= until or room > room_then:
-                del self._names[name]
+        rooms = self._seams.rooms()
+        for name, entry in list(self._entries.items()):
+            if entry.has_ended(self._num_plans, rooms):
+                del self._entries[name]
         if plan.run is None:
             return plan
         waiting = state.waiting if plan.admit is None else plan.admit
-        if not self._is_among(np.concatenate([plan.run, waiting]), state.table):
+        chosen = np.concatenate([plan.run, waiting])
+        put_off = self._rows_among(chosen, state)
+        if not len(put_off):
             return plan
         running = state.running
         is_held = (state.table.phase[running] == PREFILL) & ~np.isin(running, plan.run)
         held = running[is_held & ~np.isin(running, plan.preempt)]
+        best = state.rank_of(np.concatenate([put_off, waiting])).min()
+        may_run = state.rank_of(held) <= best
+        if not may_run.all() and self._lacks_room(put_off, state, rooms):
+            may_run |= [bool(self._request(row, state).mm_features) for row in held.tolist()]
+        held = held[may_run]
         num_tokens = state.max_num_tokens if plan.token_budget is None else plan.token_budget
         num_blocks = -(-num_tokens // state.block_size) + len(plan.run) + len(held)
         if not len(held) or num_blocks > state.num_free_blocks:
             return plan
         return dataclasses.replace(plan, run=np.concatenate([plan.run, held]))
 
-    def _is_among(self, rows: IntArray, table: RequestTable) -> bool:
-        put_off = [table.row_of[name] for name in self._names if name in table.row_of]
-        return bool(np.isin(put_off, rows).any())
+    def _rows_among(self, rows: IntArray, state: StepState) -> IntArray:
+        row_of = state.table.row_of
+        put_off = np.array([row_of[n] for n in self._entries if n in row_of], dtype=np.int64)
+        among: IntArray = put_off[np.isin(put_off, rows)]
+        return among
+
+    def _lacks_room(self, rows: IntArray, state: StepState, rooms: Rooms) -> bool:
+        """Whether the next image of one of `rows` does not fit into the encoder cache."""
+        requests = (self._request(row, state) for row in rows.tolist())
+        lengths = (self._seams.next_image_length(request) for request in requests)
+        return any(length > rooms.num_embeddings for length in lengths)
+
+    def _request(self, row: int, state: StepState) -> Any:
+        return self._requests[state.table.req_id[row] or ""]
 
     def scheduled(
         self,
@@ -84,10 +117,19 @@ class PutOff:
         if num_left <= 0 or plan.run is None or getattr(output, "preempted_req_ids", None):
             return
         there = output.num_scheduled_tokens
-        prefills = plan.run[table.phase[plan.run] == PREFILL].tolist()
-        names = [name for row in prefills if (name := table.req_id[row]) and name not in there]
+        rooms = self._seams.rooms()
+        until = self._num_plans + RETRY_PLANS
+        for row in plan.run[table.phase[plan.run] == PREFILL].tolist():
+            name = table.req_id[row]
+            if name and name not in there and self._has_images(name):
+                self._entries[name] = _Entry(until, False, rooms)
         # vLLM ends its scan at the first that it cannot start.
-        waiting = (request.request_id for request in offered)
-        first = next((name for name in waiting if name not in there), None)
-        for name in names if first is None else (*names, first):
-            self._names[name] = (self._num_plans + RETRY_PLANS, self._seams.encoder_room())
+        first = next((request for request in offered if request.request_id not in there), None)
+        if first is not None and self._has_images(first.request_id):
+            is_short = self._seams.num_blocks_of(first) > rooms.num_blocks or rooms.num_slots <= 0
+            if not is_short:
+                self._entries[first.request_id] = _Entry(until, True, rooms)
+
+    def _has_images(self, name: str) -> bool:
+        request = self._requests.get(name)
+        return request is not None and bool(request.mm_features)
