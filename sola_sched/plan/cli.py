@@ -54,6 +54,8 @@ EXIT_USAGE = 2
 #: Configurations that are checked at most until one stands.
 _MOST_CHECKS = 4
 _INTERRUPTED = "Interrupted: these configurations had been evaluated, and none is chosen."
+_UNCHECKED = "Interrupted: not all checks with the real schedulers have ended."
+_NO_MARGIN = "Interrupted: the margin of the best configuration was not computed."
 
 
 @dataclass(frozen=True)
@@ -148,15 +150,7 @@ def _plan(args: argparse.Namespace) -> int:
     for note in (*load.notes, steps_said(args.planned, choices)):
         print(note)
     require_possible(args.planned, choices, load, args.attainment)
-    evaluation = _Evaluation(args, load)
-    try:
-        return _found(args, load, choices, evaluation)
-    except KeyboardInterrupt:
-        if evaluation.found:
-            print(_INTERRUPTED)
-            load = replace(load, notes=(*load.notes, _INTERRUPTED))
-            _write(args, load, evaluation.found, None, [])
-        raise
+    return _found(args, load, choices, _Evaluation(args, load))
 
 
 def _found(
@@ -167,16 +161,30 @@ def _found(
 ) -> int:
     """Search, check and write; return the exit code."""
     goal = args.attainment
-    with evaluation.bar:
-        # More instances than requests do nothing.
-        largest = max(choice.tensor_parallel for choice in choices)
-        most = min(args.max_gpus, largest * len(load.workload.requests))
-        outcomes = search(choices, evaluation, goal, most, has_pools=args.pools)
+    try:
+        with evaluation.bar:
+            # More instances than requests do nothing.
+            largest = max(choice.tensor_parallel for choice in choices)
+            most = min(args.max_gpus, largest * len(load.workload.requests))
+            outcomes = search(choices, evaluation, goal, most, has_pools=args.pools)
+    except KeyboardInterrupt:
+        if evaluation.found:
+            _write(args, _noted(load, _INTERRUPTED), evaluation.found, None, [])
+        raise
     passed = [outcome for outcome in outcomes if outcome.attainment >= goal]
     if not passed:
         _write(args, load, outcomes, None, [])
         raise ImpossibleError(explain(outcomes, goal, args.max_gpus))
-    checks = _check(args, load, passed) if args.check else []
+    checks: list[Check] = []
+    try:
+        if args.check:
+            _check(args, load, passed, checks)
+    except KeyboardInterrupt:
+        failed = {check.fast.configuration for check in checks}
+        left = (outcome for outcome in passed if outcome.configuration not in failed)
+        load = _noted(load, _UNCHECKED)
+        _write(args, load, outcomes, next(left, None), checks, is_interrupted=True)
+        raise
     best = passed[0]
     if checks:
         best = checks[-1].fast
@@ -194,8 +202,20 @@ def _found(
     return 0
 
 
-def _check(args: argparse.Namespace, load: Load, passed: Sequence[Outcome]) -> list[Check]:
-    """Real runs, the cheapest first, until one attains; what fails comes again with one more."""
+def _noted(load: Load, note: str) -> Load:
+    """The load with one more note, which is printed."""
+    print(note)
+    return replace(load, notes=(*load.notes, note))
+
+
+def _check(
+    args: argparse.Namespace, load: Load, passed: Sequence[Outcome], checks: list[Check]
+) -> None:
+    """Real runs, the cheapest first, until one attains; what fails comes again with one more.
+
+    Args:
+        checks: Each is added as soon as it has ended.
+    """
 
     order = itertools.count()
 
@@ -204,7 +224,6 @@ def _check(args: argparse.Namespace, load: Load, passed: Sequence[Outcome]) -> l
 
     left = [entry(outcome) for outcome in passed]
     heapq.heapify(left)
-    checks: list[Check] = []
     seen = set()
     while left and len(checks) < _MOST_CHECKS:
         fast = heapq.heappop(left)[-1]
@@ -219,7 +238,6 @@ def _check(args: argparse.Namespace, load: Load, passed: Sequence[Outcome]) -> l
         if more.num_gpus <= args.max_gpus:
             grown = run_fast(args.planned, more, load, args.seed, args.attainment)
             heapq.heappush(left, entry(grown))
-    return checks
 
 
 def _one_more(real: Outcome) -> Configuration:
@@ -248,8 +266,16 @@ def _write(
     outcomes: Sequence[Outcome],
     best: Outcome | None,
     checks: Sequence[Check],
+    *,
+    is_interrupted: bool = False,
 ) -> None:
+    """Print the result and write its files; after an interrupt the table and the JSON file alone.
+
+    Raises:
+        KeyboardInterrupt: The user has stopped it; the JSON file is written, if it was not before.
+    """
     goal = args.attainment
+    interrupt: KeyboardInterrupt | None = None
     notes = [*load.notes, *([] if checks else [unchecked(OF_ONE_MODEL)])]
     known = {outcome.configuration: outcome for outcome in outcomes}
     known |= {check.fast.configuration: check.fast for check in checks}
@@ -280,12 +306,25 @@ def _write(
     print(f"{table(ordered, goal, best)}\n{LEGEND}")
     said = [_said_of(check) for check in checks] or [unchecked(OF_ONE_MODEL)]
     if best is not None:
-        around, sentences = _around(args, load, ordered, best, checks)
+        around: dict[str, Any] = {}
+        sentences = [f"Best: {best.configuration.name}; its margin is not known."]
+        try:
+            if not is_interrupted:
+                around, sentences = _around(args, load, ordered, best, checks)
+        except KeyboardInterrupt as error:
+            interrupt, is_interrupted = error, True
+            notes.append(_NO_MARGIN)
+            print(_NO_MARGIN)
         document |= around
         document["commands"] = _commands(args, load, best)
         said = [*sentences, *said, *document["commands"]]
     print("\n".join(said))
     args.output.write_text(to_json(document, indent=1) + "\n", encoding="utf-8")
+    if best is not None and is_interrupted:
+        print(f"Wrote {args.output}.")
+        if interrupt is not None:
+            raise interrupt
+        return
     try:
         path = plot(ordered, goal, best, args.output.with_suffix(".png"))
     except NoPlotError as error:

@@ -15,7 +15,7 @@ from sola_sched.errors import DatasetError
 from sola_sched.plan import cli
 from sola_sched.plan.inputs.args import build_parser
 from sola_sched.plan.inputs.load import make_load
-from sola_sched.plan.search.evaluate import run_fast
+from sola_sched.plan.search.evaluate import Outcome, run_fast
 from sola_sched.plan.search.fast_error import OF_ONE_MODEL, unchecked
 from sola_sched.simulator.cluster.cluster import VirtualCluster
 
@@ -83,6 +83,39 @@ def test_an_interrupt_leaves_what_was_evaluated(tmp_path, capsys, monkeypatch) -
     assert found["best"] is None
     assert found["notes"][-2].startswith("Interrupted: these configurations had been evaluated")
     assert "Interrupted: these configurations" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", ["check", "margin", "figure"])
+def test_an_interrupt_after_the_search_keeps_what_was_found(  # type: ignore[no-untyped-def]
+    tmp_path, monkeypatch, place: str
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def fast(_, configuration, *more):  # type: ignore[no-untyped-def]
+        attained = float(configuration.num_instances >= 2)
+        shares = {"ttft": attained, "tpot": 1.0}
+        return Outcome(configuration, attained, shares, (1.0, 2.0), (1.0, 2.0), dict(shares))
+
+    monkeypatch.setattr(cli, "run_fast", fast)
+    monkeypatch.setattr(cli, "prefill_share", lambda *_: 0.5)
+    names = {"check": "run_real", "margin": "rate_margin", "figure": "plot"}
+    monkeypatch.setattr(cli, names[place], stop)
+    monkeypatch.setattr(cli.environment, "require_vllm", lambda *_: None)
+    flags = [flag for flag in FAST if flag != "--no-check" or place != "check"]
+
+    with pytest.raises(KeyboardInterrupt):
+        plan(tmp_path, *flags, *LOAD, *SLO, "--gpu", "a100=1.5")
+
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["best"] == next(row for row in found["configurations"] if row["attained"])
+    assert found["commands"]
+    assert found["checks"] == []
+    assert ("margin" in found) == (place == "figure")
+    said = [note for note in found["notes"] if note.startswith("Interrupted: ")]
+    expected = {"check": ["not all checks"], "margin": ["the margin of the best"], "figure": []}
+    for note, words in zip(said, expected[place], strict=True):
+        assert words in note
 
 
 def test_a_price_decides_between_types(tmp_path) -> None:
