@@ -472,13 +472,17 @@ class Seams:
     def set_apart(self, requests: list[Any]) -> None:
         """Take requests out of the queue that vLLM drains first, until `put_back`."""
         self.apart = list(requests)
-        self.drained_first().remove_requests(requests)
+        scheduler = self._scheduler
+        queue = scheduler.skipped_waiting if self._has_skipped else scheduler.kv_holding_waiting
+        queue.remove_requests(requests)
         if not self._has_skipped:  # as vLLM marks those that it skips
-            self._scheduler.deferred_waiting.update(requests)
+            scheduler.deferred_waiting.update(requests)
 
     def put_back(self) -> None:
         """Undo that: they are the first again, in their order."""
-        queue, (requests, self.apart) = self.drained_first(), (self.apart, [])
+        scheduler = self._scheduler
+        queue = scheduler.skipped_waiting if self._has_skipped else scheduler.kv_holding_waiting
+        requests, self.apart = self.apart, []
         there = set(queue)
         queue.prepend_requests(r for r in reversed(requests) if r not in there)
 
