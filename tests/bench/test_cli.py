@@ -200,7 +200,10 @@ def test_an_interrupt_outside_a_run_keeps_the_runs_before(
             outcome.ends_all = place == "after its requests"
             return outcome
 
+    bounds: list[int] = []
+
     def bound(*_: Any) -> dict[str, float]:
+        bounds.append(len(backend.calls))
         if backend.calls:
             raise KeyboardInterrupt
         return {}
@@ -222,6 +225,7 @@ def test_an_interrupt_outside_a_run_keeps_the_runs_before(
     assert "nothing was saved" not in told.out + told.err
     (saved,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
     assert (saved["interrupted"], saved["attainment"]) == (False, 1.0)
+    assert place != "after its requests" or bounds == [0]  # nothing is begun after it
 
 
 def test_an_interrupt_before_the_first_run_says_so(
