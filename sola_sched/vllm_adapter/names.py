@@ -138,6 +138,8 @@ PARTS = (
         _names("PREEMPTED WAITING_FOR_REMOTE_KVS"),
     ),
     Part("vllm.lora.request.LoRARequest", _names("lora_int_id lora_name")),
+    Part("vllm.multimodal.inputs.MultiModalFeatureSpec", _names("mm_position")),
+    Part("vllm.multimodal.inputs.PlaceholderRange", _names("length offset")),
     Part("vllm.sampling_params.SamplingParams", _names("extra_args seed thinking_token_budget")),
     Part("vllm.v1.engine.EngineCoreOutput", _names("request_id new_token_ids")),
     Part("vllm.v1.engine.EngineCoreOutputs", _names("outputs")),
