@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -134,12 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     use_one_thread()
     try:
-        status = _COMMANDS[args.command](args)
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # whoever reads it has seen enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return _COMMANDS[args.command](args)
     except (ConfigError, DatasetError, EncoderError, PredictorFileError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

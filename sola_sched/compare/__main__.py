@@ -1,14 +1,6 @@
 import sys
 
-from sola_sched.config.program import run
-
-
-def main() -> int:
-    """Import what the command needs, which takes a while, and run it."""
-    from sola_sched.compare.cli import main
-
-    return main()
-
+from sola_sched.config.program import main_of, run
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run(main_of("sola_sched.compare.cli")))

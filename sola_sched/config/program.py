@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import sys
@@ -10,6 +11,16 @@ from collections.abc import Callable
 EXIT_INTERRUPTED = 130
 #: As of a program that SIGPIPE ends.
 EXIT_UNREAD = 141
+
+
+def main_of(module: str) -> Callable[[], int | None]:
+    """The `main` of a module, which is imported when it is called, for that takes a while."""
+
+    def main() -> int | None:
+        code: int | None = importlib.import_module(module).main()
+        return code
+
+    return main
 
 
 def run(main: Callable[[], int | None]) -> int:
