@@ -117,15 +117,15 @@ class PutOff:
         if num_left <= 0 or plan.run is None or getattr(output, "preempted_req_ids", None):
             return
         there = output.num_scheduled_tokens
-        rooms = self._seams.rooms()
         until = self._num_plans + RETRY_PLANS
         for row in plan.run[table.phase[plan.run] == PREFILL].tolist():
             name = table.req_id[row]
             if name and name not in there and self._has_images(name):
-                self._entries[name] = _Entry(until, False, rooms)
+                self._entries[name] = _Entry(until, False, self._seams.rooms())
         # vLLM ends its scan at the first that it cannot start.
         first = next((request for request in offered if request.request_id not in there), None)
         if first is not None and self._has_images(first.request_id):
+            rooms = self._seams.rooms()
             is_short = self._seams.num_blocks_of(first) > rooms.num_blocks or rooms.num_slots <= 0
             if not is_short:
                 self._entries[first.request_id] = _Entry(until, True, rooms)
