@@ -21,7 +21,7 @@ WAITS_FOR_INPUT = "WAITING_FOR_STREAMING_REQ"
 #: The status of a request whose KV is being loaded, or has been and vLLM has not looked since.
 IS_LOADED = "WAITING_FOR_REMOTE_KVS"
 #: The status of a request whose grammar is being compiled.
-_WAITS_FOR_GRAMMAR = "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"
+WAITS_FOR_GRAMMAR = "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"
 #: Of a request's `kv_transfer_params`: another engine has computed its prompt, and sends the KV.
 _IS_AWAITED = "do_remote_prefill"
 #: First supported and first unsupported (major, minor).
@@ -222,26 +222,19 @@ class Seams:
         Their KV is there, or the load of it has failed and they are computed again.
 
         Args:
-            late: Who must not start for want of an adapter slot; see `adapters`.
+            late: Who must not start for want of an adapter slot; see `AdapterSlots`.
         """
         scheduler = self._scheduler
         queue = scheduler.skipped_waiting if self._has_skipped else scheduler.kv_holding_waiting
-        loaded, is_blocked = (
-            scheduler.finished_recving_kv_req_ids,
-            scheduler._is_blocked_waiting_status,
-        )
-        return [
-            request
-            for request in queue
-            if request not in late
-            and (
-                request.request_id in loaded
-                or (
-                    (request.num_computed_tokens or not self._has_skipped)
-                    and not is_blocked(request.status)
-                )
-            )
-        ]
+        loaded = scheduler.finished_recving_kv_req_ids
+
+        def starts(request: Any) -> bool:
+            if request.request_id in loaded:
+                return True
+            may_have_kv = request.num_computed_tokens or not self._has_skipped
+            return may_have_kv and not scheduler._is_blocked_waiting_status(request.status)
+
+        return [request for request in queue if request not in late and starts(request)]
 
     def without_place(self) -> list[Any]:
         """Live requests whose place is in `waiting` and nowhere else, those preempted first."""
@@ -289,7 +282,7 @@ class Seams:
         scheduler = self._scheduler
         if not scheduler._is_blocked_waiting_status(request.status):
             return True
-        if request.status.name != _WAITS_FOR_GRAMMAR:
+        if request.status.name != WAITS_FOR_GRAMMAR:
             return False
         return self.promote(request)
 
@@ -408,67 +401,6 @@ class Seams:
             if status == RequestStatus.WAITING:
                 request.num_preemptions = 0
 
-    def lack_adapter_slots(self, requests: Iterable[Any], active: set[int]) -> list[bool]:
-        """Of each of `requests`, whether its adapter waits until another one's slot comes free."""
-        is_full = len(active) >= self._scheduler.lora_config.max_loras
-        return [
-            is_full
-            and bool(request.lora_request)
-            and request.lora_request.lora_int_id not in active
-            for request in requests
-        ]
-
-    def adapters(self) -> tuple[set[int], dict[Any, None]]:
-        """The adapters that have a slot or are kept one, and who of those drained first has none.
-
-        The latter, in order, must not start: vLLM by itself goes by those who run in the step, and
-        would start them beside held ones. It takes a walk over all of these requests.
-
-        vLLM counts the adapters of the requests that it sees in a step. Held ones must count too:
-        a later step could need more adapters than there are slots for. Of those that vLLM drains
-        first, who can start in the step goes before whose KV is being loaded. A session that waits
-        for its client keeps no slot, since nobody knows for how long; nor does one that waits for
-        its grammar and has no KV. When the grammar is there it is planned for (`merge_skipped`);
-        it must not start before, should that be between the plan and vLLM's own look.
-        """
-        scheduler = self._scheduler
-        adapters: set[int] = set()
-        late: dict[Any, None] = {}
-        if not getattr(scheduler, "lora_config", None):
-            return adapters, late
-        running = (request.lora_request for request in scheduler.running)
-        adapters.update(lora.lora_int_id for lora in running if lora)
-        loading: list[Any] = []
-        compiling: list[Any] = []
-        for request in self.drained_first():
-            status = request.status.name
-            if not request.lora_request or status == WAITS_FOR_INPUT:
-                continue
-            if status == _WAITS_FOR_GRAMMAR and not request.num_computed_tokens:
-                compiling.append(request)
-            elif self._is_being_loaded(request):
-                loading.append(request)
-            elif not self._gets_slot(request, adapters):
-                late[request] = None
-        for request in loading:
-            self._gets_slot(request, adapters)
-        for request in compiling:
-            if request.lora_request.lora_int_id not in adapters:
-                late[request] = None
-        return adapters, late
-
-    def _gets_slot(self, request: Any, adapters: set[int]) -> bool:
-        """Whether its adapter is among `adapters`, or fits beside them; then it is added."""
-        adapter = request.lora_request.lora_int_id
-        if adapter not in adapters and len(adapters) >= self._scheduler.lora_config.max_loras:
-            return False
-        adapters.add(adapter)
-        return True
-
-    def _is_being_loaded(self, request: Any) -> bool:
-        loaded = self._scheduler.finished_recving_kv_req_ids
-        return request.status.name == IS_LOADED and request.request_id not in loaded
-
     def set_apart(self, requests: list[Any]) -> None:
         """Take requests out of the queue that vLLM drains first, until `put_back`."""
         self.apart = list(requests)
@@ -485,21 +417,3 @@ class Seams:
         requests, self.apart = self.apart, []
         there = set(queue)
         queue.prepend_requests(r for r in reversed(requests) if r not in there)
-
-    def within_max_loras(
-        self, requests: Iterable[Any], active: set[int] | None = None
-    ) -> list[Any]:
-        """Those of `requests` whose adapters fit beside those that have a slot or are kept one.
-
-        Args:
-            requests: In order.
-            active: The latter; those of `requests` are added. None: as they are now.
-        """
-        if not getattr(self._scheduler, "lora_config", None):
-            return list(requests)
-        adapters = self.adapters()[0] if active is None else active
-        return [
-            request
-            for request in requests
-            if not request.lora_request or self._gets_slot(request, adapters)
-        ]

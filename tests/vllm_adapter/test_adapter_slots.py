@@ -29,7 +29,7 @@ import sola_sched
 from sola_sched.core.queues import PlannedQueue
 from sola_sched.core.state import StepPlan, StepState
 from sola_sched.simulator import StepTimeModel, VirtualEngine, VirtualRequest
-from sola_sched.vllm_adapter.versions import Seams
+from sola_sched.vllm_adapter.steps.adapter_slots import AdapterSlots
 
 pytestmark = pytest.mark.vllm
 
@@ -261,13 +261,13 @@ def test_a_session_goes_on_when_the_slot_of_its_adapter_is_free_although_all_who
 def test_adapters_are_counted_twice_a_step_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for the plan, and once more after its preemptions."""
     num_calls: list[int] = []
-    count = Seams.adapters
+    count = AdapterSlots.count
 
-    def counted(seams: Seams) -> Any:
+    def counted(slots: AdapterSlots) -> Any:
         num_calls[-1] += 1
-        return count(seams)
+        return count(slots)
 
-    monkeypatch.setattr(Seams, "adapters", counted)
+    monkeypatch.setattr(AdapterSlots, "count", counted)
     run = Sessions(sola_sched.Scheduler)
     schedule = run.scheduler.schedule
 

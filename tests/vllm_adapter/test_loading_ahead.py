@@ -51,7 +51,7 @@ class Ahead:
             copies=SimpleNamespace(num_copies=len(with_copies), req_ids=lambda: with_copies),
             take_back=lambda request: self.taken_back.append(request.request_id),
         )
-        seams: Any = SimpleNamespace(within_max_loras=lambda requests: requests)
+        seams: Any = SimpleNamespace()
         scheduler: Any = self.scheduler
         self.ahead = SwappingAhead(scheduler, seams, swapping)
         self.ahead._start_load = self._start_load  # type: ignore[method-assign]

@@ -9,6 +9,7 @@ import pytest
 
 from sola_sched.errors import IncompatibleVllmError
 from sola_sched.vllm_adapter import versions
+from sola_sched.vllm_adapter.steps.adapter_slots import AdapterSlots
 from sola_sched.vllm_adapter.versions import TRY, Seams, check_version
 
 #: The status of a request whose grammar is being compiled.
@@ -69,7 +70,8 @@ def test_adapters_of_those_that_hold_kv_count(
     parked = a_request("parked", adapter=3, status=GRAMMAR, num_computed_tokens=num_computed)
     seams = seams_with(queue, Queue([parked]), adapter=1)
 
-    found = seams.within_max_loras(a_request("new", adapter=n) for n in (1, None, 2, 4, 2))
+    slots = AdapterSlots(seams._scheduler, seams)
+    found = slots.within(a_request("new", adapter=n) for n in (1, None, 2, 4, 2))
 
     assert [r.lora_request and r.lora_request.lora_int_id for r in found] == allowed
 
@@ -82,7 +84,7 @@ def test_who_waits_for_a_grammar_takes_no_adapter_slot_without_a_plan(
     compiling = a_request("compiling", adapter=adapter, status=GRAMMAR)
     seams = seams_with("skipped_waiting", Queue([compiling]), adapter=1)
 
-    active, late = seams.adapters()
+    active, late = AdapterSlots(seams._scheduler, seams).count()
 
     assert active == {1}
     assert [*late] == [compiling] * is_late

@@ -16,6 +16,7 @@ from vllm.v1.request import Request
 
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.queues import PlannedQueue
+from sola_sched.vllm_adapter.steps.adapter_slots import AdapterSlots
 from sola_sched.vllm_adapter.versions import Seams, check_version
 
 
@@ -63,6 +64,7 @@ class Baseline(AsyncScheduler):
                 f"of its own (got {self.policy.value!r}); use vLLM's scheduler for the others."
             )
         self._seams = Seams(self)
+        self._adapters = AdapterSlots(self, self._seams)
         self.sola_config = SolaConfig.from_additional(self.vllm_config.additional_config)
         self.sola_clock: Callable[[], float] = time.monotonic
         self.sola_wall_clock: Callable[[], float] = time.time
@@ -88,7 +90,7 @@ class Baseline(AsyncScheduler):
             yield
             return
         if plan.admit is not None:
-            self.waiting.plan(self._seams.within_max_loras(plan.admit))
+            self.waiting.plan(self._adapters.within(plan.admit))
         held = [r for r in self.running if plan.holds_decodes and not r.is_prefill_chunk]
         if held:
             self.running = [r for r in self.running if r.is_prefill_chunk]

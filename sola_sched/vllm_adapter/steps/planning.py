@@ -24,7 +24,7 @@ from sola_sched.planner import pass_through
 from sola_sched.reports.log import waits_for_slots_alone
 from sola_sched.vllm_adapter.engine_facts import differences, facts_of
 from sola_sched.vllm_adapter.requests.prefix_lookups import known_or_late
-from sola_sched.vllm_adapter.steps.adapter_slots import leave_out, with_late_rejected
+from sola_sched.vllm_adapter.steps.adapter_slots import AdapterSlots, with_late_rejected
 from sola_sched.vllm_adapter.steps.put_off import PutOff
 from sola_sched.vllm_adapter.steps.steering import BETWEEN_PREFILLS, NEUTRAL, SETTLED
 from sola_sched.vllm_adapter.versions import Seams
@@ -81,6 +81,7 @@ class Planning:
         lookups: PrefixLookups | None,
     ) -> None:
         self._scheduler, self._seams = scheduler, seams
+        self._adapters = AdapterSlots(scheduler, seams)
         self._booking, self._steering = booking, steering
         self._swapping, self._lookups = swapping, lookups
         self._monitor, self._guard = scheduler.sola_monitor, scheduler.sola_guard
@@ -161,7 +162,7 @@ class Planning:
             return NEUTRAL
         if seams.defers_prefills(is_throttled):
             return BETWEEN_PREFILLS if self._steers else NEUTRAL
-        active, late = seams.adapters()
+        active, late = self._adapters.count()
         parked, resuming, row_of = seams.parked(), seams.resuming(late), monitor.table.row_of
         monitor.parked([row_of[request.request_id] for request in parked] if parked else ())
         state = monitor.state(
@@ -171,7 +172,7 @@ class Planning:
         )
         left_out = None
         if scheduler.lora_config:
-            left_out = leave_out(state, scheduler.requests, seams, active)
+            left_out = self._adapters.leave_out(state, active)
         if self._lookups is not None:
             self._lookups.step(state.waiting, scheduler.requests, monitor)
         with_swaps = None

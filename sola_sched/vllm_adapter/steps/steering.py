@@ -15,6 +15,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request, RequestStatus
 
 from sola_sched.core.state import PREFILL, IntArray, StepPlan
+from sola_sched.vllm_adapter.steps.adapter_slots import AdapterSlots
 from sola_sched.vllm_adapter.steps.guarded_queue import GuardedQueue
 from sola_sched.vllm_adapter.versions import WAITS_FOR_INPUT, Seams
 
@@ -62,6 +63,7 @@ class Steering:
         honours_priority: bool,
     ) -> None:
         self._scheduler, self._seams = scheduler, seams
+        self._adapters = AdapterSlots(scheduler, seams)
         self._booking, self._rejecting = booking, rejecting
         self._monitor, self._guard = scheduler.sola_monitor, scheduler.sola_guard
         scheduler.waiting = GuardedQueue(
@@ -172,8 +174,8 @@ class Steering:
         if scheduler.lora_config or (shown is None and self._has_seeds):
             self._seams.merge_skipped()  # also where no plan was made
             offered = scheduler.waiting if shown is None else shown
-            active, late = self._seams.adapters()
-            shown = self._seams.within_max_loras(offered, active)
+            active, late = self._adapters.count()
+            shown = self._adapters.within(offered, active)
             if late:
                 self._seams.set_apart(list(late))
         if plan.run is not None:  # the plan orders by class itself: vLLM's victim is the last

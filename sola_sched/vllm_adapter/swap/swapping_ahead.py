@@ -8,6 +8,7 @@ import numpy as np
 from vllm.v1.request import Request, RequestStatus
 
 from sola_sched.core.state import WAITING, StepPlan, StepState
+from sola_sched.vllm_adapter.steps.adapter_slots import AdapterSlots
 from sola_sched.vllm_adapter.versions import Seams
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class SwappingAhead:
     """
 
     def __init__(self, scheduler: SolaSchedulerMixin, seams: Seams, swapping: Swapping) -> None:
-        self._scheduler, self._seams, self._swapping = scheduler, seams, swapping
+        self._scheduler, self._swapping = scheduler, swapping
+        self._adapters = AdapterSlots(scheduler, seams)
         self.residents: set[str] = set()
 
     def order(self, state: StepState, plan: StepPlan) -> StepPlan:
@@ -95,7 +97,7 @@ class SwappingAhead:
             room -= -(-request.num_tokens // scheduler.block_size) + 1
             if room < 0 or len(self.residents) >= _MAX_RESIDENTS:
                 break
-            if self._seams.within_max_loras([request]) and self._start_load(request):
+            if self._adapters.within([request]) and self._start_load(request):
                 self.residents.add(request.request_id)
 
     def _start_load(self, request: Request) -> bool:
