@@ -35,6 +35,16 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model") / "tiny", TINY_SHAPE)
 
 
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The client's warnings, whatever an engine has done to vLLM's loggers."""
+    said: list[str] = []
+    monkeypatch.setattr(
+        client_module.logger, "warning", lambda text, *args: said.append(text % args)
+    )
+    return said
+
+
 def until(condition: Callable[[], bool], client: PredictionClient) -> list[tuple[str, object]]:
     answers: list[tuple[str, object]] = []
     give_up_s = time.monotonic() + PATIENCE_S
@@ -103,12 +113,8 @@ def test_what_cannot_work_is_said_once_and_not_retried(tmp_path: Path, model_dir
     "content", ['{"version":"1.0"', '{"model": {"type": "Future"}}', "", '"text"']
 )
 def test_a_tokenizer_that_cannot_be_read_is_said_once_and_not_retried(
-    tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, content: str, warnings: list[str]
 ) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr(
-        client_module.logger, "warning", lambda text, *args: warnings.append(text % args)
-    )
     (tmp_path / "tokenizer.json").write_text(content)
     client = PredictionClient(ServiceSettings("lexical", str(tmp_path)))
     try:
@@ -121,12 +127,8 @@ def test_a_tokenizer_that_cannot_be_read_is_said_once_and_not_retried(
 
 
 def test_whatever_loading_raises_is_said_once_and_not_retried(
-    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model_dir: Path, warnings: list[str]
 ) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr(
-        client_module.logger, "warning", lambda text, *args: warnings.append(text % args)
-    )
     client = PredictionClient(ServiceSettings("lexical", str(model_dir), path="\0"))
     try:
         until(lambda: client.pid is None, client)
@@ -201,13 +203,9 @@ def test_no_defunct_process_stays_of_one_that_was_given_up() -> None:
 
 
 def test_where_no_more_files_may_be_open_it_is_started_later(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
     now = [0.0]
-    warnings: list[str] = []  # whatever an engine has done to vLLM's loggers
-    monkeypatch.setattr(
-        client_module.logger, "warning", lambda text, *args: warnings.append(text % args)
-    )
     client = PredictionClient(
         ServiceSettings("lexical", "none"), clock=lambda: now[0], command=Silent.command
     )
