@@ -118,6 +118,11 @@ class HostCopy:
             end = segment.end_token
         return end
 
+    def usable(self, num_there: int, limit: int) -> int:
+        """Of so many tokens that are there, those that a load of `limit` at most can restore."""
+        num_tokens = min(num_there, limit)
+        return num_tokens if num_tokens >= self.min_tokens else 0
+
 
 def first_held(
     first_token: int,

@@ -123,10 +123,7 @@ class SwapManager:
     def coming(self, req_id: str, limit: int) -> int:
         """Like `loadable`, with copies under way counted as done."""
         copy = self._copies.get(req_id)
-        if copy is None:
-            return 0
-        num_tokens = min(copy.end_token, limit)
-        return num_tokens if num_tokens >= copy.min_tokens else 0
+        return copy.usable(copy.end_token, limit) if copy else 0
 
     def is_saving(self, req_id: str) -> bool:
         """Whether a copy to the host is under way for the request."""
@@ -136,10 +133,7 @@ class SwapManager:
     def loadable(self, req_id: str, limit: int) -> int:
         """Tokens, from the first on, that a load can restore when at most `limit` are wanted."""
         copy = self._copies.get(req_id)
-        if copy is None:
-            return 0
-        num_tokens = min(copy.num_saved, limit)
-        return num_tokens if num_tokens >= copy.min_tokens else 0
+        return copy.usable(copy.num_saved, limit) if copy else 0
 
     # Commands -------------------------------------------------------------------------------
 
