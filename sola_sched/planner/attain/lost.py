@@ -247,7 +247,10 @@ def judge_prefills(step):
             # What an upper one has lost still goes before a lower one.
             prefill.due_s, prefill.is_feasible = np.inf, True
         if not prefill.is_feasible and prefill.due_s < np.inf:
-            _note_lost(at, request, at.decode_s + prefill.service_s)
+            need_s = at.decode_s + prefill.service_s
+            if tuning.prefill_margin * need_s <= prefill.due_s:  # its TPOT cannot be met
+                need_s = np.nan
+            _note_lost(at, request, need_s)
         at.num_feasible += prefill.is_feasible
         at.num_hopeless += prefill.is_hopeless
         at.num_kept += prefill.is_feasible and place < at.num_started

@@ -46,10 +46,12 @@ def find_pace(step):
                 kept[:] = True
     if at.has_ranks:
         _lengthen_for_uppers(step, kept)
+        at.num_on_time = np.count_nonzero(kept)
     _put_in_order(step, kept)
     if at.num_on_time and tuning.ends_with_first:
         first = step.prefills[step.lists[ORDER, 0]]
-        at.limit_s = min(at.limit_s, max(first.due_s, at.least_s + first.service_s))
+        end_s = max(first.due_s, at.least_s + first.service_s)
+        at.limit_s, at.upper_limit_s = min(at.limit_s, end_s), min(at.upper_limit_s, end_s)
     at.upper_limit_s = max(at.upper_limit_s, at.limit_s)
 
 
@@ -57,19 +59,58 @@ def find_pace(step):
 def _lengthen_for_uppers(step, kept):
     """Ranks are strict: decodes of lower ranks do not keep a prefill waiting until it is late.
 
-    Where the first of `NEAR` that is late, or would be, is of an upper rank, steps may be so long
-    for all up to its rank as the decodes up to its rank bear. Others get no more time by that.
+    Where the first of `NEAR` that is late, or would be, is of an upper rank, steps may be longer
+    for all up to its rank, within what the decodes up to its rank bear: by what those need that
+    can be on time, or else to twice a bare step, so that the late get half of the time and those
+    of their rank that come meanwhile are still on time. Others get no more time by that.
     """
     at = step.at
     for i in range(at.num_near):
         prefill = step.prefills[step.lists[NEAR, i]]
-        request = step.requests[prefill.row]
-        is_late = math.isinf(prefill.due_s) and request.ttft_s < np.inf
-        if not kept[i] or is_late or at.limit_s <= at.mixed_s:
-            slack_s = slack_up_to_s(step, prefill.rank)
-            if slack_s > at.limit_s:
-                at.upper_rank, at.upper_limit_s = prefill.rank, slack_s
-                return
+        if kept[i] and not _is_late(step, prefill) and _has_time_for(step, prefill):
+            continue
+        slack_s = slack_up_to_s(step, prefill.rank)
+        if slack_s > at.limit_s:
+            at.upper_rank = prefill.rank
+            need_s = max(at.mixed_s, _keep_uppers(step, slack_s, kept))
+            at.upper_limit_s = min(slack_s, max(at.mixed_s + need_s, at.limit_s))
+            return
+
+
+@compiled
+def _is_late(step, prefill):
+    """Whether it has a target and has missed it."""
+    request = step.requests[prefill.row]
+    has_target = request.ttft_s < np.inf or request.e2e_due_s < np.inf
+    return math.isinf(prefill.due_s) and has_target
+
+
+@compiled
+def _has_time_for(step, prefill):
+    """Whether a step of `limit_s` has time for the shortest chunk of a prefill."""
+    tokens = min(prefill.new, float(step.tuning.sub_tile))
+    return step.at.mixed_s + chunk_s(step.at, tokens, prefill.has) <= step.at.limit_s
+
+
+@compiled
+def _keep_uppers(step, limit_s, kept):
+    """Mark anew those up to `upper_rank` that can be on time in steps of `limit_s`.
+
+    Returns:
+        The time that they take, seconds.
+    """
+    at, num_uppers, busy_s = step.at, 0, 0.0
+    while num_uppers < at.num_near:
+        if step.prefills[step.lists[NEAR, num_uppers]].rank > at.upper_rank:
+            break
+        num_uppers += 1
+    share = max(1e-9, 1.0 - at.mixed_s / max(limit_s, 1e-9))
+    _keep(step, share, 0.0, kept[:num_uppers])
+    for i in range(num_uppers):
+        prefill = step.prefills[step.lists[NEAR, i]]
+        if kept[i] and prefill.due_s < np.inf:
+            busy_s += prefill.service_s
+    return busy_s
 
 
 @compiled
@@ -141,7 +182,7 @@ def _can_wait_s(step, share, kept):
 
 @compiled
 def _keep(step, share, lead_s, kept):
-    """Mark the most jobs that can be on time; how many.
+    """Mark the most of the first `len(kept)` of `NEAR` that can be on time; how many.
 
     Source: Moore and Hodgson (1968), for the fewest late jobs on one machine: take the jobs by
     deadline and, whenever the last one taken would be late, give up the one that costs most time
@@ -153,7 +194,7 @@ def _keep(step, share, lead_s, kept):
     """
     at, jobs, prefills = step.at, step.lists[NEAR], step.prefills
     busy_s, num_kept = 0.0, 0
-    for last in range(at.num_near):
+    for last in range(len(kept)):
         job = prefills[jobs[last]]
         kept[last] = True
         num_kept += 1
