@@ -173,10 +173,16 @@ def _are_prompts_doubted(at, decodes_s):
 @compiled
 def has_enough_steps(at):
     """Whether coefficients can rest on what is remembered."""
-    prefill, decode, mixed = at.num_added[PREFILL], at.num_added[DECODE], at.num_added[MIXED]
-    if decode + mixed == 0:
+    if at.num_added[DECODE] + at.num_added[MIXED] == 0:
         is_told = at.most_tokens >= max(_MIN_LONGEST, _MIN_SPREAD * at.least_tokens)
-        return prefill >= _MIN_PREFILLS_ALONE and is_told
+        return at.num_added[PREFILL] >= _MIN_PREFILLS_ALONE and is_told
+    return _has_both_phases(at)
+
+
+@compiled
+def _has_both_phases(at):
+    """Whether prefills and decodes are both known from enough steps."""
+    prefill, decode, mixed = at.num_added[PREFILL], at.num_added[DECODE], at.num_added[MIXED]
     return (
         at.num_steps >= _MIN_STEPS
         and prefill + mixed >= _MIN_STEPS_PER_PHASE
@@ -188,7 +194,7 @@ def has_enough_steps(at):
 def what_is_due(at, is_review_due):
     """After a step: `COMPARE`, `REFIT` or `NOTHING`."""
     if at.is_given:
-        return COMPARE if is_review_due and has_enough_steps(at) else NOTHING
+        return COMPARE if is_review_due and _has_both_phases(at) else NOTHING
     if at.num_steps >= at.next_refit or (not at.is_ready and has_enough_steps(at)):
         return REFIT
     if at.surprise > _MAX_SURPRISE and at.num_steps >= at.next_early_refit:

@@ -81,6 +81,18 @@ def test_what_live_steps_never_show_stays_as_the_profile_has_it() -> None:
     assert model.coefficients.a0 > 0.1 * TRUTH.a0
 
 
+def test_prompts_alone_do_not_take_what_a_profile_knows_of_decodes() -> None:
+    model, truth = make_model(c0=10 * TRUTH.c0), make_model()
+    for shape, _ in random_steps(np.random.default_rng(15), 2000):  # answers of one token
+        shape = shape._replace(num_decodes=0, decode_ctx_tokens=0)
+        if shape.prefill_tokens:
+            model.observe(shape, truth.step_s(shape))
+
+    assert model.is_ready
+    assert not model.is_relearned
+    assert (model.coefficients.a1, model.coefficients.b1) == (TRUTH.a1, TRUTH.b1)
+
+
 def test_coefficients_of_zero_are_learned_from_live_steps() -> None:
     model = CostModel.from_coefficients(Coefficients(*[0.0] * 8))
 
