@@ -231,7 +231,13 @@ def _lost(fate: Fate) -> str:
     """When the scheduler found that it would be late, and by what reckoning."""
     after_s = fate["lost_s"] - fate["arrival_s"]
     line = f"The scheduler gave it up {_time(after_s)} after its arrival"
-    if fate["need_s"] is not None and fate["ttft_s"] is not None:
+    step_s, tpot_s = fate["alone_step_s"] or 0.0, fate["tpot_s"]
+    if fate["need_s"] is None and tpot_s is not None and step_s > tpot_s:
+        line += (
+            f": a token takes {_time(step_s)} even on an idle engine, longer than its TPOT target "
+            f"of {_time(tpot_s)}"
+        )
+    elif fate["need_s"] is not None and fate["ttft_s"] is not None:
         left_s = fate["ttft_s"] - after_s
         due = f"due in {_time(left_s)}" if left_s > 0.0 else "overdue"
         line += f": its first token was {due}"

@@ -291,6 +291,13 @@ def test_what_is_left_of_a_prompt_is_not_told_where_that_is_nothing() -> None:
     assert any("its first token was overdue. From then on" in line for line in story(fate))
 
 
+def test_a_request_whose_tpot_no_step_meets_is_not_said_to_have_had_no_time() -> None:
+    lost = {"lost_s": 10.0, "need_s": None, "tpot_s": 0.005, "alone_step_s": 0.011}
+    [line] = [line for line in story(a_fate(**(_LATE | lost))) if "gave it up" in line]
+    assert "a token takes 11 ms even on an idle engine, longer than its TPOT target of 5" in line
+    assert "still needed" not in line
+
+
 def test_a_slow_engine_is_named_though_the_target_was_too_short_for_any() -> None:
     slow = a_fate("slow", **(_LATE | {"started_s": 10.0, "alone_s": 1.2}))
     too_short, engine = remedies(slow, [slow])
