@@ -108,9 +108,16 @@ async def _send_lines(send: _Send, state: Any) -> None:
 
 
 def _is_ending(state: Any) -> bool:
-    """Whether vLLM's server with this state has been told to end, or its engine has ended."""
+    """Whether vLLM's server with this state has been told to end, or its engine has ended.
+
+    The server itself is told only once its requests have ended or `--shutdown-timeout` is over;
+    the engine's client lets go of its finalizer as soon as it is told. Some releases lack it.
+    """
+    client = getattr(state, "engine_client", None)
+    finalizer = getattr(getattr(client, "engine_core", None), "_finalizer", None)
     should_exit = getattr(getattr(state, "server", None), "should_exit", False)
-    return bool(should_exit or getattr(getattr(state, "engine_client", None), "errored", False))
+    is_told = should_exit or not getattr(finalizer, "alive", True)
+    return bool(is_told or getattr(client, "errored", False))
 
 
 def add_middleware(args: Any, engine_args: Any) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,14 +136,23 @@ def test_a_server_with_a_reader_ends_when_it_is_told_to(monkeypatch: pytest.Monk
     assert told.endswith(b"0\r\n\r\n"), "the answer is whole"
 
 
-@pytest.mark.parametrize("ended", ["server", "engine"])
+class _Core:
+    """The client of an engine, as far as its end is concerned."""
+
+    _finalizer: Any = None
+
+
+@pytest.mark.parametrize("ended", ["server", "engine", "client"])
 def test_the_answer_ends_with_the_server_and_with_its_engine(
     ended: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load_feed, "FEED", LoadFeed())
     monkeypatch.setattr(load_feed, "_SIGN_OF_LIFE_S", 0.02)
+    core = _Core()
+    core._finalizer = weakref.finalize(core, str)
     state = SimpleNamespace(
-        server=SimpleNamespace(should_exit=False), engine_client=SimpleNamespace(errored=False)
+        server=SimpleNamespace(should_exit=False),
+        engine_client=SimpleNamespace(errored=False, engine_core=core),
     )
 
     async def whole() -> list[Any]:
@@ -161,6 +171,8 @@ def test_the_answer_ends_with_the_server_and_with_its_engine(
         assert not answering.done()
         if ended == "server":
             state.server.should_exit = True
+        elif ended == "client":  # first thing of vLLM's shutdown, before it waits for requests
+            core._finalizer.detach()
         else:
             state.engine_client.errored = True
         await asyncio.wait_for(answering, 1.0)
