@@ -282,6 +282,10 @@ class Delivery:
         self._replicas.progressed(replica)
         if self._refusals.take(replica, answer, self._out.has_started, num_prompt):
             return False
+        is_whole = answer.status == HTTPStatus.OK
+        if is_whole and (why := self._out.why_aborted(answer.body)) is not None:
+            self._replicas.erred(replica, self._options.avoid_s)
+            raise CutError(why)
         self._learn_stored(answer.body, replica)
         if answer.is_failure:
             self._replicas.erred(replica, self._options.avoid_s)

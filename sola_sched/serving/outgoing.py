@@ -18,6 +18,7 @@ from sola_sched.serving.resuming.transcript import Transcript
 
 #: Bytes of a stream's events that may be unread: to read them takes about a millisecond.
 _MOST_UNREAD = 2**16
+_ABORTED = "the replica has given it up, as one does that ends"
 
 
 class Client(Protocol):
@@ -84,6 +85,10 @@ class Outgoing:
         """Whether a stream of this kind is whole only with an event that says so."""
         return self._is_stream or bool(self._protocol.endings)
 
+    def why_aborted(self, body: bytes) -> str | None:
+        """That an answer in one piece says that its request was given up; None if it does not."""
+        return _ABORTED if self._protocol.is_aborted_whole(body) else None
+
     def sent(self) -> Transcript:
         """All that was sent of a stream that can be resumed."""
         self._transcript.read(self._unread)
@@ -107,6 +112,8 @@ class Outgoing:
         out: list[bytes] = []
         tells = is_last = False
         for event in found:
+            if self._protocol.is_aborted(event):  # before its end, which would be taken for one
+                return Part(b"".join(out), tells, is_last, _ABORTED)
             if not (self._is_stream and event.startswith(events.CHUNK)):
                 if events.is_comment(event):  # of the server; its engine may have stalled
                     out.append(event)

@@ -20,6 +20,9 @@ class Protocol:
 
     #: Types of the last event of a stream; empty where an end is not told by an event's type.
     endings: frozenset[str] = frozenset()
+    #: Without these bytes nothing tells that a request was given up; to look for them is cheap.
+    #: Within a text a quote follows a backslash.
+    _abort_sign = b'"abort"'
 
     def last_events(self, message: str, status: HTTPStatus, _: bytes) -> bytes:
         """The end of a stream that has begun and cannot go on.
@@ -39,21 +42,44 @@ class Protocol:
         """Whether it tells of an error, where that is told by an event's type."""
         return "error" in self.endings and (events.parse(event) or {}).get("type") == "error"
 
+    def is_aborted(self, event: bytes) -> bool:
+        """Whether the server gives the request up with this event, as vLLM does when it ends."""
+        return self._abort_sign in event and self._tells_of_abort(events.parse(event) or {})
+
+    def is_aborted_whole(self, body: bytes) -> bool:
+        """Whether the server has given the request up, by an answer in one piece."""
+        return self._abort_sign in body and self._tells_of_abort(events.parse_data(body) or {})
+
+    def _tells_of_abort(self, value: dict[str, Any]) -> bool:
+        choices = value.get("choices")
+        return isinstance(choices, list) and any(
+            isinstance(each, dict) and each.get("finish_reason") == "abort" for each in choices
+        )
+
 
 class Messages(Protocol):
     """Anthropic's API."""
 
     endings = frozenset(("message_stop", "error"))
+    _abort_sign = b'"message'
 
     def last_events(self, message: str, status: HTTPStatus, _: bytes) -> bytes:
         """See `Protocol`."""
         return events.write(anthropic_error(message, status), "error")
+
+    def _tells_of_abort(self, value: dict[str, Any]) -> bool:
+        """See `Protocol`; vLLM has no name for it here, and leaves the reason out."""
+        kind, delta = value.get("type"), value.get("delta")
+        if kind == "message_delta":
+            return isinstance(delta, dict) and delta.get("stop_reason", "") is None
+        return kind == "message" and value.get("stop_reason") is None
 
 
 class Responses(Protocol):
     """OpenAI's newer API."""
 
     endings = frozenset(("response.completed", "response.failed", "response.incomplete", "error"))
+    _abort_sign = b'"cancelled"'
 
     def last_events(self, message: str, status: HTTPStatus, last: bytes) -> bytes:
         """See `Protocol`; the fields twice, as clients look for them in either place."""
@@ -66,6 +92,11 @@ class Responses(Protocol):
             "error": {"type": "server_error", **error},
         }
         return events.write(event, "error")
+
+    def _tells_of_abort(self, value: dict[str, Any]) -> bool:
+        """See `Protocol`; vLLM says so of some models, and of others that it is complete."""
+        response = value.get("response") if value.get("type") in self.endings else value
+        return isinstance(response, dict) and response.get("status") == "cancelled"
 
 
 class Cohere(Protocol):

@@ -102,7 +102,11 @@ def is_of_client(event: bytes) -> bool:
 
 def parse(event: bytes) -> dict[str, Any] | None:
     """The JSON object of an event; None for any other event."""
-    data = data_of(event)
+    return parse_data(data_of(event))
+
+
+def parse_data(data: bytes) -> dict[str, Any] | None:
+    """The JSON object that this is; None if it is none."""
     try:
         value = _DECODER.decode(data)
     except (ValueError, RecursionError):  # it may be what `json` reads, as an infinite number
