@@ -1,8 +1,6 @@
-"""`python -m sola_sched.length_predictor`."""
-
 import sys
 
-from sola_sched.config.program import run
-from sola_sched.length_predictor.cli import main
+from sola_sched.config.program import main_of, run
 
-sys.exit(run(main))
+if __name__ == "__main__":
+    sys.exit(run(main_of("sola_sched.length_predictor.cli")))

@@ -8,5 +8,5 @@ Source: SeaLLM (Zhao et al.), sections 4.2, 4.4 and 5. There one process holds t
 share a GPU; here each is an engine of its own, as vLLM has it, and turns are passed by the kernel.
 
 May import: errors, config, proxy, cost, prediction, core.
-Third party: numpy, aiohttp (door, __main__).
+Third party: numpy, aiohttp (cli, door).
 """

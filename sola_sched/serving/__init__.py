@@ -6,5 +6,5 @@ replica.
 
 May import: errors, config, cost, prediction, core, proxy, reports, length_predictor, cluster.
 Third party: aiohttp, msgspec, multidict, numpy, prometheus_client, pydantic (ray_app),
-ray (__main__, ray_*), uvicorn (engine), vllm (engine).
+ray (cli, ray_*), uvicorn (engine), vllm (engine).
 """

@@ -11,7 +11,7 @@ from fake_serve import FakeServe
 from placed_world import CHAT, CODE, World
 from raw_answers import answering, http
 
-from sola_sched.adaptive_placement.__main__ import main
+from sola_sched.adaptive_placement.cli import main
 from sola_sched.adaptive_placement.follow import Follower
 from sola_sched.adaptive_placement.observe import Observed
 from sola_sched.adaptive_placement.serve_api import ServeApi

@@ -14,7 +14,7 @@ from sola_sched.config.slo import SloTarget
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.plan.outputs.commands import commands, served_name
 from sola_sched.plan.search.configurations import Configuration
-from sola_sched.serving.__main__ import make_parser
+from sola_sched.serving.cli import make_parser
 
 SLO = SloTarget(ttft_s=1.0, tpot_s=0.06)
 

@@ -17,7 +17,7 @@ from command_help import assert_explained
 from fake_replica import FakeReplica, output_of
 from gateway_clients import until
 
-from sola_sched.serving.__main__ import _by_name, main
+from sola_sched.serving.cli import _by_name, main
 
 REPLICA = ["gateway", "--replica", "http://localhost:8001"]
 
@@ -177,7 +177,7 @@ def test_what_vllm_serve_would_refuse_is_refused_before_anything_starts(
 def test_the_gateway_starts_without_compiled_code_and_vllm() -> None:
     """Numba alone takes more memory than all the rest of a gateway."""
     code = (
-        "import sys, sola_sched.serving.__main__;"
+        "import sys, sola_sched.serving.cli;"
         "print({'numba', 'torch', 'vllm', 'ray'} & sys.modules.keys() or 'none')"
     )
 

@@ -104,7 +104,7 @@ def compose() -> dict[str, Any]:
 
 def test_composes_gateway_asks_the_engines_that_there_are_on_their_ports() -> None:
     pytest.importorskip("aiohttp")
-    from sola_sched.serving.__main__ import make_parser
+    from sola_sched.serving.cli import make_parser
 
     services = compose()["services"]
     gateway = services["gateway"]

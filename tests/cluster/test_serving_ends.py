@@ -22,7 +22,7 @@ ANSWER_S = 6
 #: The command with engines that compute nothing.
 COMMAND = f"""
 from light_engine import LightEngine
-from sola_sched.serving import __main__ as command, ray_app
+from sola_sched.serving import cli as command, ray_app
 ray_app.Engine = LightEngine
 command._check_options = lambda _: None
 command.main(["ray", "m", "--num-replicas", "1", "--port", PORT, "--answer_s={ANSWER_S}",

@@ -14,7 +14,7 @@ pytest.importorskip("aiohttp")
 
 from command_help import assert_explained
 
-from sola_sched.colocation.__main__ import main
+from sola_sched.colocation.cli import main
 
 SERVICE = ["door", "--service", "a=http://127.0.0.1:9"]
 

@@ -102,7 +102,20 @@ def test_each_command_ends_so(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "tool", ["bench", "compare", "doctor", "explain", "plan", "profile", "top"]
+    "tool",
+    [
+        "adaptive_placement",
+        "bench",
+        "colocation",
+        "compare",
+        "doctor",
+        "explain",
+        "length_predictor",
+        "plan",
+        "profile",
+        "serving",
+        "top",
+    ],
 )
 def test_ctrl_c_while_a_tool_is_loaded_is_a_line_too(tool: str) -> None:
     program = f"""
