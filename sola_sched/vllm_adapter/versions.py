@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from sola_sched.config.swap import CONNECTOR
@@ -24,6 +24,11 @@ IS_LOADED = "WAITING_FOR_REMOTE_KVS"
 WAITS_FOR_GRAMMAR = "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"
 #: Of a request's `kv_transfer_params`: another engine has computed its prompt, and sends the KV.
 _IS_AWAITED = "do_remote_prefill"
+#: vLLM's own connectors that heed it.
+_AWAITING = frozenset((
+    "NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector",
+    "MoRIIOConnector",
+))  # fmt: skip
 #: First supported and first unsupported (major, minor).
 MIN_VERSION, END_VERSION = (0, 28), (0, 34)
 #: Environment variable with one more version that is let in, e.g. 0.34, to be tried.
@@ -62,6 +67,23 @@ def check_version(version: str) -> tuple[int, int]:
 def _parsed(version: str) -> tuple[int, int]:
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else _NONE
+
+
+def _awaits_kv(transfer: Mapping[str, Any]) -> bool:
+    """Whether a KV connector gets prompts that another engine has computed, if a request says so.
+
+    A client may say so to any engine. Connectors from outside vLLM are taken to do as told.
+
+    Args:
+        transfer: Fields of vLLM's `KVTransferConfig`; a part of a `MultiConnector` may lack some.
+    """
+    name = transfer.get("kv_connector")
+    if name in (None, CONNECTOR) or transfer.get("kv_role") == "kv_producer":
+        return False
+    if name == "MultiConnector":
+        parts = (transfer.get("kv_connector_extra_config") or {}).get("connectors", ())
+        return any(map(_awaits_kv, parts))
+    return bool(transfer.get("kv_connector_module_path")) or name in _AWAITING
 
 
 class Rooms(NamedTuple):
@@ -114,6 +136,7 @@ class Seams:
             None,
             CONNECTOR,
         )
+        self._awaits_kv = transfer is not None and _awaits_kv(vars(transfer))
         # Up to 0.30, skipped requests wait in a queue of their own that is drained first.
         self._has_skipped = hasattr(scheduler, "skipped_waiting")
 
@@ -329,7 +352,7 @@ class Seams:
 
         All of its prompt; one is computed again, for the first token.
         """
-        if request.num_computed_tokens or not self.loads_by_others:
+        if request.num_computed_tokens or not self._awaits_kv:
             return 0
         transfer = getattr(request, "kv_transfer_params", None) or {}
         return int(request.num_prompt_tokens) - 1 if transfer.get(_IS_AWAITED) else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from loaded_engine import (
     with_policy,
     with_remote_kv,
 )
-from vllm.config import MultiModalConfig
+from vllm.config import KVTransferConfig, MultiModalConfig
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -33,6 +34,7 @@ from sola_sched.simulator import StepTrace, VirtualEngine, VirtualRequest
 from sola_sched.simulator.host import stock_scheduler_cls
 from sola_sched.vllm_adapter import scheduler
 from sola_sched.vllm_adapter.support import ENCODER_ONLY, PIPELINE
+from sola_sched.vllm_adapter.versions import Seams
 
 pytestmark = pytest.mark.vllm
 
@@ -291,6 +293,13 @@ def test_chunks_of_hybrid_models_end_where_state_is_kept(policy: str, is_async: 
 # Prefill and decode apart ---------------------------------------------------------------------
 
 
+def _multi(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kv_connector": "MultiConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(parts)},
+    }  # fmt: skip
+
+
 @MODES
 @pytest.mark.parametrize("policy", ["attain", "paper", "alise", "doubling"])
 def test_kv_that_another_engine_computed_is_awaited(policy: str, is_async: bool) -> None:
@@ -314,6 +323,32 @@ def test_kv_that_another_engine_computed_is_awaited(policy: str, is_async: bool)
     assert "RemoteKV" in str(engine.scheduler.sola_support)
     assert {first[name] for name in remote} == {1}
     assert_all_served(engine, requests)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "awaits"),
+    [
+        ({"kv_connector": "NixlConnector", "kv_role": "kv_both"}, True),
+        ({"kv_connector": "MooncakeConnector", "kv_role": "kv_consumer"}, True),
+        ({"kv_connector": "NixlConnector", "kv_role": "kv_producer"}, False),
+        ({"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}, False),
+        ({"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}, False),
+        ({"kv_connector": "Ours", "kv_connector_module_path": "m", "kv_role": "kv_both"}, True),
+        (_multi({"kv_connector": "OffloadingConnector"}, {"kv_connector": "NixlConnector"}), True),
+        (_multi({"kv_connector": "OffloadingConnector"}), False),
+    ],
+)
+def test_a_client_says_in_vain_that_another_engine_has_its_prompt_where_none_sends_it(
+    transfer: dict[str, Any], awaits: bool
+) -> None:
+    engine = make_engine(sola_sched.Scheduler)
+    engine.scheduler.vllm_config.kv_transfer_config = KVTransferConfig(**transfer)
+    seams = Seams(engine.scheduler)
+    request = SimpleNamespace(
+        num_computed_tokens=0, num_prompt_tokens=1000,
+        kv_transfer_params={"do_remote_prefill": True},
+    )  # fmt: skip
+    assert seams.num_awaited_tokens(request) == (999 if awaits else 0)
 
 
 @MODES
