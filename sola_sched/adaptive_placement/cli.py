@@ -9,7 +9,6 @@ started again at any time.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import signal
 import sys
@@ -56,8 +55,6 @@ def _parser() -> Parser:
     parser = Parser(
         prog="python -m sola_sched.adaptive_placement",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--services", required=True, type=Path, metavar="FILE", help="JSON: a list of services")

@@ -59,7 +59,19 @@ examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ``ConfigError`` instead of ending the process."""
+    """Raises ``ConfigError`` instead of ending the process.
+
+    Its texts are shown as they are written, and options must be given whole.
+    """
+
+    def __init__(self, *, prog: str, description: str | None, epilog: str | None = None) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
 
     def error(self, message: str) -> Any:
         raise ConfigError(f"{message}; see --help.")
@@ -71,8 +83,6 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m sola_sched.bench",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     _target_group(parser.add_argument_group("what is measured"))
     requests = parser.add_argument_group("requests")

@@ -231,8 +231,6 @@ def _parser() -> Parser:
     parser = Parser(
         prog="python -m sola_sched.plan",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--service", action="append", default=[], metavar="KEY=VALUE,...",

@@ -39,8 +39,6 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="python -m sola_sched.plan",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--model", required=True, metavar="NAME_OR_FILE",
