@@ -266,7 +266,8 @@ class StepPlan:
         promote_s: With `order`, seconds until aging lets each row be served next (ALISE Eq. 7).
         problem: Which problem was solved; for metrics and logs.
         is_settled: Nothing can be decided until a request comes, ends or enters another phase:
-            nobody waits, and all who run decode well within their targets.
+            nobody waits, and all who run decode well within their targets, or nobody has a target,
+            or step times are unknown.
     """
 
     run: IntArray | None = None

@@ -128,7 +128,9 @@ class StepsInFlight:
             self._cost.memory, now_s, brings_one, rows, num_tokens,
         )  # fmt: skip
         if due:
+            was_ready = self._cost.is_ready
             self._cost.renew(due)
+            table.epoch += self._cost.is_ready != was_ready  # what a planner knows has changed
             step_records.note_share(self._clock, self._steps, self._cost.model)
         return elapsed_s, parts
 

@@ -240,4 +240,9 @@ def with_useful_victims(
 
 def learning(state: StepState) -> StepPlan:
     """The engine's own schedule while step times are unknown; slots go by class already."""
-    return StepPlan(preempt=priority_victims(state))
+    return StepPlan(preempt=priority_victims(state), is_settled=not len(state.waiting))
+
+
+def without_targets(state: StepState) -> StepPlan:
+    """The engine's own schedule: nobody has a target."""
+    return StepPlan(is_settled=not len(state.waiting))

@@ -18,6 +18,7 @@ from sola_sched.planner.base import (
     priority_victims,
     with_memory_victims,
     with_useful_victims,
+    without_targets,
 )
 
 #: KV use below which the peak-memory prediction is skipped (section 6.4).
@@ -54,7 +55,7 @@ class PaperPlanner:
     def plan(self, state: StepState) -> StepPlan:
         """Plan one step; see `Planner.plan`."""
         if not state.has_slo:
-            return StepPlan()
+            return without_targets(state)
         if not state.cost.is_ready:
             return learning(state)
         ratios = self._ratios

@@ -37,6 +37,11 @@ class Asked:
         return getattr(self._planner, name)
 
 
+def make_cold_engine(**options: Any) -> VirtualEngine:
+    """One that has served nobody: step times are unknown."""
+    return make_small_engine(Scheduler, options)
+
+
 def make_engine(**options: Any) -> VirtualEngine:
     engine = make_small_engine(Scheduler, {**TARGETS, **options})
     warm_up(engine)
@@ -72,6 +77,55 @@ def test_one_of_eight_steps_is_planned_while_nothing_can_be_decided() -> None:
 
     assert asked.count == 10
     assert problems_of(engine)["decode"] == problems["decode"] + 80
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (TARGETS, "learning"),
+        ({**TARGETS, "policy": "alise"}, "learning"),
+        ({**TARGETS, "policy": "paper"}, "learning"),
+        ({"ttft_s": None, "tpot_s": None}, "learning"),
+    ],
+)
+def test_nor_while_step_times_are_unknown(options: dict[str, Any], reason: str) -> None:
+    engine = make_cold_engine(**options)
+    decode_alone(engine)
+    asked = Asked(engine)
+    problems = problems_of(engine)
+
+    for _ in range(80):
+        engine.step()
+
+    assert asked.count == 10
+    assert problems_of(engine)["neutral"] == problems["neutral"] + 80
+    assert engine.scheduler._planning.why_unplanned(StepPlan()) == reason
+
+
+def test_nor_while_nobody_has_a_target() -> None:
+    engine = make_engine(ttft_s=None, tpot_s=None)
+    decode_alone(engine)
+    asked = Asked(engine)
+
+    for _ in range(80):
+        engine.step()
+
+    assert asked.count == 10
+    assert engine.scheduler._planning.why_unplanned(StepPlan()) == "no_targets"
+
+
+def test_the_first_step_of_known_step_times_is_planned() -> None:
+    engine = make_cold_engine(**TARGETS)
+    cost = engine.scheduler.sola_monitor.cost
+    for i in range(60):
+        engine.add(VirtualRequest(f"w{i}", arrival_s=0.02 * i, prompt_len=100, output_len=20))
+    asked = Asked(engine)
+    step_until(engine, lambda: cost.is_ready)
+    before = asked.count
+
+    engine.step()
+
+    assert asked.count == before + 1
 
 
 @pytest.mark.parametrize("num_quiet", range(1, 9))

@@ -31,6 +31,7 @@ from sola_sched.planner.base import (
     priority_victims,
     with_memory_victims,
     with_useful_victims,
+    without_targets,
 )
 from sola_sched.prediction.length import NO_LINES
 
@@ -80,7 +81,7 @@ class AttainPlanner:
     def plan(self, state: StepState) -> StepPlan:
         """Plan one step; see `Planner.plan`."""
         if not state.has_slo:
-            return StepPlan()
+            return without_targets(state)
         if not state.cost.is_ready:
             return learning(state)
         if not state.has_classes:

@@ -65,7 +65,7 @@ class Planning:
         num_plans: Since start.
         problems: Plans by the problem that was solved.
         short_of_slots: Share of the latest plans while slots alone were short.
-        plan_s: Processor time of the latest plan.
+        plan_s: Processor time of the latest plan; 0 where that of the step before it held.
         num_stalled: Steps since start in which nothing could run because of a plan.
         shadow: What plans would have done since start that are not followed (`steer` false).
     """
@@ -111,6 +111,7 @@ class Planning:
         """These are the options from now on."""
         self._plan_limit_s, self._steers = config.plan_limit_s, config.steer
         self._settled_at = -1  # epoch of the table when a plan left nothing to decide
+        self._settled_plan = SETTLED
 
     @property
     def num_blocks(self) -> int:
@@ -126,8 +127,10 @@ class Planning:
         guard, scheduler = self._guard, self._scheduler
         guard.step()
         cpu_clock = scheduler.sola_cpu_clock
-        started_s = cpu_clock()
         try:
+            if self._is_settled():
+                return self._settled()
+            started_s = cpu_clock()
             if guard.is_aside:
                 self._step_aside()
                 return NEUTRAL
@@ -149,8 +152,6 @@ class Planning:
     def _plan(self, is_throttled: bool) -> StepPlan:
         scheduler, seams, monitor = self._scheduler, self._seams, self._monitor
         monitor.begin_step()
-        if self._settled_at == monitor.table.epoch and self.num_plans % _SETTLED_PLANS:
-            return self._settled()
         seams.merge_skipped()
         if scheduler.sola_predictions is not None:
             for req_id, prediction in scheduler.sola_predictions.poll():
@@ -202,7 +203,8 @@ class Planning:
             plan = NEUTRAL
         monitor.fates.planned(state, plan, monitor.clock())
         if plan.is_settled and not parked and self._has_plenty(state):
-            self._settled_at, plan = monitor.table.epoch, SETTLED
+            self._settled_at = monitor.table.epoch
+            plan = self._settled_plan = SETTLED if plan.problem == SETTLED.problem else NEUTRAL
         return plan
 
     def _to_refuse(self, state: StepState, rows: IntArray) -> IntArray:
@@ -217,12 +219,23 @@ class Planning:
             return False
         return self._swapping is None or self._swapping.has_plenty(state)
 
+    def _is_settled(self) -> bool:
+        """Whether nothing can be decided, as for the step before."""
+        return (
+            self._settled_at == self._monitor.table.epoch
+            and self.num_plans % _SETTLED_PLANS != 0
+            and not self._guard.is_lost
+            and not self._guard.is_pausing
+        )
+
     def _settled(self) -> StepPlan:
-        """The plan of a step for which nothing can be decided, as for the one before it."""
-        self.num_plans += 1
-        self.problems[SETTLED.problem] = self.problems.get(SETTLED.problem, 0) + 1
+        """The plan of a step for which nothing can be decided: that of the one before it."""
+        self._monitor.begin_step()
         self._monitor.unplanned()
-        return SETTLED
+        self.num_plans += 1
+        plan, self.plan_s = self._settled_plan, 0.0
+        self.problems[plan.problem] += 1
+        return plan
 
     def _limits_now(self) -> EngineLimits:
         """The engine's limits: the same object as long as none has changed."""
