@@ -147,11 +147,19 @@ class Planning:
         return plan
 
     def _plan(self, is_throttled: bool) -> StepPlan:
-        scheduler, seams, monitor = self._scheduler, self._seams, self._monitor
+        monitor = self._monitor
         monitor.begin_step()
         if self._settled_at == monitor.table.epoch and self.num_plans % _SETTLED_PLANS:
             return self._settled()
-        seams.merge_skipped()
+        skipped = self._seams.merge_skipped()
+        try:
+            return self._plan_anew(is_throttled)
+        finally:
+            if not self._scheduler.sola_support.steers:
+                self._seams.part_skipped(skipped)
+
+    def _plan_anew(self, is_throttled: bool) -> StepPlan:
+        scheduler, seams, monitor = self._scheduler, self._seams, self._monitor
         if scheduler.sola_predictions is not None:
             for req_id, prediction in scheduler.sola_predictions.poll():
                 monitor.predicted(req_id, prediction)
