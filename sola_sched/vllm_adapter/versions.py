@@ -205,19 +205,39 @@ class Seams:
         slots = getattr(self._scheduler, self.slots_attribute)
         setattr(self._scheduler, self.slots_attribute, slots + number)
 
-    def merge_skipped(self) -> None:
-        """Bring requests that only waited for a passing condition back under the plan's order."""
+    def merge_skipped(self) -> list[Any]:
+        """Bring requests that only waited for a passing condition back under the plan's order.
+
+        Returns:
+            For `part_skipped`, all that were in vLLM's queue of skipped ones; empty if none moves.
+        """
         if not self._has_skipped:
-            return
+            return []
         scheduler = self._scheduler
         ready = [
             request
             for request in scheduler.skipped_waiting
             if request.num_computed_tokens == 0 and self._is_ready(request)
         ]
-        if ready:
-            scheduler.skipped_waiting.remove_requests(ready)
-            scheduler.waiting.prepend_requests(reversed(ready))
+        if not ready:
+            return []
+        skipped = list(scheduler.skipped_waiting)
+        scheduler.skipped_waiting.remove_requests(ready)
+        scheduler.waiting.prepend_requests(reversed(ready))
+        return skipped
+
+    def part_skipped(self, skipped: list[Any]) -> None:
+        """Undo `merge_skipped`, before anything else moves: vLLM goes by its own two queues.
+
+        Args:
+            skipped: What that has returned.
+        """
+        if not skipped:
+            return
+        scheduler = self._scheduler
+        scheduler.waiting.remove_requests(skipped)
+        scheduler.skipped_waiting.remove_requests(skipped)
+        scheduler.skipped_waiting.prepend_requests(reversed(skipped))
 
     def parked(self) -> list[Any]:
         """Waiting requests that a plan cannot start: vLLM drains them first, or they are blocked.

@@ -20,8 +20,9 @@ from live_sessions import (
     open_session,
     send_next,
 )
+from loaded_engine import changed
 from virtual_model import TINY_MODEL
-from virtual_runs import make_small_engine, step_until, warm_up
+from virtual_runs import make_small_engine, make_workload, step_until, warm_up
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -358,3 +359,25 @@ def test_sessions_and_requests_of_many_adapters_never_run_with_more_than_there_a
     assert run.most_adapters == max_loras
     assert run.scheduler.sola_stats()["failures"] == {}
     assert run.engine.num_free_blocks == 1999
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_with_pipeline_parallelism_no_batch_has_more_adapters_than_slots(is_async: bool) -> None:
+    """Else those who start beside one batch would run with those of another, and vLLM ends."""
+
+    def change(arguments: dict[str, Any]) -> None:
+        arguments["vllm_config"].parallel_config.pipeline_parallel_size = 2
+
+    engine = make_small_engine(
+        changed(sola_sched.Scheduler, change), {"ttft_s": 2.0}, async_scheduling=is_async
+    )
+    engine._depth = 2  # two batches in flight
+    engine.scheduler.lora_config = SimpleNamespace(max_loras=1)
+    requests = make_workload(60, 25.0)
+    for number, request in enumerate(requests):
+        engine.add(request)
+        adapter = "abc"[number // 2 % 3]
+        engine._requests[request.req_id].lora_request = LoRARequest(adapter, ord(adapter), "/")
+
+    assert all(record.is_finished for record in engine.run())
+    assert engine.scheduler.sola_support.own_order

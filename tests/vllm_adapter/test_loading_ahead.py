@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +12,16 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from live_sessions import assert_each_has_one_place
+from needs import NEEDS_SWAPPING
 from states import StateBuilder
+from virtual_runs import make_small_engine, step_until
 from vllm.v1.request import RequestStatus
 
+import sola_sched
 from sola_sched.core.state import StepPlan
 from sola_sched.core.table import PARKED
+from sola_sched.simulator import VirtualRequest
 from sola_sched.vllm_adapter.swap.swapping_ahead import SwappingAhead
 from sola_sched.vllm_adapter.versions import Seams
 
@@ -92,6 +100,48 @@ def test_who_is_loaded_gives_its_memory_back_when_a_higher_one_comes(
     ahead.scheduler.finished_recving_kv_req_ids.add("low")
     ahead.step()
     assert ahead.taken_back == taken
+
+
+@NEEDS_SWAPPING
+@pytest.mark.parametrize("is_async", [False, True])
+def test_once_steering_is_off_nobody_is_loaded_before_it_has_a_slot(
+    is_async: bool, tmp_path: Path
+) -> None:
+    """Those that were wait without KV again, in the queue: vLLM would start them first."""
+    from sola_sched.simulator.swap_link import LinkSpeed  # imports what older releases lack
+
+    path = tmp_path / "options.json"
+    swap = {"mode": "raw", "host_gib": 0.3, "always": True}
+    engine = make_small_engine(
+        sola_sched.Scheduler,
+        {"ttft_s": 0.5, "tpot_s": 0.03, "swap": swap, "options_file": str(path),
+         "plan_limit_s": None},
+        async_scheduling=is_async, num_blocks=160, max_num_seqs=8, max_num_batched_tokens=64,
+        max_model_len=400, stall_limit_s=60.0, swap_link=LinkSpeed(100_000, 2e9),
+    )  # fmt: skip
+    rng = random.Random(0)
+    for number in range(60):
+        prompt_len, output_len = rng.randrange(50, 190), rng.randrange(20, 200)
+        engine.add(VirtualRequest(f"r{number}", 0.1 * number, output_len, prompt_len=prompt_len))
+    scheduler = engine.scheduler
+    residents = scheduler._swapping._ahead.residents
+    step_until(engine, lambda: len(residents) > 1)
+    assert len(residents) > 1
+    path.write_text(json.dumps({"steer": False}))
+    scheduler._changing.look()
+    before = scheduler.sola_stats()["swap"]
+    step_until(engine, lambda: not residents, 20)
+    assert not residents
+    assert_each_has_one_place(scheduler)
+    engine.run()
+
+    after = scheduler.sola_stats()["swap"]
+    assert [after[name] for name in ("num_loaded_ahead", "num_saved_ahead")] == [
+        before[name] for name in ("num_loaded_ahead", "num_saved_ahead")
+    ]
+    assert all(record.is_finished for record in engine.records)
+    assert engine.num_free_blocks == 159
+    assert scheduler.sola_stats()["failures"] == {}
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,12 @@ def test_no_step_computes_a_part_of_a_prompt_with_a_seed(policy: str) -> None:
     assert seeded_parts(sola_sched.Scheduler, **options)[0] == 0
 
 
+def test_nor_where_nothing_is_steered() -> None:
+    sola = with_policy("attain", steer=False)
+
+    assert seeded_parts(sola_sched.Scheduler, sola=sola, max_num_batched_tokens=1024)[0] == 0
+
+
 @POLICIES
 @pytest.mark.parametrize(
     "is_swapped",

@@ -150,9 +150,16 @@ class Planning:
         return plan
 
     def _plan(self, is_throttled: bool) -> StepPlan:
+        self._monitor.begin_step()
+        skipped = self._seams.merge_skipped()
+        try:
+            return self._plan_anew(is_throttled)
+        finally:
+            if not self._scheduler.sola_support.steers:
+                self._seams.part_skipped(skipped)
+
+    def _plan_anew(self, is_throttled: bool) -> StepPlan:
         scheduler, seams, monitor = self._scheduler, self._seams, self._monitor
-        monitor.begin_step()
-        seams.merge_skipped()
         if scheduler.sola_predictions is not None:
             for req_id, prediction in scheduler.sola_predictions.poll():
                 monitor.predicted(req_id, prediction)
@@ -177,9 +184,9 @@ class Planning:
         if self._lookups is not None:
             self._lookups.step(state.waiting, scheduler.requests, monitor)
         with_swaps = None
-        if self._swapping is not None:
-            self._swapping.expect_loads(state)
-            with_swaps = self._swapping.with_swaps
+        if (swapping := self._swapping) is not None:
+            swapping.expect_loads(state)
+            with_swaps = swapping.with_swaps if self._steers else swapping.as_with_swaps
         plan = pass_through(
             state,
             planner.plan(state),

@@ -124,13 +124,10 @@ class Steering:
     def show(self, plan: StepPlan) -> None:
         """Let vLLM see what the plan says, until `put_back`; all as it is where that fails."""
         scheduler = self._scheduler
-        if plan is SETTLED or (
-            plan is NEUTRAL
-            and (self._has_stepped_aside or not (scheduler.lora_config or self._has_seeds))
-        ):
+        if plan is SETTLED or (plan is NEUTRAL and not self._limits_vllm()):
             return
         running = scheduler.running
-        may_limit = plan.prefill_cap is not None or self._has_budgets
+        may_limit = plan.prefill_cap is not None or self._shares_tokens()
         chunks = self._seams.chunk_limit() if may_limit else None
         self._before = scheduler.policy, scheduler.max_num_scheduled_tokens, chunks
         held: list[Request] = []
@@ -162,6 +159,24 @@ class Steering:
             self._seams.limit_chunks(*chunks)
         scheduler.waiting.unplan()
 
+    def _limits_vllm(self) -> bool:
+        """Whether a step without a plan is not all vLLM's."""
+        return not self._has_stepped_aside and (self._counts_adapters() or self._has_seeds)
+
+    def _counts_adapters(self) -> bool:
+        """Whether adapters of all who run count, and of those whose KV is being loaded.
+
+        Where plans are only counted nobody is held, and vLLM goes by those that it computes in the
+        step. With several batches in flight that is not enough, and its synchronous scheduler ends
+        the engine with too many adapters, so there all count, too.
+        """
+        scheduler = self._scheduler
+        return bool(scheduler.lora_config) and not scheduler.sola_support.is_shadow
+
+    def _shares_tokens(self) -> bool:
+        """Whether a step leaves tokens for all prompts that are computed in parts."""
+        return self._has_budgets and not self._scheduler.sola_support.is_shadow
+
     def _show(self, plan: StepPlan) -> list[Request]:
         """Do what the plan says before vLLM's own step; returns the requests that sit it out."""
         scheduler = self._scheduler
@@ -171,11 +186,13 @@ class Steering:
             self._preempt(plan.preempt)
         # Adapters of requests about to be held count, so this comes before they are taken out.
         shown = None if plan.admit is None else self._requests(plan.admit)
-        if scheduler.lora_config or (shown is None and self._has_seeds):
+        counts_adapters = self._counts_adapters()
+        if counts_adapters or (shown is None and self._has_seeds):
             self._seams.merge_skipped()  # also where no plan was made
-            offered = scheduler.waiting if shown is None else shown
+            shown = list(scheduler.waiting) if shown is None else shown
+        if counts_adapters:
             active, late = self._adapters.count()
-            shown = self._adapters.within(offered, active)
+            shown = self._adapters.within(shown or (), active)
             if late:
                 self._seams.set_apart(list(late))
         if plan.run is not None:  # the plan orders by class itself: vLLM's victim is the last
@@ -192,7 +209,7 @@ class Steering:
             scheduler.max_num_scheduled_tokens = min(
                 most, scheduler.max_num_scheduled_tokens + num_more
             )
-        if self._has_budgets and not is_whole:
+        if self._shares_tokens() and not is_whole:
             self._share_tokens(most)
         if shown is not None:
             shown = self._seeded_whole(shown) if self._has_seeds else shown

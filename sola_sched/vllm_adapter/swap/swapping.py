@@ -335,6 +335,10 @@ class Swapping:
         """The plan with victims chosen in time; copies ahead are ordered. Call after planning."""
         return self._ahead.order(state, plan) if self.connector.options.ahead else plan
 
+    def as_with_swaps(self, state: StepState, plan: StepPlan) -> StepPlan:
+        """The same plan where it is only counted: no copies ahead are ordered."""
+        return self._ahead.leave_off(state, plan) if self.connector.options.ahead else plan
+
     def has_plenty(self, state: StepState) -> bool:
         """Whether memory will be enough for a while, and nobody waits for a copy."""
         from sola_sched.kv_swap.policy import has_plenty

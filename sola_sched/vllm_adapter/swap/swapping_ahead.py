@@ -52,6 +52,18 @@ class SwappingAhead:
         self._save_ahead(state, plan)
         return plan
 
+    def leave_off(self, state: StepState, plan: StepPlan) -> StepPlan:
+        """The same plan where it is not followed: nothing is ordered.
+
+        Who was loaded ahead waits without KV again: vLLM would start it before all others.
+        """
+        from sola_sched.kv_swap.policy import give_way, has_plenty, make_room
+
+        self._drop_residents(state, True)
+        if has_plenty(state):
+            return plan if not len(state.waiting) else give_way(state, plan)
+        return give_way(state, make_room(state, plan))
+
     def _save_ahead(self, state: StepState, plan: StepPlan) -> None:
         """Copy full blocks of a request that would leave next, while it runs."""
         copies = self._swapping.copies
