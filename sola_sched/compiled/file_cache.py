@@ -1,24 +1,66 @@
-"""Numba's cache of compiled functions, which takes a damaged file for a missing one.
+"""Numba's cache of compiled functions, by what the sources say, and safe against damaged files.
 
-Numba's own raises where a file is empty or cut off, as a power failure leaves it, and where a disk
-is full. Here the function is compiled instead, and a disk that takes nothing is told of once.
+Numba's own goes by the path and the time of a source file, so that the same sources in another
+virtualenv are compiled again. It raises where a file is empty or cut off, as a power failure leaves
+it, and where a disk is full. Here the function is compiled instead, and a disk that takes nothing
+is told of once.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from numba.core.caching import FunctionCache
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 
 from sola_sched.compiled import kept_code
 
 logger = logging.getLogger("vllm.sola_sched")
 
 
+class _Locator(_CacheLocator):  # type: ignore[misc]
+    """Where the code of one function is kept, and for which source."""
+
+    def __init__(self, function: Callable[..., object], source: str) -> None:
+        self._folder = kept_code.folder() / function.__module__
+        self._line = str(function.__code__.co_firstlineno)
+        self._stamp = hashlib.sha256(Path(source).read_bytes()).hexdigest()
+
+    def get_cache_path(self) -> str:
+        return str(self._folder)
+
+    def get_source_stamp(self) -> str:
+        return self._stamp
+
+    def get_disambiguator(self) -> str:
+        return self._line
+
+    @classmethod
+    def from_function(cls, function: Callable[..., object], source: str) -> _Locator | None:
+        """None where nothing can be kept."""
+        try:
+            locator = cls(function, source)
+            locator.ensure_cache_path()
+        except OSError:
+            return None
+        return locator
+
+
+class _Files(CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes = (_Locator,)
+
+
 class FileCache(FunctionCache):  # type: ignore[misc]
-    """The kept machine code of one function."""
+    """The kept machine code of one function.
+
+    Raises:
+        RuntimeError: There is nowhere to keep it.
+    """
+
+    _impl_class = _Files
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """What is kept for arguments of these types, None where nothing can be used."""

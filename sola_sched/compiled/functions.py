@@ -14,7 +14,6 @@ from numba import config, njit, typeof
 from numpy.typing import NDArray
 
 from sola_sched.compiled.file_cache import FileCache
-from sola_sched.compiled.kept_code import folder
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -34,18 +33,15 @@ def compiled(function: _Function) -> _Function:
 def entry(function: _Function) -> _Function:
     """Of a function that Python calls: what it compiles to stays on disk.
 
-    Numba keeps machine code until the file of the function changes, whatever happens to the
-    functions below it. So each state of the sources has a folder of its own; see `kept_code`.
+    Each state of the sources has a folder of its own, since the functions that this one calls are
+    a part of it; see `kept_code`.
     """
     if config.DISABLE_JIT:
         return function
-    before, config.CACHE_DIR = config.CACHE_DIR, str(folder())
     try:
         kept = FileCache(function)
     except RuntimeError:  # nowhere to keep it
         return compiled(function)
-    finally:
-        config.CACHE_DIR = before
     dispatcher = njit(function)
     dispatcher._cache = kept  # as `cache=True` does with numba's own
     return cast(_Function, dispatcher)

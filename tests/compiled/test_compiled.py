@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,17 @@ for function in (next_number, number_before):
 kept_code.set_ready()
 resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
 assert not kept_code.is_ready()
+"""
+
+#: Prints from where it is, and how often kept code was found for a function, and was not.
+_WARM_UP = """
+import sola_sched
+from sola_sched.core import step_records
+from sola_sched.core.steps import warm_up
+
+warm_up()
+stats = step_records.end_step.stats
+print(sola_sched.__file__, sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 """
 
 #: Compiles a function for a user whom the machine does not know.
@@ -132,6 +144,21 @@ def test_machine_code_of_other_sources_is_not_used(
     assert len({before, digest, kept_code._digest()}) == 3
     source.write_text("near = 0.5")
     assert kept_code._digest() == digest
+
+
+def test_the_same_sources_elsewhere_are_not_compiled_again(tmp_path: Path) -> None:
+    script = tmp_path / "warm.py"
+    script.write_text(_WARM_UP)
+    package = Path(kept_code._PACKAGE)
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(package, elsewhere / "sola_sched", copy_function=shutil.copyfile)
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+    first = run_script(script, **cache).stdout.split()
+    second = run_script(script, PYTHONPATH=str(elsewhere), **cache).stdout.split()
+
+    assert first == [str(package / "__init__.py"), "0", "1"]
+    assert second == [str(elsewhere / "sola_sched" / "__init__.py"), "1", "0"]
 
 
 def test_functions_work_where_nothing_can_be_kept(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ AFTER = ("monitor rebuild", "predictor forget_but", "queue iter")
 #: Sites where priority classes compete for slots, and where requests are refused.
 DISPLACING = ("is ending", "may preempt", "preempt", "queue prepend")
 REFUSING = ("answer", "queue contains", "reject")
+#: Sites that are reached only where plans are not followed.
+UNSTEERED = ("part skipped",)
 #: Share of the calls that fail, where they are rarer or more frequent than one in a step.
 SHARE_OF = {
     "answer": 0.5,
@@ -42,6 +44,7 @@ SHARE_OF = {
     "monitor finished": 0.1,
     "monitor rebuild": 0.5,
     "monitor requeued": 0.5,
+    "monitor unplanned": 0.5,
     "predictor forget_but": 0.5,
     "preempt": 0.9,
     "queue contains": 0.5,
@@ -59,6 +62,7 @@ RARE = (
     "is ending",
     "may preempt",
     "monitor rebuild",
+    "monitor unplanned",
     "predictor forget_but",
     "preempt",
     "queue contains",
@@ -123,6 +127,7 @@ def test_a_failure_at_any_call_loses_no_request_and_no_block(
         "policy": POLICY_OF.get(site, "attain"),
         "overload": "reject" if site in REFUSING else "defer",
         "log_interval_s": 0.5,
+        "steer": site not in UNSTEERED,
     }
     num_slots = 8 if site in DISPLACING else 24
     engine = make_engine(
