@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,11 @@ class LiveOptions:
             self._stamp = _stamp(self.path)
             self.options, self.config = self._read(self.path)
 
-    def look(self) -> str | None:
+    def look(self, try_out: Callable[[SolaConfig], object] | None = None) -> str | None:
         """Take over what the file says, if it has changed.
+
+        Args:
+            try_out: Called with the options before they hold; they do not if it raises.
 
         Returns:
             What has happened, for the log; None if the file has not changed.
@@ -66,6 +69,8 @@ class LiveOptions:
         self._stamp = stamp
         try:
             options, config = self._read(path)
+            if try_out is not None and config != self.config:
+                try_out(config)
         except Exception as error:  # whatever is wrong with it, it changes nothing
             self.problem = str(error) if isinstance(error, ConfigError) else repr(error)
             return f"options stay as they were: {self.problem}"

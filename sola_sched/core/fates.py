@@ -162,11 +162,7 @@ class Fates:
         """A step is planned so: until the next plan those that wait lack what they lack now."""
         self._advance(now_s)
         self._shortage = _shortage(state, plan) if len(state.waiting) else _NOTHING
-        if self._held:
-            for note in self._held:
-                note.held_s += now_s - note.sits_out_s
-                note.sits_out_s = math.nan
-            self._held = []
+        self.end_holds(now_s)
         if plan.run is not None and len(plan.run) + len(plan.preempt) < len(state.running):
             takes_part = {*plan.run.tolist(), *plan.preempt.tolist()}
             self._held = [
@@ -175,6 +171,13 @@ class Fates:
             for note in self._held:
                 note.num_held += 1
                 note.sits_out_s = now_s
+
+    def end_holds(self, now_s: float) -> None:
+        """Whoever sat out the step before takes part in the one that begins, unless it is told."""
+        for note in self._held:
+            note.held_s += now_s - note.sits_out_s
+            note.sits_out_s = math.nan
+        self._held = []
 
     def _advance(self, now_s: float) -> None:
         place = self._shortage

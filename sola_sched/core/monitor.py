@@ -31,6 +31,7 @@ from sola_sched.core.table import (
 )
 from sola_sched.core.traffic import RecentTraffic
 from sola_sched.cost.model import CostModel
+from sola_sched.errors import SloError
 from sola_sched.prediction.length import LEVELS, LengthPrediction
 from sola_sched.prediction.trust import PredictionTrust
 
@@ -130,8 +131,9 @@ class StateMonitor:
     def rebuild(self, requests: Iterable[LiveRequest], num_steps: int) -> None:
         """Start over with these requests: what was known of them and of the steps is not trusted.
 
-        Arrivals, first tokens and length predictions are taken from the old table where they make
-        sense. What was learned, the figures and the clock go on.
+        Targets, arrivals, first tokens and length predictions are taken from the old table where
+        they make sense: a request keeps the targets that it came with. What was learned, the
+        figures and the clock go on.
 
         Args:
             requests: All that are unfinished, in the engine's order.
@@ -148,17 +150,20 @@ class StateMonitor:
         in_flight: list[list[int]] = [[] for _ in range(num_steps)]
         for request in requests:
             arrival_s, first_token_s, predicted = request.arrival_s, math.nan, None
+            slo, slo_class = request.slo, request.slo_class
             was = old.row_of.get(request.req_id)
             is_same = was is not None and old.num_output[was] <= request.num_output
             if is_same and old.arrival_s[was] <= now:  # not an earlier input of a session
                 arrival_s, first_token_s = float(old.arrival_s[was]), float(old.first_token_s[was])
                 predicted = old.predicted[was]
+                values = old.values(int(was))
+                slo, slo_class = _targets_of(values) or slo, self.services.names[values.service]
             row = self.add(
                 request.req_id,
                 num_prompt_tokens=request.num_prompt_tokens,
                 max_tokens=request.max_tokens,
-                slo=request.slo,
-                slo_class=request.slo_class,
+                slo=slo,
+                slo_class=slo_class,
                 arrival_s=arrival_s,
                 priority=request.priority,
             )
@@ -419,3 +424,14 @@ class StateMonitor:
             trusts_predictions=self.trust.is_trusted,
             **self._seldom,
         )
+
+
+def _targets_of(request: RequestValues) -> SloTarget | None:
+    """The targets of a request in a table; None if these cannot be any."""
+    try:
+        return SloTarget(
+            request.ttft_s, request.tpot_s, request.e2e_s, request.weight,
+            request.served_by_s - request.arrival_s,
+        )  # fmt: skip
+    except SloError:
+        return None

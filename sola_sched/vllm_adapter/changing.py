@@ -14,6 +14,7 @@ from sola_sched.config.doubts import doubts
 from sola_sched.vllm_adapter.support import support_of
 
 if TYPE_CHECKING:
+    from sola_sched.config.sola_config import SolaConfig
     from sola_sched.vllm_adapter.reports.reporting import Reporting
     from sola_sched.vllm_adapter.requests.targets import Targets
     from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
@@ -54,7 +55,7 @@ class Changing:
     def look(self) -> None:
         """Take over what has changed; call before a request that may name a new class."""
         try:
-            news = self._options.look()
+            news = self._options.look(self._make)
             if news is None:
                 return
             _tell(logger, news, is_wrong=self._options.problem is not None)
@@ -63,6 +64,15 @@ class Changing:
         except Exception as error:
             self._scheduler.sola_guard.failed("changing options", error)
 
+    def _make(self, config: SolaConfig) -> None:
+        """Make what may refuse these options, before they hold."""
+        scheduler = self._scheduler
+        before, scheduler.sola_config = scheduler.sola_config, config
+        try:
+            self._made = scheduler.sola_new_planner(), support_of(scheduler.vllm_config, config)
+        finally:
+            scheduler.sola_config = before
+
     def _take_over(self) -> None:
         scheduler, config = self._scheduler, self._options.config
         scheduler.sola_config = config
@@ -70,8 +80,7 @@ class Changing:
         self._planning.change(config)
         self._reporting.change(config)
         scheduler.sola_monitor.services.set_shares(config.shares)
-        scheduler.sola_planner = scheduler.sola_new_planner()
-        scheduler.sola_support = support_of(scheduler.vllm_config, config)
+        scheduler.sola_planner, scheduler.sola_support = self._made
         for doubt in doubts(config):
             logger.warning("sola_sched: %s", doubt)
         logger.info("sola_sched: %s", scheduler.sola_support)

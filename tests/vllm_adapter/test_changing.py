@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from virtual_runs import make_small_engine, make_workload, step_until
+from virtual_runs import make_small_engine, make_workload, step_until, warm_up
 
 import sola_sched
 from sola_sched.reports.fates import from_report, to_report
@@ -87,6 +87,98 @@ def test_planning_goes_off_and_on(tmp_path: Path) -> None:
     assert str(engine.scheduler.sola_support) == "steered"
     assert len(fates(engine)) == 400
     assert engine.scheduler.sola_stats()["failures"] == {}
+
+
+@pytest.mark.parametrize("scheduling_policy", ["fcfs", "priority"])
+def test_without_steering_requests_are_served_in_the_order_in_which_they_got_their_slots(
+    scheduling_policy: str, tmp_path: Path
+) -> None:
+    """A plan puts a long prompt before decodes; vLLM would go on with it alone until its end."""
+    path = tmp_path / "options.json"
+    engine = make_engine(
+        path,
+        {"ttft_s": None, "tpot_s": None, "classes": {"chat": {"ttft_s": 2.0, "tpot_s": 0.05}}},
+        max_num_batched_tokens=128,
+        max_model_len=4096,
+        scheduling_policy=scheduling_policy,
+    )
+    warm_up(engine)
+    step_until(engine, lambda: False)
+    now_s = engine.clock.now
+    chat = {"slo_class": "chat"}
+    engine.add(VirtualRequest("chat", now_s, 900, prompt_len=50, extra_args=chat))
+    for number in range(4):
+        engine.add(VirtualRequest(f"low{number}", now_s, 2000, prompt_len=50, priority=1))
+    for _ in range(10):
+        engine.step()
+    engine.add(VirtualRequest("long", engine.clock.now, 50, prompt_len=4000, priority=0))
+    for _ in range(3):
+        engine.step()
+    scheduler = engine.scheduler
+
+    path.write_text('{"steer": false}')
+    scheduler._changing.look()
+    engine.step()
+
+    names = [request.request_id for request in scheduler.running]
+    assert names[0] == "chat"
+    assert names[-1] == "long"
+    before = {name: scheduler.requests[name].num_output_tokens for name in names[:5]}
+    for _ in range(10):
+        engine.step()
+    for name, num_output in before.items():
+        assert scheduler.requests[name].num_output_tokens == num_output + 10
+
+
+def test_options_that_a_policy_refuses_change_nothing(tmp_path: Path) -> None:
+    class Choosy(sola_sched.Scheduler):
+        def sola_new_planner(self) -> Any:
+            if self.sola_config.ttft_s is None:
+                raise ValueError("this policy needs a TTFT")
+            return super().sola_new_planner()
+
+    path = tmp_path / "options.json"
+    sola = {**START, "options_file": str(path)}
+    engine = make_small_engine(Choosy, sola)
+    for request in make_workload(60, 16.0):
+        engine.add(request)
+    run_until(engine, 1.5)
+    scheduler = engine.scheduler
+
+    path.write_text('{"ttft_s": null, "steer": false}')
+    engine.run()
+
+    assert scheduler.sola_stats()["failures"] == {}
+    assert scheduler.sola_config.ttft_s == 0.4
+    assert scheduler.sola_support.steers
+    assert "this policy needs a TTFT" in str(scheduler.sola_options.problem)
+    path.write_text('{"ttft_s": 0.9}')
+    scheduler._changing.look()
+    assert scheduler.sola_config.ttft_s == 0.9
+
+
+@pytest.mark.injects_failures
+def test_a_request_keeps_its_targets_where_the_state_is_built_anew(tmp_path: Path) -> None:
+    path = tmp_path / "options.json"
+    classes = {"batch": {"ttft_s": 7, "tpot_s": 0.6, "weight": 3, "max_wait_s": 20}}
+    engine = make_engine(path, {"classes": classes})
+    engine.add(VirtualRequest("chat", arrival_s=0.0, prompt_len=40, output_len=400))
+    batch = {"slo_class": "batch"}
+    engine.add(VirtualRequest("batch", 0.0, 400, prompt_len=40, extra_args=batch))
+    run_until(engine, 1.0)
+    scheduler = engine.scheduler
+
+    path.write_text('{"ttft_s": 9, "tpot_s": null, "classes": {"other": {"ttft_s": 3}}}')
+    scheduler._changing.look()
+    scheduler.sola_guard.failed("a test", ValueError())
+    engine.step()
+
+    table = scheduler.sola_monitor.table
+    chat, batch_row = (table.values(table.row_of[name]) for name in ("chat", "batch"))
+    assert (chat.ttft_s, chat.tpot_s) == (0.4, 0.05)
+    assert (batch_row.ttft_s, batch_row.tpot_s, batch_row.weight) == (7, 0.6, 3)
+    assert batch_row.served_by_s == pytest.approx(20)
+    assert scheduler.sola_monitor.services.names[batch_row.service] == "batch"
 
 
 def test_a_new_class_is_known_to_the_next_request(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import PriorityRequestQueue
 
 import sola_sched
-from sola_sched.core.state import PREFILL
+from sola_sched.core.state import PREFILL, StepPlan
 from sola_sched.planner.attain import AttainPlanner
 from sola_sched.simulator import RequestRecord, StepTimeModel, VirtualEngine, VirtualRequest
 
@@ -263,6 +264,35 @@ def test_plans_that_take_too_long_make_planning_pause_and_short_ones_do_not(
         else:
             assert stats["failures"] == {}
             assert num_plans > 0.9 * engine.num_steps
+
+
+def test_time_without_plans_is_nobody_s_held_time() -> None:
+    engine = make_engine()
+    for number in range(3):
+        engine.add(VirtualRequest(f"r{number}", 0.0, 150, prompt_len=40))
+    for _ in range(10):
+        engine.step()
+    scheduler = engine.scheduler
+    planner, guard = scheduler.sola_planner, scheduler.sola_guard
+    scheduler.sola_planner = SimpleNamespace(
+        plan=lambda state: StepPlan(run=state.running[:2], problem="attain"), traits=planner.traits
+    )
+    scheduler.sola_monitor.table.epoch += 1
+    began_s = engine.clock.now
+    for _ in range(2):
+        engine.step()
+    held_s = engine.clock.now - began_s
+
+    scheduler.sola_planner = planner
+    guard._plans_again_at = guard._num_steps + 60
+    engine.run()
+
+    monitor = scheduler.sola_monitor
+    ended = monitor.fates.since(0, monitor.cost)
+    held = ended.records[ended.records["num_held"] > 0]
+    assert len(held) == 1
+    assert 0 < held["num_held"][0] <= 2
+    assert held["held_s"][0] <= held_s + 1e-9
 
 
 def test_stepping_aside_does_not_wait_for_the_predictor() -> None:

@@ -261,7 +261,12 @@ def test_nor_when_one_goes_on_after_a_preemption(policy: str, is_swapped: bool) 
 
 
 def with_budgets(
-    policy: str, *, is_async: bool, every: int = 3, **options: Any
+    policy: str,
+    *,
+    is_async: bool,
+    every: int = 3,
+    targets: dict[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[VirtualEngine, Counter[tuple[str, bool]]]:
     """Serve requests, some with a thinking budget, and count who has a slot but no token.
 
@@ -276,7 +281,7 @@ def with_budgets(
 
     engine = make_engine(
         changed(sola_sched.Scheduler, change),
-        sola=with_policy(policy),
+        sola=with_policy(policy, **(targets or {})),
         async_scheduling=is_async,
         **options,
     )
@@ -344,3 +349,20 @@ def test_a_prompt_with_one_that_is_computed_in_parts_leaves_no_place_to_others(
     config = engine.scheduler.scheduler_config
     assert config.long_prefill_token_threshold == 0, "as the operator has set it"
     assert engine.scheduler.max_num_scheduled_tokens == tokens
+
+
+@MODES
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("scheduling_policy", ["fcfs", "priority"])
+def test_nor_where_nobody_has_a_target(scheduling_policy: str, every: int, is_async: bool) -> None:
+    _, held = with_budgets(
+        "attain",
+        targets={"ttft_s": None, "tpot_s": None},
+        is_async=is_async,
+        every=every,
+        max_num_batched_tokens=256,
+        scheduling_policy=scheduling_policy,
+    )
+
+    assert held["prompt", True] == 0
+    assert held["decode", True] == 0

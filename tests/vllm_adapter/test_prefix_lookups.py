@@ -198,3 +198,19 @@ def test_look_ups_that_walk_over_all_blocks_and_find_none_are_seldom_too() -> No
     assert len(watched.found) * num_blocks <= (_NUM_STEPS + 2) * BLOCKS_PER_STEP + num_blocks
     assert len(watched.found) >= 8
     assert watched.engine.scheduler.sola_stats()["failures"] == {}
+
+
+def test_steps_for_which_nothing_is_planned_count_too() -> None:
+    engine = make_small_engine(
+        sola_sched.Scheduler, {"ttft_s": 5.0, "tpot_s": 0.05}, enable_prefix_caching=True
+    )
+    engine.add(VirtualRequest("one", arrival_s=0.0, prompt_len=40, output_len=200))
+    for _ in range(20):
+        engine.step()
+    lookups = engine.scheduler._planning._lookups
+    lookups._debt = 10 * BLOCKS_PER_STEP
+
+    for _ in range(10):
+        engine.step()
+
+    assert lookups._debt == 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 from vllm.v1.core.sched.interface import PauseState
@@ -72,6 +72,8 @@ class Booking:
         self._interval_log, self._honours_priority = interval_log, honours_priority
         self._has_drafts = bool(scheduler.num_spec_tokens)
         self._answered: WeakSet[Request] = WeakSet()  # sessions that wait for their next input
+        self._admissions: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+        self._num_admissions = 0
         self.num_in_flight = 0
         self.is_updating = False
         self.forget_rows()
@@ -240,12 +242,18 @@ class Booking:
             tokens.append(scheduled[name])
             if table.phase[row] != PREFILL:
                 request = self._scheduler.requests[name]
+                self._num_admissions += 1
+                self._admissions[request] = self._num_admissions
                 monitor.admitted(
                     row,
                     num_computed=request.num_computed_tokens - scheduled[name],
                     prefill_target=request.num_tokens,
                 )
         monitor.scheduled(decodes, prefills, tokens)
+
+    def admission_of(self, request: Request) -> int:
+        """Counts up from one that got a slot to the next; 0 where the step was not booked."""
+        return self._admissions.get(request, 0)
 
     def updated(self, outputs: Any) -> None:
         """vLLM has updated its requests from the output of the oldest step in flight."""

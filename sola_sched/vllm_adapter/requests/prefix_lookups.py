@@ -63,7 +63,7 @@ class PrefixLookups:
 
     def step(self, waiting: IntArray, requests: Mapping[str, Any], monitor: StateMonitor) -> None:
         """Look up a few of those that wait: first those that have not been, then all in turn."""
-        self._debt = max(0, self._debt - BLOCKS_PER_STEP)
+        self.pass_step()
         fresh = {*self._fresh}
         self._fresh.clear()
         for _ in range(min(len(waiting), _LOOKUPS_PER_STEP)):
@@ -78,6 +78,10 @@ class PrefixLookups:
             if name in fresh:
                 continue
             monitor.expect_cached(row, self._look_up(requests[name]))
+
+    def pass_step(self) -> None:
+        """A step passes, in which nobody is looked up."""
+        self._debt = max(0, self._debt - BLOCKS_PER_STEP)
 
     def without_unknown(self, state: StepState, rows: IntArray) -> IntArray:
         """Those of `rows` to refuse: who has not been looked up may be in time after all."""

@@ -110,8 +110,8 @@ class Planning:
     def change(self, config: SolaConfig) -> None:
         """These are the options from now on."""
         self._plan_limit_s, self._steers = config.plan_limit_s, config.steer
-        self._settled_at = -1  # epoch of the table when a plan left nothing to decide
-        self._settled_plan = SETTLED
+        self._settled_at = -1  # epoch of the table if the latest plan left nothing to decide
+        self._settled_plan, self._settled_problem = SETTLED, SETTLED.problem
 
     @property
     def num_blocks(self) -> int:
@@ -138,6 +138,7 @@ class Planning:
                 self.restore()
             if guard.is_pausing:
                 self._monitor.begin_step()
+                self._hold_nobody()
                 return NEUTRAL
             plan = self._plan(is_throttled)
         except Exception as error:
@@ -150,13 +151,21 @@ class Planning:
         return plan
 
     def _plan(self, is_throttled: bool) -> StepPlan:
+        self._settled_at = -1
         self._monitor.begin_step()
         skipped = self._seams.merge_skipped()
         try:
-            return self._plan_anew(is_throttled)
+            plan = self._plan_anew(is_throttled)
         finally:
             if not self._scheduler.sola_support.steers:
                 self._seams.part_skipped(skipped)
+        if plan is NEUTRAL or plan is BETWEEN_PREFILLS:
+            self._hold_nobody()
+        return plan
+
+    def _hold_nobody(self) -> None:
+        """A step without a plan begins."""
+        self._monitor.fates.end_holds(self._monitor.clock())
 
     def _plan_anew(self, is_throttled: bool) -> StepPlan:
         scheduler, seams, monitor = self._scheduler, self._seams, self._monitor
@@ -209,9 +218,11 @@ class Planning:
             self._count_shadow(plan)
             plan = NEUTRAL
         monitor.fates.planned(state, plan, monitor.clock())
-        if plan.is_settled and not parked and self._has_plenty(state):
-            self._settled_at = monitor.table.epoch
-            plan = self._settled_plan = SETTLED if plan.problem == SETTLED.problem else NEUTRAL
+        is_settled = plan.is_settled and not parked and _asks_for_nothing(state, plan)
+        if is_settled and self._has_plenty(state):
+            self._settled_at, self._settled_problem = monitor.table.epoch, plan.problem
+            is_own = plan.problem == NEUTRAL.problem
+            plan = self._settled_plan = NEUTRAL if is_own else SETTLED
         return plan
 
     def _to_refuse(self, state: StepState, rows: IntArray) -> IntArray:
@@ -239,10 +250,12 @@ class Planning:
         """The plan of a step for which nothing can be decided: that of the one before it."""
         self._monitor.begin_step()
         self._monitor.unplanned()
+        if self._lookups is not None:
+            self._lookups.pass_step()
         self.num_plans += 1
-        plan, self.plan_s = self._settled_plan, 0.0
-        self.problems[plan.problem] += 1
-        return plan
+        self.problems[self._settled_problem] += 1
+        self.plan_s = 0.0
+        return self._settled_plan
 
     def _limits_now(self) -> EngineLimits:
         """The engine's limits: the same object as long as none has changed."""
@@ -363,6 +376,17 @@ class Planning:
         predictions, scheduler.sola_predictions = scheduler.sola_predictions, None
         if predictions is not None:  # its end may take seconds
             threading.Thread(target=predictions.close, daemon=True).start()
+
+
+def _asks_for_nothing(state: StepState, plan: StepPlan) -> bool:
+    """Whether the engine would do the same without this plan."""
+    takes_nobody_out = not (len(plan.preempt) or len(plan.reject) or len(state.waiting))
+    return (
+        takes_nobody_out
+        and plan.run is None
+        and plan.token_budget is None
+        and plan.prefill_cap is None
+    )
 
 
 def cost_model_of(config: SolaConfig, vllm_config: Any) -> CostModel:

@@ -91,6 +91,7 @@ class Steering:
         self._has_seeds = self._has_budgets = False
         self._has_kept_some = False  # of those who wait, some for whom the engine had room
         self._has_stepped_aside = False
+        self._is_reordered = False  # `running`, by plans, since it was in vLLM's order
         # While vLLM schedules, what it had before: policy, tokens of a step, and of a chunk.
         self._before: tuple[Any, int, tuple[int, bool] | None] | None = None
         self.num_held = 0
@@ -124,6 +125,8 @@ class Steering:
     def show(self, plan: StepPlan) -> None:
         """Let vLLM see what the plan says, until `put_back`; all as it is where that fails."""
         scheduler = self._scheduler
+        if self._is_reordered and plan.run is None and plan.problem == NEUTRAL.problem:
+            self._guard.book("putting requests back in vLLM's order", self._put_in_own_order)
         if plan is SETTLED or (plan is NEUTRAL and not self._limits_vllm()):
             return
         running = scheduler.running
@@ -159,9 +162,15 @@ class Steering:
             self._seams.limit_chunks(*chunks)
         scheduler.waiting.unplan()
 
+    def _put_in_own_order(self) -> None:
+        """Requests with a slot in the order in which they got it, as vLLM would have them."""
+        self._is_reordered = False
+        self._scheduler.running.sort(key=self._booking.admission_of)
+
     def _limits_vllm(self) -> bool:
         """Whether a step without a plan is not all vLLM's."""
-        return not self._has_stepped_aside and (self._counts_adapters() or self._has_seeds)
+        limits = self._counts_adapters() or self._has_seeds or self._shares_tokens()
+        return limits and not self._has_stepped_aside
 
     def _counts_adapters(self) -> bool:
         """Whether adapters of all who run count, and of those whose KV is being loaded.
@@ -256,6 +265,7 @@ class Steering:
         if num_more:
             places = np.concatenate([decodes, places, parts]).astype(np.intp)
             left = left[~np.isin(left, [*decodes, *parts])]
+        self._is_reordered = True
         held = [running[place] for place in left.tolist()]
         shown = list(map(running.__getitem__, places.tolist()))
         self.counts["num_reordered"] += bool(np.count_nonzero(places[1:] < places[:-1]))
