@@ -126,7 +126,7 @@ class Steering:
         """Let vLLM see what the plan says, until `put_back`; all as it is where that fails."""
         scheduler = self._scheduler
         if self._is_reordered and plan.run is None and plan.problem == NEUTRAL.problem:
-            self._guard.book("putting requests back in vLLM's order", self._put_in_own_order)
+            self._put_in_own_order()
         if plan is SETTLED or (plan is NEUTRAL and not self._limits_vllm()):
             return
         running = scheduler.running
@@ -165,7 +165,12 @@ class Steering:
     def _put_in_own_order(self) -> None:
         """Requests with a slot in the order in which they got it, as vLLM would have them."""
         self._is_reordered = False
-        self._scheduler.running.sort(key=self._booking.admission_of)
+        try:
+            self._scheduler.running = sorted(
+                self._scheduler.running, key=self._booking.admission_of
+            )
+        except Exception as error:
+            self._guard.failed_beside("putting requests back in vLLM's order", error)
 
     def _limits_vllm(self) -> bool:
         """Whether a step without a plan is not all vLLM's."""
