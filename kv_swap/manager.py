@@ -343,16 +343,26 @@ class SwapManager:
         if self._slots is None or num_slots > self._slots.num_slots:
             return None
         if num_slots > self._slots.num_free_slots:
-            for other in self.evictable():
-                if other != req_id and other not in self._loading:
-                    self.counts.num_evicted += self.host_tokens(other)
-                    self.drop(other)
+            others = [each for each in self.evictable() if each != req_id]
+            others = [each for each in others if each not in self._loading]
+            num_free = self._slots.num_free_slots + sum(map(self._num_idle_slots, others))
+            if num_slots > num_free:
+                return None
+            for other in others:
                 if num_slots <= self._slots.num_free_slots:
                     break
+                self.counts.num_evicted += self.host_tokens(other)
+                self.drop(other)
         try:
             return self._slots.allocate(num_slots)
         except PoolExhaustedError:
             return None
+
+    def _num_idle_slots(self, req_id: str) -> int:
+        """Slots of a copy that come free as soon as it is dropped."""
+        copy = self._copies.get(req_id)
+        idle = [] if copy is None else [each for each in copy.segments if not each.num_users]
+        return sum(len(image.slots) for segment in idle for image in segment.images)
 
     def _order_save(
         self, req_id: str, segment: Segment, blocks: Sequence[Sequence[Any]], frees_blocks: bool
@@ -411,6 +421,16 @@ class SwapManager:
             segment.is_saved = True
             if segment.is_dropped:
                 self._free_slots(segment)
+            elif not entry.job.is_load:
+                self._drop_replaced(entry.job.req_id, segment)
+
+    def _drop_replaced(self, req_id: str, segment: Segment) -> None:
+        """Forget what a segment on the host replaces: those before it that it has all of."""
+        segments = self._copies[req_id].segments
+        for each in segments[: segments.index(segment)]:
+            if each.first_token >= segment.first_token and each.end_token <= segment.end_token:
+                segments.remove(each)
+                self._drop_segment(each)
 
     def _release(self, entry: _InFlight) -> None:
         pins, entry.pins, entry.frees_blocks = entry.pins, [], False

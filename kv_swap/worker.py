@@ -210,14 +210,23 @@ def _pool(slot_bytes: int, limit_bytes: int, num_workers: int) -> HostPool | Non
         return None
 
 
-#: What a container may have in all, and has taken, by the versions of control groups.
+#: By the versions of control groups: what a container may have in all, what it has taken, and where
+#: it says of which that is.
 _LIMITS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    (
+        "/sys/fs/cgroup/memory.max",
+        "/sys/fs/cgroup/memory.current",
+        "/sys/fs/cgroup/memory.stat",
+    ),
     (
         "/sys/fs/cgroup/memory/memory.limit_in_bytes",
         "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "/sys/fs/cgroup/memory/memory.stat",
     ),
 )
+#: Of that, files which the system keeps as long as nobody needs the memory, as those of the weights
+#: are after the start: where a control group has others below it, with these.
+_FILES = ("active_file", "inactive_file")
 
 
 def _available_bytes(path: str = "/proc/meminfo") -> int | None:
@@ -235,10 +244,20 @@ def _available_bytes(path: str = "/proc/meminfo") -> int | None:
     return min((each for each in found if each is not None), default=None)
 
 
-def _left_of_limit(limit: str, taken: str) -> int | None:
+def _left_of_limit(limit: str, taken: str, parts: str) -> int | None:
     """What a limit leaves, bytes; None without one ("max")."""
     try:
         most, used = (int(Path(each).read_text(encoding="ascii")) for each in (limit, taken))
     except (OSError, ValueError):
         return None
-    return max(0, most - used)
+    return min(most, max(0, most - used + _file_bytes(parts)))
+
+
+def _file_bytes(parts: str) -> int:
+    """Files that are kept in memory, bytes; 0 where that is not told."""
+    try:
+        lines = Path(parts).read_text(encoding="ascii").splitlines()
+        found = {name: int(number) for name, number in (line.split() for line in lines)}
+    except (OSError, ValueError):
+        return 0
+    return sum(found.get(f"total_{name}", found.get(name, 0)) for name in _FILES)

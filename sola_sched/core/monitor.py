@@ -152,11 +152,14 @@ class StateMonitor:
             arrival_s, first_token_s, predicted = request.arrival_s, math.nan, None
             slo, slo_class = request.slo, request.slo_class
             was = old.row_of.get(request.req_id)
-            is_same = was is not None and old.num_output[was] <= request.num_output
-            if is_same and old.arrival_s[was] <= now:  # not an earlier input of a session
+            if (
+                was is not None
+                and old.num_output[was] <= request.num_output
+                and old.arrival_s[was] <= now  # not an earlier input of a session
+            ):
                 arrival_s, first_token_s = float(old.arrival_s[was]), float(old.first_token_s[was])
                 predicted = old.predicted[was]
-                values = old.values(int(was))
+                values = old.values(was)
                 slo, slo_class = _targets_of(values) or slo, self.services.names[values.service]
             row = self.add(
                 request.req_id,

@@ -254,7 +254,7 @@ class SolaSchedulerMixin(_Host):
             )
         is_stalled = self._planning.scheduled(plan, output)
         has_nobody = not (num_scheduled or self.running or is_stalled or is_drained)
-        if has_nobody and self._pause_state is PauseState.UNPAUSED:
+        if has_nobody and self._pause_state is PauseState.UNPAUSED and not self._frees(output):
             self._steering.make_room()
         if self._steering.has_cadence and plan.admit is not None and num_scheduled:
             self._steering.note_capacity(output)
@@ -262,6 +262,12 @@ class SolaSchedulerMixin(_Host):
         if turns is not None:
             turns.scheduled(output)
         return output
+
+    def _frees(self, output: Any) -> bool:
+        """Whether blocks have come free in this step, or are about to."""
+        swapping = self._swapping
+        is_copying = swapping is not None and swapping.connector.has_pending_block_frees()
+        return is_copying or bool(getattr(output, "preempted_req_ids", None))
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self._booking.is_updating = True

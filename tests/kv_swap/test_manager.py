@@ -232,8 +232,11 @@ def make_manager(
     block_sizes: tuple[int, ...] = (4,),
     world_size: int = 1,
     is_int8: bool = False,
+    segment_tokens: int = 8,
 ) -> tuple[SwapManager, BlockPool]:
-    geometry = Geometry.of(block_sizes, is_int8=is_int8, group_tokens=None, segment_tokens=8)
+    geometry = Geometry.of(
+        block_sizes, is_int8=is_int8, group_tokens=None, segment_tokens=segment_tokens
+    )
     pool = BlockPool(NUM_BLOCKS)
     manager = SwapManager(geometry, world_size, pool.pin, pool.unpin)
     manager.report(Report(num_slots=num_slots))
@@ -278,6 +281,29 @@ def test_the_next_swap_out_copies_only_what_is_new() -> None:
     # Tokens 8 and 9 share a block with new ones, and raw images hold whole blocks.
     assert [(p.first_token, p.end_token) for p in job.pieces] == [(8, 15)]
     assert manager.host_tokens("a") == 15
+
+
+@pytest.mark.parametrize("segment_tokens", [2, 4, 8])
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_what_is_copied_again_gives_its_slots_back(is_int8: bool, segment_tokens: int) -> None:
+    manager, pool = make_manager(num_slots=60, is_int8=is_int8, segment_tokens=segment_tokens)
+    blocks = pool.take(10)
+    save(manager, [blocks], 10)
+    end_all(manager)
+    for num_tokens in range(11, 21):
+        before = manager.loadable("a", num_tokens - 1)
+        manager.load("a", 0, before, [[block.block_id for block in blocks]])
+        end_all(manager)
+        save(manager, [blocks], num_tokens)
+        jobs = manager.take_jobs()
+        for job in jobs:
+            manager.report(Report({job.job_id: 1}))
+            assert manager.loadable("a", 99) >= before, "what is there stays there"
+        manager.check_integrity()
+
+    assert manager.host_tokens("a") == 20
+    most = 5 if not is_int8 and segment_tokens >= 4 else 20
+    assert manager.num_slots - manager.num_free_slots <= most
 
 
 @pytest.mark.parametrize("is_int8", [False, True])
@@ -343,6 +369,22 @@ def test_copies_of_running_requests_give_way() -> None:
 
     assert save(manager, [second], 8) == 8
     assert (manager.host_tokens("old"), manager.counts.num_evicted) == (0, 8)
+
+
+@pytest.mark.parametrize("is_under_way", [False, True])
+def test_nobody_gives_way_where_that_is_not_enough(is_under_way: bool) -> None:
+    manager, pool = make_manager(num_slots=4)
+    first, second, third = pool.take(3), pool.take(1), pool.take(4)
+    manager.save("waits", [first], 12, num_processed=12, frees_blocks=True)
+    end_all(manager)
+    manager.save("old", [second], 4, num_processed=4, frees_blocks=False)
+    if not is_under_way:
+        end_all(manager)
+    manager.evictable = lambda: ["old"]
+
+    assert save(manager, [third], 16) == 0
+    end_all(manager)
+    assert (manager.host_tokens("old"), manager.counts.num_evicted) == (4, 0)
 
 
 def test_a_failed_copy_leaves_what_comes_before_it() -> None:

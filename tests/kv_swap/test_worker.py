@@ -383,17 +383,29 @@ def test_available_memory_is_read_where_the_system_tells(
 
 
 @pytest.mark.parametrize(
-    ("limit", "taken", "expected"),
-    [("4096", "1024", 3072), ("4096", "9999", 0), ("max", "1024", 8192), ("99999", "0", 8192)],
+    ("limit", "taken", "parts", "expected"),
+    [
+        ("4096", "1024", None, 3072),
+        ("4096", "9999", None, 0),
+        ("max", "1024", None, 8192),
+        ("99999", "0", None, 8192),
+        ("4096", "4000", "anon 100\ninactive_file 2000\nactive_file 900\n", 2996),
+        ("4096", "4000", "inactive_file 9\ntotal_inactive_file 2000\ntotal_active_file 0\n", 2096),
+        ("4096", "1024", "inactive_file 9999\nactive_file 0\n", 4096),
+        ("4096", "1024", "inactive_file many\n", 3072),
+        ("4096", "1024", "?", 3072),
+    ],
 )
 def test_a_container_has_no_more_memory_than_its_limit_leaves(
-    monkeypatch, tmp_path, limit, taken, expected
+    monkeypatch, tmp_path, limit, taken, parts, expected
 ) -> None:
-    """`/proc/meminfo` is the host's there."""
-    for name, text in (("max", limit), ("current", taken), ("meminfo", "MemAvailable: 8 kB")):
-        (tmp_path / name).write_text(text)
-    paths = str(tmp_path / "max"), str(tmp_path / "current")
-    monkeypatch.setattr(worker_module, "_LIMITS", (paths, ("no", "such")))
+    """`/proc/meminfo` is the host's there. Files that were read count as taken, but can go."""
+    texts = {"max": limit, "current": taken, "stat": parts, "meminfo": "MemAvailable: 8 kB"}
+    for name, text in texts.items():
+        if text is not None:
+            (tmp_path / name).write_text(text)
+    paths = tuple(str(tmp_path / name) for name in ("max", "current", "stat"))
+    monkeypatch.setattr(worker_module, "_LIMITS", (paths, ("no", "such", "file")))
 
     assert _available_bytes(str(tmp_path / "meminfo")) == expected
 

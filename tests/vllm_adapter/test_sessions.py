@@ -17,6 +17,7 @@ from live_sessions import (
     send_next,
 )
 from loaded_engine import with_remote_kv
+from needs import NEEDS_SWAPPING
 from virtual_runs import make_small_engine, step_until, warm_up
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
@@ -204,6 +205,43 @@ def test_sessions_that_go_on_together_in_full_memory_are_answered(is_async: bool
     assert by_ours[3] == 5
     assert scheduler.sola_stats()["failures"] == {}
     assert 1 <= scheduler.sola_stats()["num_kv_given_back"] <= 3
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("has_copies", [False, pytest.param(True, marks=NEEDS_SWAPPING)])
+def test_a_session_keeps_its_kv_where_another_has_just_left(
+    has_copies: bool, is_async: bool
+) -> None:
+    """vLLM preempts the one that runs alone and looks at nobody who waits in that step."""
+    options: dict[str, Any] = {"num_blocks": 40, "max_model_len": 512, "async_scheduling": is_async}
+    sola: dict[str, Any] = {}
+    if has_copies:
+        from sola_sched.simulator.swap_link import LinkSpeed
+
+        options["swap_link"] = LinkSpeed(100_000, 2e8)
+        sola["swap"] = {"mode": "raw", "host_gib": 0.3, "always": True}
+    engine = make_small_engine(sola_sched.Scheduler, sola, **options)
+    scheduler = engine.scheduler
+    open_session(engine, VirtualRequest("session", 0.0, 20, prompt_len=180))
+    step_until(engine, lambda: scheduler.num_waiting_for_streaming_input == 1, 300)
+    engine.add(VirtualRequest("alone", engine.clock.now, 390, prompt_len=100, max_tokens=390))
+    step_until(engine, lambda: engine.record("alone").num_output_tokens > 100, 300)
+    send_next(engine, "session", prompt_len=290)
+    preempted: list[str] = []
+    preempt = scheduler._preempt_request
+
+    def noted(request: Any, *args: Any, **kwargs: Any) -> None:
+        preempted.append(request.request_id)
+        preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = noted
+
+    step_until(engine, lambda: engine.record("alone").finish_reason is not None, 2000)
+
+    assert preempted == ["alone"]
+    assert scheduler.sola_stats()["num_kv_given_back"] == 0
+    assert engine.record("session").num_output_tokens > 20
+    assert scheduler.sola_stats()["failures"] == {}
 
 
 @pytest.mark.injects_failures
