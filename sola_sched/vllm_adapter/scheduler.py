@@ -265,8 +265,7 @@ class SolaSchedulerMixin(_Host):
 
     def _frees(self, output: Any) -> bool:
         """Whether blocks have come free in this step, or are about to."""
-        swapping = self._swapping
-        is_copying = swapping is not None and swapping.connector.has_pending_block_frees()
+        is_copying = self._swapping is not None and self._swapping.frees_soon()
         return is_copying or bool(getattr(output, "preempted_req_ids", None))
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

@@ -339,6 +339,10 @@ class Swapping:
         """The same plan where it is only counted: no copies ahead are ordered."""
         return self._ahead.leave_off(state, plan) if self.connector.options.ahead else plan
 
+    def frees_soon(self) -> bool:
+        """Whether blocks come free by themselves, as soon as copies have ended."""
+        return self.connector.has_pending_block_frees()
+
     def has_plenty(self, state: StepState) -> bool:
         """Whether memory will be enough for a while, and nobody waits for a copy."""
         from sola_sched.kv_swap.policy import has_plenty
