@@ -343,8 +343,8 @@ class SwapManager:
         if self._slots is None or num_slots > self._slots.num_slots:
             return None
         if num_slots > self._slots.num_free_slots:
-            others = [each for each in self.evictable() if each != req_id]
-            others = [each for each in others if each not in self._loading]
+            kept = {req_id, *self._loading}
+            others = [each for each in self.evictable() if each not in kept]
             num_free = self._slots.num_free_slots + sum(map(self._num_idle_slots, others))
             if num_slots > num_free:
                 return None

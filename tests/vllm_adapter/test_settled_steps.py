@@ -73,17 +73,21 @@ def problems_of(engine: VirtualEngine) -> dict[str, int]:
     return problems
 
 
-def test_one_of_eight_steps_is_planned_while_nothing_can_be_decided() -> None:
-    engine = make_engine()
-    decode_alone(engine)
-    asked = Asked(engine)
-    problems = problems_of(engine)
+def assert_one_of_eight_is_planned(engine: VirtualEngine, problem: str) -> None:
+    asked, num_before = Asked(engine), problems_of(engine)[problem]
 
     for _ in range(80):
         engine.step()
 
     assert asked.count == 10
-    assert problems_of(engine)["decode"] == problems["decode"] + 80
+    assert problems_of(engine)[problem] == num_before + 80
+
+
+def test_one_of_eight_steps_is_planned_while_nothing_can_be_decided() -> None:
+    engine = make_engine()
+    decode_alone(engine)
+
+    assert_one_of_eight_is_planned(engine, "decode")
 
 
 @pytest.mark.parametrize(
@@ -98,26 +102,16 @@ def test_one_of_eight_steps_is_planned_while_nothing_can_be_decided() -> None:
 def test_nor_while_step_times_are_unknown(options: dict[str, Any], reason: str) -> None:
     engine = make_cold_engine(**options)
     decode_alone(engine)
-    asked = Asked(engine)
-    problems = problems_of(engine)
 
-    for _ in range(80):
-        engine.step()
-
-    assert asked.count == 10
-    assert problems_of(engine)["neutral"] == problems["neutral"] + 80
+    assert_one_of_eight_is_planned(engine, "neutral")
     assert engine.scheduler._planning.why_unplanned(StepPlan()) == reason
 
 
 def test_nor_while_nobody_has_a_target() -> None:
     engine = make_engine(ttft_s=None, tpot_s=None)
     decode_alone(engine)
-    asked = Asked(engine)
 
-    for _ in range(80):
-        engine.step()
-
-    assert asked.count == 10
+    assert_one_of_eight_is_planned(engine, "neutral")
     assert engine.scheduler._planning.why_unplanned(StepPlan()) == "no_targets"
 
 

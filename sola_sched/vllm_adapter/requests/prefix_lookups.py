@@ -80,7 +80,7 @@ class PrefixLookups:
             monitor.expect_cached(row, self._look_up(requests[name]))
 
     def pass_step(self) -> None:
-        """A step passes, in which nobody is looked up."""
+        """A step passes: what look-ups have walked over beyond what steps allow is less by that."""
         self._debt = max(0, self._debt - BLOCKS_PER_STEP)
 
     def without_unknown(self, state: StepState, rows: IntArray) -> IntArray:

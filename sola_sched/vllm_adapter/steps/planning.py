@@ -193,9 +193,9 @@ class Planning:
         if self._lookups is not None:
             self._lookups.step(state.waiting, scheduler.requests, monitor)
         with_swaps = None
-        if (swapping := self._swapping) is not None:
-            swapping.expect_loads(state)
-            with_swaps = swapping.with_swaps if self._steers else swapping.as_with_swaps
+        if self._swapping is not None:
+            self._swapping.expect_loads(state)
+            with_swaps = self._swapping.with_swaps
         plan = pass_through(
             state,
             planner.plan(state),

@@ -332,12 +332,13 @@ class Swapping:
         return self._seams.num_cached_tokens(request) if self._seams.caches_prefixes else 0
 
     def with_swaps(self, state: StepState, plan: StepPlan) -> StepPlan:
-        """The plan with victims chosen in time; copies ahead are ordered. Call after planning."""
-        return self._ahead.order(state, plan) if self.connector.options.ahead else plan
+        """The plan with victims chosen in time. Call after planning.
 
-    def as_with_swaps(self, state: StepState, plan: StepPlan) -> StepPlan:
-        """The same plan where it is only counted: no copies ahead are ordered."""
-        return self._ahead.leave_off(state, plan) if self.connector.options.ahead else plan
+        Copies ahead are ordered, unless plans are only counted.
+        """
+        if not self.connector.options.ahead:
+            return plan
+        return self._ahead.order(state, plan, is_followed=self._scheduler.sola_config.steer)
 
     def frees_soon(self) -> bool:
         """Whether blocks come free by themselves, as soon as copies have ended."""

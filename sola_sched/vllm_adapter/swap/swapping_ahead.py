@@ -38,31 +38,25 @@ class SwappingAhead:
         self._adapters = AdapterSlots(scheduler, seams)
         self.residents: set[str] = set()
 
-    def order(self, state: StepState, plan: StepPlan) -> StepPlan:
-        """The plan with victims chosen in time; copies ahead are ordered."""
+    def order(self, state: StepState, plan: StepPlan, *, is_followed: bool = True) -> StepPlan:
+        """The plan with victims chosen in time; copies ahead are ordered if it is followed.
+
+        If it is not, whoever was loaded ahead waits without KV again: vLLM would start it before
+        all others.
+        """
         from sola_sched.kv_swap.policy import give_way, has_plenty, is_short, make_room
 
-        if has_plenty(state):  # the usual case, and cheap to see
-            self._drop_residents(state, False)
+        is_scarce = not has_plenty(state)  # seldom, and cheap to see
+        self._drop_residents(state, not is_followed or (is_scarce and is_short(state, plan)))
+        if is_followed:
             self._load_ahead(state, plan)
-            return plan if not len(state.waiting) else give_way(state, plan)
-        self._drop_residents(state, is_short(state, plan))
-        self._load_ahead(state, plan)
-        plan = give_way(state, make_room(state, plan))
-        self._save_ahead(state, plan)
+        if is_scarce:
+            plan = make_room(state, plan)
+        if is_scarce or len(state.waiting):
+            plan = give_way(state, plan)
+        if is_scarce and is_followed:
+            self._save_ahead(state, plan)
         return plan
-
-    def leave_off(self, state: StepState, plan: StepPlan) -> StepPlan:
-        """The same plan where it is not followed: nothing is ordered.
-
-        Who was loaded ahead waits without KV again: vLLM would start it before all others.
-        """
-        from sola_sched.kv_swap.policy import give_way, has_plenty, make_room
-
-        self._drop_residents(state, True)
-        if has_plenty(state):
-            return plan if not len(state.waiting) else give_way(state, plan)
-        return give_way(state, make_room(state, plan))
 
     def _save_ahead(self, state: StepState, plan: StepPlan) -> None:
         """Copy full blocks of a request that would leave next, while it runs."""
