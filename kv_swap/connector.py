@@ -333,12 +333,20 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             return action(*args)
         except Exception as error:
-            assert self.manager is not None
-            self._ledger.unpin_all()
-            self.manager = self.manager.successor()
-            self._starts_anew = True
+            self._forget_copies()
             self.has_ended = not self.on_failure(doing, error)
             return otherwise
+
+    def end(self) -> None:
+        """Make no copies any more, and forget those that there are."""
+        self._forget_copies()
+        self.has_ended = True
+
+    def _forget_copies(self) -> None:
+        assert self.manager is not None
+        self._ledger.unpin_all()
+        self.manager = self.manager.successor()
+        self._starts_anew = True
 
     # Worker side ----------------------------------------------------------------------------
 

@@ -143,6 +143,7 @@ class SolaSchedulerMixin(_Host):
             seams,
             booking=self._booking,
             rejecting=self._rejecting,
+            swapping=self._swapping,
             honours_priority=honours_priority,
         )
         self._shortage = Shortage(self, seams, self._steering.min_budget)

@@ -373,6 +373,8 @@ class Planning:
         self._booking.forget_rows()
         self._steering.step_aside()
         scheduler = self._scheduler
+        if self._swapping is not None and scheduler.lora_config:
+            self._swapping.end()  # with adapters it takes a queue of ours
         predictions, scheduler.sola_predictions = scheduler.sola_predictions, None
         if predictions is not None:  # its end may take seconds
             threading.Thread(target=predictions.close, daemon=True).start()

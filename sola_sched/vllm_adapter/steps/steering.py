@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sola_sched.vllm_adapter.requests.booking import Booking
     from sola_sched.vllm_adapter.requests.rejecting import Rejecting
     from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
+    from sola_sched.vllm_adapter.swap.swapping import Swapping
 
 #: vLLM's order of waiting requests under its priority policy.
 place_of = operator.attrgetter("priority", "arrival_time", "request_id")
@@ -42,6 +43,7 @@ class Steering:
         seams: Of the same scheduler.
         booking: Knows the rows of those that run.
         rejecting: Ends those that a plan rejects.
+        swapping: Copies KV to the host; None where nothing is swapped.
         honours_priority: Whether vLLM goes by the requests' priorities.
 
     Attributes:
@@ -61,11 +63,12 @@ class Steering:
         *,
         booking: Booking,
         rejecting: Rejecting,
+        swapping: Swapping | None,
         honours_priority: bool,
     ) -> None:
         self._scheduler, self._seams = scheduler, seams
         self._adapters = AdapterSlots(scheduler, seams)
-        self._booking, self._rejecting = booking, rejecting
+        self._booking, self._rejecting, self._swapping = booking, rejecting, swapping
         self._monitor, self._guard = scheduler.sola_monitor, scheduler.sola_guard
         scheduler.waiting = GuardedQueue(
             key=place_of if honours_priority else None,
@@ -178,12 +181,15 @@ class Steering:
     def _counts_adapters(self) -> bool:
         """Whether adapters of all who run count, and of those whose KV is being loaded.
 
-        Where plans are only counted nobody is held, and vLLM goes by those that it computes in the
-        step. With several batches in flight that is not enough, and its synchronous scheduler ends
-        the engine with too many adapters, so there all count, too.
+        vLLM goes by those that it computes in the step, and ends the engine if later too many are.
+        Where plans are only counted nobody is held, so these are all who run; but while copies to
+        the host hold blocks, whoever finds none waits for their end, and is not computed.
         """
         scheduler = self._scheduler
-        return bool(scheduler.lora_config) and not scheduler.sola_support.is_shadow
+        if not scheduler.lora_config:
+            return False
+        is_shadow, swapping = scheduler.sola_support.is_shadow, self._swapping
+        return not is_shadow or (swapping is not None and swapping.frees_soon())
 
     def _shares_tokens(self) -> bool:
         """Whether a step leaves tokens for all prompts that are computed in parts."""
