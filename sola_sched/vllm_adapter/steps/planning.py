@@ -190,6 +190,8 @@ class Planning:
         left_out = None
         if scheduler.lora_config:
             left_out = self._adapters.leave_out(state, active)
+            if self._steers:
+                seams.defer(scheduler.requests[state.table.req_id[row]] for row in left_out)
         if self._lookups is not None:
             self._lookups.step(state.waiting, scheduler.requests, monitor)
         with_swaps = None

@@ -210,7 +210,9 @@ class Steering:
             shown = list(scheduler.waiting) if shown is None else shown
         if counts_adapters:
             active, late = self._adapters.count()
-            shown = self._adapters.within(shown or (), active)
+            asking, shown = shown or [], self._adapters.within(shown or (), active)
+            if len(shown) < len(asking):
+                self._seams.defer(set(asking).difference(shown))
             if late:
                 self._seams.set_apart(list(late))
         if plan.run is not None:  # the plan orders by class itself: vLLM's victim is the last
