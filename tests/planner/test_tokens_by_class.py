@@ -117,8 +117,8 @@ def test_nobody_sits_out_for_a_prompt_that_finds_no_memory(policy: str) -> None:
     b.waiting("high", waited_s=0.1, prompt=60_000)
     state, plan = planned(policy, b)
     assert plan.admit is not None
-    if not len(plan.admit):
-        assert len(decodes_of(state, plan)) == NUM_DECODES
+    assert not len(plan.admit)
+    assert len(decodes_of(state, plan)) == NUM_DECODES
 
 
 def test_lost_decodes_of_a_lower_class_take_no_tokens_either() -> None:
