@@ -62,3 +62,49 @@ def test_a_request_that_is_cached_whole_starts_beside_a_decode_with_drafts(polic
 
     engine.run([first, second], on_step=note)
     assert tokens[0] == 1 + NUM_DRAFTS, tokens[:12]
+
+
+def times_of_high(policy: str, num_low: int, prompt_len: int) -> tuple[list[float], float]:
+    """TTFT of prompts of the higher class, and how long the whole load takes, seconds."""
+    engine = VirtualEngine(
+        Drafting,
+        model=TINY_MODEL,
+        num_blocks=4000,
+        max_model_len=2048,
+        max_num_seqs=64,
+        max_num_batched_tokens=128,
+        scheduling_policy="priority",
+        step_time=STEP_TIME,
+        additional_config={"sola_sched": {"policy": policy, "ttft_s": 1.0, "tpot_s": 0.1}},
+    )
+    engine.run(make_workload(30, 10.0, prompt=60))  # step times are known
+    start_s = engine.clock.now
+    low = [
+        VirtualRequest(f"low{number}", start_s + 0.05 * number, 400, prompt_len=20, priority=1)
+        for number in range(num_low)
+    ]
+    high = [
+        VirtualRequest(f"high{number}", start_s + 6.0 + 0.5 * number, 20, prompt_len=prompt_len)
+        for number in range(3)
+    ]
+    records = engine.run([*low, *high])
+    assert all(record.is_finished for record in records)
+    ttft_s = [
+        record.first_token_s - record.arrival_s
+        for record in records
+        if record.req_id.startswith("high")
+    ]
+    return ttft_s, engine.clock.now - start_s
+
+
+@pytest.mark.parametrize("prompt_len", [100, 1000])
+@pytest.mark.parametrize("policy", ["attain", "alise", "doubling"])
+def test_decodes_of_a_lower_class_delay_no_prompt_by_their_drafts(
+    policy: str, prompt_len: int
+) -> None:
+    """40 of them want 160 of the 128 tokens of a step: prompts waited until some had ended."""
+    alone, _ = times_of_high(policy, 0, prompt_len)
+    beside, all_s = times_of_high(policy, 40, prompt_len)
+    # The step under way ends first, and those that go on lengthen the last one.
+    assert max(beside) < max(alone) + 0.05, (alone, beside)
+    assert all_s < 16.0, "the low ones lose no more than the prompts take"
