@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sola_sched.config.live_options import CHANGEABLE, LiveOptions
+from sola_sched.config.sola_config import SolaConfig
 from sola_sched.errors import ConfigError
 
 START = {"ttft_s": 1.0, "tpot_s": 0.05, "classes": {"chat": {"ttft_s": 0.5, "share": 0.3}}}
@@ -147,6 +148,42 @@ def test_a_repaired_file_is_told_even_if_nothing_changes(tmp_path: Path) -> None
     assert options.look()
     path.unlink()
     assert options.look() == f"options unchanged ({path})"
+
+
+def refuse(config: SolaConfig) -> None:
+    raise OSError("no space left")
+
+
+def test_options_that_are_tried_out_in_vain_change_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "options.json"
+    options = live(path)
+    for changes in ({"ttft_s": 3.0}, {"ttft_s": 3.0, "steer": False}, {"safety": 0.5}):
+        write(path, changes)
+        assert options.look(refuse) == "options stay as they were: OSError('no space left')"
+        assert options.options == START
+        assert options.problem == "OSError('no space left')"
+
+
+def test_a_rollback_holds_though_it_is_tried_out_in_vain(tmp_path: Path) -> None:
+    path = tmp_path / "options.json"
+    options = live(path)
+    for before, rollback in (
+        ({}, {"steer": False}),
+        ({"ttft_s": 3.0}, {"steer": False}),
+        ({"ttft_s": 3.0}, {"ttft_s": 3.0, "steer": False}),
+    ):
+        write(path, before)
+        options.look()
+
+        write(path, rollback)
+        news = options.look(refuse)
+
+        assert news is not None
+        assert news.startswith(f"options changed ({path}): ")
+        assert "'steer' True -> False" in news
+        assert news.endswith("; the policy could not be made anew: OSError('no space left')")
+        assert options.problem is None
+        assert options.options == {**START, **rollback}
 
 
 @pytest.mark.parametrize("name", CHANGEABLE)
