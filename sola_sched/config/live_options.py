@@ -3,7 +3,8 @@
 The file (option ``options_file``) is a JSON object of options. Each replaces the option of the
 command line; without the file, those hold. What is read is checked as a whole: a file with anything
 wrong in it changes nothing. All processes of a server read the same file, so each has the same
-options in force without being told.
+options in force without being told. Only where an engine cannot go on with what the rules allow,
+as its policy refuses it, the others are told (`LiveOptions.refusal`) and follow.
 """
 
 from __future__ import annotations
@@ -80,6 +81,28 @@ class LiveOptions:
         if changes := _changes(before, config):
             return f"options changed ({path}): {changes}{but}"
         return f"options unchanged ({path})"
+
+    def refusal(self) -> dict[str, Any] | None:
+        """What other processes have to know, as JSON: that the file does not hold, and what does.
+
+        None while the file holds.
+        """
+        if self.problem is None:
+            return None
+        return {"file": self._stamp, "problem": self.problem, "options": dict(self.options)}
+
+    def follow(self, refusal: Mapping[str, Any]) -> None:
+        """Go on with the options of a process that refuses the file, if this one has read the same.
+
+        Args:
+            refusal: Its `refusal`, as it has arrived.
+        """
+        stamp = refusal["file"]
+        if self.path is None or (None if stamp is None else tuple(stamp)) != self._stamp:
+            return
+        options = refusal["options"]
+        self.config = SolaConfig.from_mapping({**options, _FILE: str(self.path)})
+        self.options, self.problem = options, refusal["problem"]
 
     def _try(
         self,

@@ -186,6 +186,64 @@ def test_a_rollback_holds_though_it_is_tried_out_in_vain(tmp_path: Path) -> None
         assert options.options == {**START, **rollback}
 
 
+def as_it_arrives(refusal: Any) -> Any:
+    return json.loads(json.dumps(refusal))
+
+
+def test_another_process_goes_on_with_the_options_of_one_that_refuses_the_file(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "options.json"
+    engine, front_end = live(path), live(path)
+    assert engine.refusal() is None
+    write(path, {"ttft_s": 3.0})
+    engine.look()
+    write(path, {"classes": {"batch": {}}})
+    engine.look(refuse)
+    front_end.look()
+    assert front_end.problem is None
+
+    front_end.follow(as_it_arrives(engine.refusal()))
+
+    assert front_end.problem == engine.problem == "OSError('no space left')"
+    assert front_end.config == engine.config
+    assert front_end.options == engine.options == {**START, "ttft_s": 3.0}
+    assert front_end.look() is None
+    path.unlink()
+    for each in (engine, front_end):
+        each.look()
+        assert (each.problem, each.refusal(), each.options) == (None, None, START)
+
+
+@pytest.mark.parametrize("was_there", [True, False])
+def test_a_refusal_of_another_file_is_not_followed(was_there: bool, tmp_path: Path) -> None:
+    path = tmp_path / "options.json"
+    write(path, {"ttft_s": 3.0})
+    engine, front_end = live(path), live(path)
+    if was_there:
+        write(path, {"ttft_s": 4.0})
+    else:
+        path.unlink()
+    engine.look(refuse)
+    write(path, {"ttft_s": 5.0})
+    front_end.look()
+
+    front_end.follow(as_it_arrives(engine.refusal()))
+
+    assert front_end.problem is None
+    assert front_end.config.ttft_s == 5.0
+
+
+def test_without_a_file_no_refusal_is_followed(tmp_path: Path) -> None:
+    path = tmp_path / "options.json"
+    write(path, {"ttft_s": 3.0})
+    engine, other = live(path), LiveOptions({"sola_sched": START})
+    path.unlink()
+    engine.look(refuse)
+    other.follow(as_it_arrives(engine.refusal()))
+    assert (other.problem, other.config.ttft_s) == (None, 1.0)
+
+
 @pytest.mark.parametrize("name", CHANGEABLE)
 def test_what_may_change_is_an_option_whose_default_can_be_written(
     name: str, tmp_path: Path
