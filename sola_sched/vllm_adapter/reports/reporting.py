@@ -101,6 +101,7 @@ class Reporting:
             swapped_bytes=self._swapped_bytes,
             load=self._load,
             engine=self._engine,
+            refusal=scheduler.sola_options.refusal,
         )
 
     def _engine(self) -> dict[str, Any] | None:
