@@ -32,7 +32,6 @@ import sola_sched
 from sola_sched.core.queues import PlannedQueue
 from sola_sched.core.state import StepPlan, StepState
 from sola_sched.simulator import StepTimeModel, VirtualEngine, VirtualRequest
-from sola_sched.simulator.swap_link import LinkSpeed
 from sola_sched.vllm_adapter.steps.adapter_slots import AdapterSlots
 
 pytestmark = pytest.mark.vllm
@@ -396,6 +395,8 @@ def _run_while_copies_hold_blocks(
     Returns:
         The engine, and who of the requests has not got all of its tokens.
     """
+    from sola_sched.simulator.swap_link import LinkSpeed
+
     swap = {"mode": "raw", "always": True, "host_gib": 1.0}
     engine = make_small_engine(
         sola_sched.Scheduler,
