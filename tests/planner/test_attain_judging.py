@@ -167,7 +167,9 @@ def test_who_is_late_by_the_clock_is_no_refusal_by_a_prediction() -> None:
 
 
 def test_who_is_spared_stays_until_it_is_served_and_no_other_of_its_kind_is() -> None:
-    b, planner = StateBuilder(max_num_running=1), make_attain(overload="reject")
+    """With a share of the time for those who are late."""
+    b = StateBuilder(max_num_running=1)
+    planner = make_attain(overload="reject", best_effort_share=0.05)
     b.decode("runs", first_ago_s=0.05, out=1)
     for number in range(30):
         row = b.waiting(f"w{number}", waited_s=0.0, prompt=50_000)
@@ -179,3 +181,24 @@ def test_who_is_spared_stays_until_it_is_served_and_no_other_of_its_kind_is() ->
             spared = row
         if number == 15:  # it is late by the clock as well now
             b.table.due_s[spared] = NOW - 1.0
+
+
+def test_without_a_share_for_the_late_who_is_spared_is_refused_once_it_is_late() -> None:
+    """It might wait for ever, and keep others of its kind from being spared."""
+    b = StateBuilder(max_num_running=1)
+    planner = make_attain(overload="reject", best_effort_share=0.0)
+    b.decode("runs", first_ago_s=0.05, out=1)
+    rejected: list[list[str]] = []
+    for number in range(22):
+        row = b.waiting(f"w{number}", waited_s=0.0, prompt=50_000)
+        if number == 8:
+            spared = row
+        if number == 12:
+            b.table.due_s[spared] = NOW - 1.0
+        rejected.append(b.names(planner.plan(b.build(max_num_tokens=100_000)).reject))
+        for name in rejected[-1]:
+            b.table.remove(name)
+
+    assert rejected[8] == []
+    assert rejected[12] == ["w8", "w12"]
+    assert sum(not names for names in rejected) == 2, "another one is spared after it"

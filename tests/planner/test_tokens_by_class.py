@@ -185,3 +185,15 @@ def test_decodes_sit_out_for_tokens_of_a_higher_class_alone_and_no_more_than_it_
     left = state.max_num_tokens - len(taking) * PER_DECODE
     wanted = np.maximum(table.prefill_target[uppers] - table.num_computed[uppers], 1).sum()
     assert left - PER_DECODE < wanted, "one more could go on"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_classes_below_the_decodes_that_sit_out_do_not_bring_them_back(policy: str) -> None:
+    b = busy()
+    b.waiting("high", waited_s=0.1, prompt=50)
+    for number in range(3):
+        b.waiting(f"low{number}", waited_s=0.2, prompt=50, slo=LOOSE, priority=2)
+    state, plan = planned(policy, b)
+    assert plan.admit is not None
+    assert b.names(plan.admit)[0] == "high"
+    assert room_of(state, plan) >= 50

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from fake_loads import Loading
 from virtual_model import TINY_MODEL
 from virtual_runs import STEP_TIME, make_workload
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -35,6 +36,34 @@ class Drafting(sola_sched.SolaSchedulerMixin, WithDrafts):
         for request in self.running:
             request.spec_token_ids = [] if request.is_prefill_chunk else [1] * NUM_DRAFTS
         return super().schedule(*args, **kwargs)
+
+
+class LoadingDrafts(Loading, Drafting):
+    """The same beside a connector that loads prompts."""
+
+
+@pytest.mark.parametrize("policy", ["attain", "paper", "alise", "doubling"])
+def test_requests_whose_prompts_were_loaded_resume_where_drafts_fill_the_steps(policy: str) -> None:
+    """vLLM pads their one token, and asserts that no limit of a chunk takes some of that."""
+    engine = VirtualEngine(
+        LoadingDrafts,
+        model=TINY_MODEL,
+        num_blocks=4000,
+        max_model_len=2048,
+        max_num_seqs=64,
+        max_num_batched_tokens=128,
+        step_time=STEP_TIME,
+        additional_config={"sola_sched": {"policy": policy, "ttft_s": 1.0, "tpot_s": 0.2}},
+    )
+    engine.run(make_workload(30, 10.0, prompt=60))  # step times are known
+    start_s = engine.clock.now
+    decodes = [VirtualRequest(f"d{i}", start_s + 0.05 * i, 200, prompt_len=20) for i in range(32)]
+    loads = [VirtualRequest(f"load{i}", start_s + 2.0, 20, prompt_len=100) for i in range(8)]
+
+    records = engine.run([*decodes, *loads])
+
+    assert all(record.is_finished for record in records)
+    assert engine.scheduler.sola_stats()["failures"] == {}
 
 
 @pytest.mark.parametrize("policy", ["attain", "paper", "alise", "doubling"])

@@ -368,21 +368,23 @@ def spare_one(step):
     """Of those that predictions alone refuse, spare one of each kind after many in a row.
 
     Whoever is refused computes nothing, so if all of a kind are, predictions that are wrong of it
-    stay wrong. The one that is spared is served, late if need be, and until it is no other.
+    stay wrong. The one that is spared is served, late if need be, and until it is no other. Without
+    a share of the time for the late it may not be served then, so it is refused.
     """
     at, account, tuning = step.at, step.account, step.tuning
     if not at.num_hopeless:
         return
     has_spared = np.zeros(NUM_KINDS, np.bool_)
     for place in range(at.num_started, at.num_prefills):
-        kind = _kind(step, place)
-        if step.requests[step.prefills[place].row].serial == account.spared[kind]:
+        kind, request = _kind(step, place), step.requests[step.prefills[place].row]
+        may_be_served = tuning.share > 0.0 or not _is_late(at, request)
+        if request.serial == account.spared[kind] and may_be_served:
             has_spared[kind] = True
             _spare(at, step.prefills[place])
     for place in range(at.num_started, at.num_prefills):
         kind, request = _kind(step, place), step.requests[step.prefills[place].row]
-        is_late = min(request.due_s, request.e2e_due_s) <= at.now_s  # whatever is predicted
-        if not step.prefills[place].is_hopeless or is_late or has_spared[kind]:
+        is_hopeless = step.prefills[place].is_hopeless
+        if not is_hopeless or _is_late(at, request) or has_spared[kind]:
             continue
         if account.num_refused[kind] < tuning.refused_in_a_row:
             account.num_refused[kind] += 1
@@ -390,6 +392,12 @@ def spare_one(step):
         account.num_refused[kind], account.spared[kind] = 0, request.serial
         has_spared[kind] = True
         _spare(at, step.prefills[place])
+
+
+@compiled
+def _is_late(at, request):
+    """Whether it is late by the clock, whatever is predicted."""
+    return min(request.due_s, request.e2e_due_s) <= at.now_s
 
 
 @compiled

@@ -26,7 +26,8 @@ def in_class_order(state: StepState, plan: StepPlan) -> StepPlan:
     - A running request takes part if anybody of a lower class does.
     - A prefill of a lower class that has begun waits where it would take the tokens of one that
       is admitted, and nobody is admitted past a waiting request of a higher class.
-    - A prefill that has begun takes no tokens of the decodes behind it.
+    - A prefill that has begun takes no tokens of the decodes behind it, unless others before it
+      that are computed whole take more than it is to have.
     - Requests of a lower class that sit out leave when the KV memory may not do for the others.
 
     Args:
@@ -46,6 +47,7 @@ def in_class_order(state: StepState, plan: StepPlan) -> StepPlan:
         # All are served, and the engine's own victim is of the lowest class.
         return dataclasses.replace(plan, admit=admit)
     run = stay if plan.run is None else plan.run[np.isin(plan.run, stay)]
+    admit = _without_those_in_the_way(state, stay, run, admit)
     run, num_more = _with_uppers(state, stay, run, admit)
     budget = min(state.max_num_tokens, budget + num_more * state.tokens_per_decode)
     run, admit = _without_lower_prefills(state, run, admit, budget)
@@ -85,6 +87,26 @@ def _admitted(state: StepState, admit: IntArray | None) -> IntArray:
     return _by_class(state, admit)
 
 
+def _without_those_in_the_way(
+    state: StepState, stay: IntArray, run: IntArray, admit: IntArray
+) -> IntArray:
+    """Those to admit, without the classes below decodes that sit out for a prompt of a higher one.
+
+    Else these would take part, as nobody waits for a lower class, and leave the prompt no tokens.
+    """
+    table = state.table
+    priority, is_decode = table.priority, table.phase[stay] == DECODE
+    held = priority[stay[is_decode & ~np.isin(stay, run)]]
+    if not len(held) or not (priority[admit] > held.min()).any():
+        return admit
+    prefills = np.concatenate([run[table.phase[run] != DECODE], admit])
+    prefills = prefills[priority[prefills] < held.min()]
+    tokens = int(np.count_nonzero(is_decode)) * state.tokens_per_decode
+    if not len(prefills) or tokens + int(chunks(state, prefills).sum()) <= state.max_num_tokens:
+        return admit
+    return admit[priority[admit] <= held.min()]
+
+
 def _with_uppers(
     state: StepState, stay: IntArray, run: IntArray, admit: IntArray
 ) -> tuple[IntArray, int]:
@@ -114,10 +136,9 @@ def _without_lower_prefills(
     is_lower = is_prefill & (table.priority[run] > table.priority[admit[0]])
     if not is_lower.any():
         return run, admit
-    new = np.maximum(table.prefill_target - table.num_computed, 1)
+    uppers = admit[table.priority[admit] < table.priority[run[is_lower]].max()]
     need = int(np.count_nonzero(~is_prefill)) * state.tokens_per_decode
-    need += int(new[run[is_prefill]].sum())
-    need += int(new[admit[table.priority[admit] < table.priority[run[is_lower]].max()]].sum())
+    need += int(chunks(state, np.concatenate([run[is_prefill], uppers])).sum())
     if need <= budget:
         return run, admit
     return run[~is_lower], admit[table.priority[admit] <= table.priority[run[is_lower]].min()]

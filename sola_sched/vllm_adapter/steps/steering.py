@@ -244,8 +244,16 @@ class Steering:
             budget = max(self.min_budget, plan.token_budget)
             scheduler.max_num_scheduled_tokens = min(scheduler.max_num_scheduled_tokens, budget)
         if plan.prefill_cap is not None:
-            cap = max(self.min_budget, plan.prefill_cap)
-            self._seams.limit_chunks(min(cap, self._seams.max_chunk() or cap), False)
+            self._limit_chunks(plan.prefill_cap)
+
+    def _limit_chunks(self, cap: int) -> None:
+        """Let each prefill have so many tokens, and no fewer than a decode with its drafts.
+
+        vLLM holds decodes to that limit too, and expects that a request with one token left to
+        compute, which it pads to the length of a decode, gets all of it.
+        """
+        cap = max(self.min_budget, self._tokens_per_decode, cap)
+        self._seams.limit_chunks(min(cap, self._seams.max_chunk() or cap), False)
 
     # Those with a slot ----------------------------------------------------------------------
 
@@ -349,7 +357,7 @@ class Steering:
         share = 0
         if lacking:
             share = max(self.min_budget, (budget - for_decodes) // len(lacking))
-            self._seams.limit_chunks(min(share, self._seams.max_chunk() or share), False)
+            self._limit_chunks(share)
         budget = max(budget, for_decodes + share * len(lacking))
         scheduler.max_num_scheduled_tokens = min(most, budget)
 
