@@ -104,7 +104,8 @@ def _without_those_in_the_way(
     tokens = int(np.count_nonzero(is_decode)) * state.tokens_per_decode
     if not len(prefills) or tokens + int(chunks(state, prefills).sum()) <= state.max_num_tokens:
         return admit
-    return admit[priority[admit] <= held.min()]
+    left: IntArray = admit[priority[admit] <= held.min()]
+    return left
 
 
 def _with_uppers(
