@@ -257,7 +257,7 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The jobs ordered since the last step."""
-        if self.manager is None:
+        if self.manager is None or not (self._starts_anew or self.manager.has_new_jobs):
             return SwapMetadata()
         none: list[Job] = []
         jobs = self._bounded("sending copies", none, self._take_jobs)
@@ -333,12 +333,20 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             return action(*args)
         except Exception as error:
-            assert self.manager is not None
-            self._ledger.unpin_all()
-            self.manager = self.manager.successor()
-            self._starts_anew = True
+            self._forget_copies()
             self.has_ended = not self.on_failure(doing, error)
             return otherwise
+
+    def end(self) -> None:
+        """Make no copies any more, and forget those that there are."""
+        self._forget_copies()
+        self.has_ended = True
+
+    def _forget_copies(self) -> None:
+        assert self.manager is not None
+        self._ledger.unpin_all()
+        self.manager = self.manager.successor()
+        self._starts_anew = True
 
     # Worker side ----------------------------------------------------------------------------
 
@@ -390,15 +398,17 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's copies to the accelerator, behind the step itself."""
-        self._submit(is_load=True)
+        if self._jobs:
+            self._submit(is_load=True)
 
     def wait_for_save(self) -> None:
         """Start this step's copies to the host, behind the step itself; waits for nothing."""
-        self._submit(is_load=False)
+        if self._jobs:
+            self._submit(is_load=False)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """The loads that ended, failed ones included."""
-        if self.worker is None:
+        if self.worker is None or self.worker.is_idle:
             return KVConnectorTransferResults()
         self._seen, loaded, failed = self.worker.poll()
         return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
@@ -422,7 +432,7 @@ class SolaKVSwapConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.close()
 
     def _submit(self, is_load: bool) -> None:
-        if self.worker is not None and self._jobs:
+        if self.worker is not None:
             self.worker.submit(job for job in self._jobs if job.is_load == is_load)
 
 

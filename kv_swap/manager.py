@@ -265,6 +265,11 @@ class SwapManager:
             if not entry.job.is_load:  # of copies that had failed
                 self._release(entry)
 
+    @property
+    def has_new_jobs(self) -> bool:
+        """Whether `take_jobs` would give any."""
+        return bool(self._new_jobs)
+
     def take_jobs(self) -> list[Job]:
         """The jobs ordered since the last call; workers get each exactly once."""
         jobs, self._new_jobs = self._new_jobs, []

@@ -58,6 +58,7 @@ class SwapWorker:
             for is_load in (False, True):
                 self._staging[is_load] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._has_reported = False
+        self._num_under_way = 0
         self._num_failed = 0
 
     @property
@@ -65,9 +66,15 @@ class SwapWorker:
         """Host slots of this worker."""
         return self.pool.num_slots if self.pool else 0
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether `poll` would have nothing to tell."""
+        return self._has_reported and not self._num_under_way
+
     def submit(self, jobs: Iterable[Job]) -> None:
         """Start copies, ordered after all steps submitted so far."""
         for job in jobs:
+            self._num_under_way += 1
             self.transfers.submit(job, self._copy)
 
     def poll(self) -> tuple[Report, set[str], set[str]]:
@@ -83,6 +90,7 @@ class SwapWorker:
             self._has_reported = True
         loaded, failed = set(), set()
         for ended in self.transfers.poll():
+            self._num_under_way -= 1
             job = ended.job
             report.num_ended[job.job_id] = 1
             if job.is_load:

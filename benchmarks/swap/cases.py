@@ -47,7 +47,8 @@ def policy_of(words: str) -> Iterator[None]:
         "defer": (mock.patch.object(AliseStep, "_gives_way", return_value=False),),
         "always": (mock.patch.object(alise_step, "MIN_GAIN", 0.0),),
         "alone": (
-            mock.patch.object(AliseStep, "_room", lambda self: self.state.max_num_tokens),
+            mock.patch.object(AliseStep, "_left_over", lambda self: self.state.max_num_tokens),
+            mock.patch.object(AliseStep, "_most", lambda self: self.state.max_num_tokens),
             mock.patch.object(AliseStep, "plan", _alone(AliseStep.plan)),
         ),
     }

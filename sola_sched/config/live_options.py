@@ -3,7 +3,8 @@
 The file (option ``options_file``) is a JSON object of options. Each replaces the option of the
 command line; without the file, those hold. What is read is checked as a whole: a file with anything
 wrong in it changes nothing. All processes of a server read the same file, so each has the same
-options in force without being told.
+options in force without being told. Only where an engine cannot go on with what the rules allow,
+as its policy refuses it, the others are told (`LiveOptions.refusal`) and follow.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class LiveOptions:
         """Take over what the file says, if it has changed.
 
         Args:
-            try_out: Called with the options before they hold; they do not if it raises.
+            try_out: Called with the options before they hold; they do not if it raises, except
+                for a rollback, which has to hold at once.
 
         Returns:
             What has happened, for the log; None if the file has not changed.
@@ -67,16 +69,59 @@ class LiveOptions:
         if path is None or (stamp := _stamp(path)) == self._stamp:
             return None
         self._stamp = stamp
+        but = ""
         try:
             options, config = self._read(path)
             if try_out is not None and config != self.config:
-                try_out(config)
+                but = self._try(try_out, options, config)
         except Exception as error:  # whatever is wrong with it, it changes nothing
             self.problem = str(error) if isinstance(error, ConfigError) else repr(error)
             return f"options stay as they were: {self.problem}"
         before, self.options, self.config, self.problem = self.config, options, config, None
-        changes = _changes(before, config)
-        return f"options changed ({path}): {changes}" if changes else f"options unchanged ({path})"
+        if changes := _changes(before, config):
+            return f"options changed ({path}): {changes}{but}"
+        return f"options unchanged ({path})"
+
+    def refusal(self) -> dict[str, Any] | None:
+        """What other processes have to know, as JSON: that the file does not hold, and what does.
+
+        None while the file holds.
+        """
+        if self.problem is None:
+            return None
+        return {"file": self._stamp, "problem": self.problem, "options": dict(self.options)}
+
+    def follow(self, refusal: Mapping[str, Any]) -> None:
+        """Go on with the options of a process that refuses the file, if this one has read the same.
+
+        Args:
+            refusal: Its `refusal`, as it has arrived.
+        """
+        stamp = refusal["file"]
+        if self.path is None or (None if stamp is None else tuple(stamp)) != self._stamp:
+            return
+        options = refusal["options"]
+        self.config = SolaConfig.from_mapping({**options, _FILE: str(self.path)})
+        self.options, self.problem = options, refusal["problem"]
+
+    def _try(
+        self,
+        try_out: Callable[[SolaConfig], object],
+        options: Mapping[str, Any],
+        config: SolaConfig,
+    ) -> str:
+        """Try options out; gives what is to be said of those that hold all the same."""
+        try:
+            try_out(config)
+        except Exception as error:
+            if not self._is_rollback(options):
+                raise
+            return f"; the policy could not be made anew: {error!r}"
+        return ""
+
+    def _is_rollback(self, options: Mapping[str, Any]) -> bool:
+        """Whether steering ends, and all else is as it is or as on the command line."""
+        return options in ({**self.options, "steer": False}, {**self._given, "steer": False})
 
     def _read(self, path: Path) -> tuple[Mapping[str, Any], SolaConfig]:
         changes = _content(path)

@@ -82,9 +82,21 @@ def chunk_s(at, new, has):
 @compiled
 def chunks_s(at, new, has, most):
     """What chunks of at most `most` tokens add to steps that run anyway, in all, seconds."""
+    return at.gamma[MIXED] * _chunks_of_one_s(at, new, has, most)
+
+
+@compiled
+def chunks_alone_s(at, new, has, most):
+    """As `chunks_s`, to steps without decodes."""
+    return at.gamma[PREFILL] * _chunks_of_one_s(at, new, has, most)
+
+
+@compiled
+def _chunks_of_one_s(at, new, has, most):
+    """C_0 of the chunks of one prompt without the constants of steps, seconds."""
     chunk = min(new, most)
     ctx = has + 0.5 * (new - chunk)  # tokens computed before its chunk, for a token on average
-    return at.gamma[MIXED] * (new * (at.a0 * ctx + at.b0 * chunk + at.c0))
+    return new * (at.a0 * ctx + at.b0 * chunk + at.c0)
 
 
 @compiled

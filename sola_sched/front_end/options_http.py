@@ -2,9 +2,10 @@
 
 The answer is a JSON object: the `options`, the `options_file` that can change them (null without
 that option), and the `problem`, why the present content of the file does not hold (null if it
-does). The front end reads the file by itself, so the answer is there while the engine is busy. A
-file that changes twice before the engine's next step, the second time to a wrong one, holds here in
-its first form and not there.
+does). The front end reads the file by itself, so the answer is there while the engine is busy. What
+only the engine refuses, as a planner of its own does, is in force here until the engine's next
+report says so. So is the first form of a file that changes twice before the engine's next step, the
+second time to a wrong one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from http import HTTPStatus
 from typing import Any
 
 from sola_sched.config.live_options import LiveOptions
+from sola_sched.config.policies import is_built_in, policy_class
+from sola_sched.config.sola_config import SolaConfig
 from sola_sched.front_end import server_args
 from sola_sched.front_end.json_answers import Send, send_json
 
@@ -37,8 +40,23 @@ def options_in_force(additional: Any) -> LiveOptions:
     if options is None:
         options = _in_force[key] = LiveOptions(additional)
     else:
-        options.look()
+        look(options)
     return options
+
+
+def look(options: LiveOptions) -> None:
+    """Take over what the file says, if it has changed and no policy of others refuses it."""
+    options.look(_try_out)
+
+
+def _try_out(config: SolaConfig) -> None:
+    """Make a policy of others, which may refuse options.
+
+    Policies of this package refuse none that the rules allow. They are not made here, since
+    `attain` would be compiled in the process that answers requests.
+    """
+    if not is_built_in(config.policy):
+        policy_class(config.policy)(config)
 
 
 class OptionsMiddleware:
@@ -62,7 +80,7 @@ class OptionsMiddleware:
 
 def answer(options: LiveOptions) -> dict[str, Any]:
     """The body of an answer."""
-    options.look()
+    look(options)
     path = options.path
     return {
         "options": options.options,

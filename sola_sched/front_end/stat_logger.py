@@ -17,7 +17,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from sola_sched.config.slo import DEFAULT_CLASS
 from sola_sched.front_end.fates_http import BOOK
 from sola_sched.front_end.load_feed import FEED
-from sola_sched.front_end.options_http import options_in_force
+from sola_sched.front_end.options_http import look, options_in_force
 from sola_sched.reports import carrier as telemetry_carrier
 from sola_sched.reports.fates import tpot_s, ttft_s
 from sola_sched.reports.slack import KINDS
@@ -130,7 +130,7 @@ class SolaStatLogger(AggregateStatLoggerBase):  # type: ignore[misc, unused-igno
     def _refused_now(self) -> float:
         """Asked for at each scrape: an idle server's file changes too."""
         try:
-            self._options.look()
+            look(self._options)
         except Exception:
             logger.debug("sola_sched: the options file could not be looked at", exc_info=True)
         return float(self._options.problem is not None)
@@ -150,7 +150,7 @@ class SolaStatLogger(AggregateStatLoggerBase):  # type: ignore[misc, unused-igno
         if self._is_broken:
             return
         try:
-            self._options.look()  # as often as the engine does, so that both see the same files
+            look(self._options)  # as often as the engine does, so that both see the same files
         except Exception:  # the engine says so too, and goes on with those it has
             logger.exception("sola_sched: the options file could not be looked at")
         try:
@@ -171,6 +171,8 @@ class SolaStatLogger(AggregateStatLoggerBase):  # type: ignore[misc, unused-igno
             self._observe(BOOK.add(report.fates, rank), engine)
             if report.engine is not None:
                 BOOK.engines[rank] = report.engine
+        if report.refused is not None:
+            self._options.follow(report.refused)
         at = (self._model_name, engine)
         self._is_refused.labels(*at).set(self._options.problem is not None)
         for name, counts in report.requests.items():

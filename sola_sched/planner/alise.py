@@ -25,8 +25,9 @@ class AlisePlanner(PreemptivePlanner):
        finds none displaces running requests of lower levels, the last ones first, if that
        saves more than it costs to compute their KV again, even if they end as early as one in
        twenty does, and while no more than a tenth of the engine's time goes into that.
-    3. *Who takes part?* All decodes: leaving one out of a batch saves little of its step. Prefills
-       in order of level up to the length of the chunk; a started prefill beyond it is held.
+    3. *Who takes part?* All decodes: leaving one out of a batch saves little of its step. But those
+       of lower classes leave their tokens to prompts of a higher one. Prefills in order of level up
+       to the length of the chunk; a started prefill beyond it is held.
 
     Departures from the paper, which has no chunked prefill and swaps every displaced KV: a chunk is
     kept short, since it delays all decodes, most of which have less to do than the request that

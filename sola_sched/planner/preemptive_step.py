@@ -35,6 +35,8 @@ _MAX_CREDIT_S = 2.0
 _MIN_CHUNK = 512
 _MAX_STRETCH = 1.25
 _TILE = 16
+#: Below every class.
+_NO_CLASS = np.iinfo(np.int64).max
 #: A plan that decided nothing new is kept for so many steps while nobody comes or goes, at most.
 _REVIEW_STEPS = 8
 
@@ -66,6 +68,8 @@ class PreemptiveStep:
 
     Attributes:
         holds, is_decode: Who has a slot, and who decodes.
+        goes_on: Who decodes in the step: the others sit it out for prompts of higher classes.
+        most, room: Prefill tokens that the step has time for, and those that it has; set by `plan`.
         left: Predicted output tokens left, after those in flight.
         new, ctx: Prompt tokens to compute, 0 for a decode; tokens of prompt and output.
         chunk: Of `new`, what one step may compute.
@@ -99,6 +103,7 @@ class PreemptiveStep:
         self.ctx = np.maximum(table.num_prompt[rows] + table.num_output[rows] + ahead, 1)
         self.time = ExecutionTime.of(state.cost, batch)
         self.num_settled = 0
+        self.goes_on = self.is_decode
 
     def _gives_way(self, holder: int, other: int) -> bool:
         """Whether a running request is to be displaced by a waiting one; these are places."""
@@ -124,7 +129,9 @@ class PreemptiveStep:
         # vLLM serves running requests first: the last prefill, cut short, must not be one of them.
         if len(admit) and len(started) and pending[-1] == started[-1]:
             started = started[:-1]
-        is_in = self.is_decode.copy()
+        if self.goes_on is not self.is_decode:  # not for those that find no room
+            self._hold_lower(order, np.concatenate([started, admit]))
+        is_in = self.goes_on.copy()
         is_in[started] = True
         run = kept[is_in[kept]]
         run, victims = self._with_room(run, kept, admit, victims)
@@ -166,7 +173,11 @@ class PreemptiveStep:
     def _chunk(self, order: IntArray) -> IntArray:
         """Prefills that the step has tokens for, in order; the last one may not fit whole."""
         pending = order[~self.is_decode[order]]
-        self.room = self._room()
+        self.most = self._most()
+        self.room = min(self._left_over(), self.most)
+        has_classes = self.state.has_classes and len(pending) > 0
+        if has_classes and self.room < min(self.most, self.chunk[pending].sum()):
+            self._hold_lower(order, pending)
         if not len(pending) or self.room <= 0:
             none: IntArray = pending[:0]
             return none
@@ -174,20 +185,51 @@ class PreemptiveStep:
         chosen: IntArray = pending[: int(np.searchsorted(ends, self.room, side="left")) + 1]
         return chosen
 
-    def _room(self) -> int:
-        """Prefill tokens of the step."""
+    def _hold_lower(self, order: IntArray, prefills: IntArray) -> None:
+        """Let decodes of lower classes sit out so that prefills find tokens, as few as possible.
+
+        Prompts end in as many steps as without them. The lowest class sits out first, and of a
+        class those that would be served last.
+        """
+        state, table = self.state, self.state.table
+        left_over, per_decode, num_held = self._left_over(), state.tokens_per_decode, 0
+        decodes = order[self.is_decode[order]]
+        priority, others = table.priority[self.rows[decodes]], table.priority[self.rows[prefills]]
+        for lowest in np.unique(priority[priority > others.min(initial=_NO_CLASS)]):
+            uppers = prefills[others < lowest]
+            uppers = uppers if state.chunks_prefills else uppers[:1]
+            num_lower = int(np.count_nonzero(priority >= lowest))
+            most = left_over + num_lower * per_decode
+            most = min(most, self.most, int(self.chunk[uppers].sum()))
+            if most > 0:
+                new = int(self.new[uppers].sum())
+                lacking = math.ceil(new / math.ceil(new / most)) - left_over
+                num_held = max(num_held, min(num_lower, math.ceil(lacking / per_decode)))
+        self.goes_on = self.is_decode
+        if num_held:
+            self.goes_on = self.is_decode.copy()
+            self.goes_on[decodes[-num_held:]] = False
+        self.room = min(left_over + num_held * per_decode, self.most)
+
+    def _left_over(self) -> int:
+        """Tokens that the decodes of the step leave over, if all take part."""
         state = self.state
         num_decodes = int(np.count_nonzero(self.is_decode))
-        room = state.max_num_tokens - num_decodes * state.tokens_per_decode
+        return state.max_num_tokens - num_decodes * state.tokens_per_decode
+
+    def _most(self) -> int:
+        """Prefill tokens that the step has time for."""
+        state = self.state
+        num_decodes = int(np.count_nonzero(self.is_decode))
         if not num_decodes:
-            return room
+            return state.max_num_tokens
         ctx = float(self.ctx[self.is_decode].sum())
         limit_s = _MAX_STRETCH * float(state.cost.decode_s(float(num_decodes), ctx))
         tokens = state.cost.max_prefill_tokens(limit_s, num_decodes, ctx, 0.0)
-        return min(room, max(_MIN_CHUNK, int(tokens) // _TILE * _TILE))
+        return max(_MIN_CHUNK, int(tokens) // _TILE * _TILE)
 
     def _budget(self, num_tokens: float) -> int | None:
-        num_decodes = int(np.count_nonzero(self.is_decode)) * self.state.tokens_per_decode
+        num_decodes = int(np.count_nonzero(self.goes_on)) * self.state.tokens_per_decode
         budget = num_decodes + int(min(num_tokens, self.room))
         return max(1, min(budget, self.state.max_num_tokens))
 

@@ -51,6 +51,7 @@ class TelemetryReport:
         load: For routers, see `load_text.to_json`; None where it is not asked for or not known.
         fates: Requests that have ended, as `fates.to_report`; None without any.
         engine: On which they ran, as `fates.engine_facts`; None where that is not known.
+        refused: Of the options file, as `LiveOptions.refusal`; None while the file holds.
     """
 
     requests: dict[str, list[int]] = field(default_factory=dict)
@@ -66,6 +67,7 @@ class TelemetryReport:
     load: str | None = None
     fates: dict[str, Any] | None = None
     engine: dict[str, Any] | None = None
+    refused: dict[str, Any] | None = None
 
     def to_text(self) -> str:
         """One line of JSON."""

@@ -1,6 +1,7 @@
 """The running system: a gateway before several vLLM servers, and both of them on Ray Serve.
 
-`gateway` is made of `proxy`'s parts; `resuming` continues the stream of a replica that is gone.
+`gateway` is made of `proxy`'s parts; `answering` is what its client gets, and `resuming` continues
+the stream of a replica that is gone.
 `ray_app` and `ray_router` are the doors to Ray Serve, `engine` is vLLM's own server inside a
 replica.
 

@@ -24,12 +24,12 @@ from sola_sched.proxy.headers import passed_back
 from sola_sched.proxy.json_object import encoded
 from sola_sched.proxy.owners import Owners, of_response, response_id
 from sola_sched.proxy.upstream import NOT_CONNECTED, Upstream, reason
-from sola_sched.serving.answers import Answer, beginning
+from sola_sched.serving.answering.answers import Answer, beginning
+from sola_sched.serving.answering.outgoing import Client, Outgoing
+from sola_sched.serving.answering.refusals import Refusals
 from sola_sched.serving.arrivals import ATTEMPT_HEADER
 from sola_sched.serving.call import Call, Lengths
 from sola_sched.serving.options import GatewayOptions
-from sola_sched.serving.outgoing import Client, Outgoing
-from sola_sched.serving.refusals import Refusals
 from sola_sched.serving.replicas import Attempt, Replica, Replicas
 from sola_sched.serving.resuming import events
 from sola_sched.serving.resuming.asked import Asked, without_query

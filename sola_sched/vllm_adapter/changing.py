@@ -65,11 +65,16 @@ class Changing:
             self._scheduler.sola_guard.failed("changing options", error)
 
     def _make(self, config: SolaConfig) -> None:
-        """Make what may refuse these options, before they hold."""
+        """Make what may refuse these options, before they hold.
+
+        A rollback holds even if this raises: with the planner that there is.
+        """
         scheduler = self._scheduler
+        support = support_of(scheduler.vllm_config, config)
+        self._made = scheduler.sola_planner, support
         before, scheduler.sola_config = scheduler.sola_config, config
         try:
-            self._made = scheduler.sola_new_planner(), support_of(scheduler.vllm_config, config)
+            self._made = scheduler.sola_new_planner(), support
         finally:
             scheduler.sola_config = before
 

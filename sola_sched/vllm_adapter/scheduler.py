@@ -9,6 +9,7 @@ The class here overrides what vLLM calls, and hands over to parts, each of which
 
     planning        observes the state and asks the planner
     steering        shows vLLM what the plan says, and puts it back
+    shortage        tells vLLM what a step was short of, and makes room where it would wait for ever
     rejecting        ends requests that a plan rejects, and answers them
     booking         tells the state what vLLM does; arrival_times and targets know the requests
     sessions        keeps streaming sessions whole that are preempted amid a turn
@@ -52,6 +53,7 @@ from sola_sched.vllm_adapter.requests.sessions import Sessions
 from sola_sched.vllm_adapter.requests.targets import Targets
 from sola_sched.vllm_adapter.steps.guarded_queue import GuardedQueue
 from sola_sched.vllm_adapter.steps.planning import Planning, cost_model_of
+from sola_sched.vllm_adapter.steps.shortage import Shortage
 from sola_sched.vllm_adapter.steps.steering import Steering
 from sola_sched.vllm_adapter.steps.turns import make_turns
 from sola_sched.vllm_adapter.support import refuse_others, support_of
@@ -141,8 +143,10 @@ class SolaSchedulerMixin(_Host):
             seams,
             booking=self._booking,
             rejecting=self._rejecting,
+            swapping=self._swapping,
             honours_priority=honours_priority,
         )
+        self._shortage = Shortage(self, seams, self._steering.min_budget)
         self._planning = Planning(
             self,
             seams,
@@ -159,6 +163,7 @@ class SolaSchedulerMixin(_Host):
             targets=targets,
             planning=self._planning,
             steering=self._steering,
+            shortage=self._shortage,
             swapping=self._swapping,
         )
         self._turns = make_turns(self)
@@ -255,9 +260,9 @@ class SolaSchedulerMixin(_Host):
         is_stalled = self._planning.scheduled(plan, output)
         has_nobody = not (num_scheduled or self.running or is_stalled or is_drained)
         if has_nobody and self._pause_state is PauseState.UNPAUSED and not self._frees(output):
-            self._steering.make_room()
+            self._shortage.make_room()
         if self._steering.has_cadence and plan.admit is not None and num_scheduled:
-            self._steering.note_capacity(output)
+            self._shortage.note_capacity(output)
         self._booking.scheduled(output, self._steering.num_held)
         if turns is not None:
             turns.scheduled(output)

@@ -450,11 +450,19 @@ class Seams:
         scheduler = self._scheduler
         queue = scheduler.skipped_waiting if self._has_skipped else scheduler.kv_holding_waiting
         queue.remove_requests(requests)
-        if not self._has_skipped:  # as vLLM marks those that it skips
-            scheduler.deferred_waiting.update(requests)
+        self.defer(requests)
+
+    def defer(self, requests: Iterable[Any]) -> None:
+        """Mark waiting requests as vLLM marks those that it skips: for want of an adapter slot.
+
+        It does not count them among those that it is short of room for. Up to 0.30 it counts those
+        that it sees, and these are not among them.
+        """
+        if not self._has_skipped:
+            self._scheduler.deferred_waiting.update(requests)
 
     def put_back(self) -> None:
-        """Undo that: they are the first again, in their order."""
+        """Undo `set_apart`: they are the first again, in their order."""
         scheduler = self._scheduler
         queue = scheduler.skipped_waiting if self._has_skipped else scheduler.kv_holding_waiting
         requests, self.apart = self.apart, []

@@ -16,7 +16,7 @@ from gateway_clients import gateway_to, until
 from listeners import Handler, RawClient, ask, post, run, status_of
 
 from sola_sched.proxy.limits import Limits
-from sola_sched.serving.answers import MOST_KEPT
+from sola_sched.serving.answering.answers import MOST_KEPT
 from sola_sched.serving.gateway import Gateway
 
 PATH = "/v1/embeddings"

@@ -26,10 +26,10 @@ from listeners import Handler, run, serving, upstream
 from multidict import CIMultiDict
 
 from sola_sched.cluster.routers import RoundRobin
+from sola_sched.serving.answering.outgoing import Outgoing
 from sola_sched.serving.arrivals import ATTEMPT_HEADER
 from sola_sched.serving.call import Call
 from sola_sched.serving.gateway import Gateway
-from sola_sched.serving.outgoing import Outgoing
 from sola_sched.serving.resuming.asked import Asked
 from sola_sched.serving.resuming.events import DONE
 from sola_sched.serving.resuming.plans import Plan, continuation, ending, replay, ways

@@ -14,8 +14,8 @@ pytest.importorskip("aiohttp")
 
 from multidict import CIMultiDict
 
+from sola_sched.serving.answering.outgoing import Outgoing
 from sola_sched.serving.call import Call
-from sola_sched.serving.outgoing import Outgoing
 from sola_sched.serving.resuming.asked import Asked
 from sola_sched.serving.resuming.events import EventSplitter, parse, without_token_ids
 from sola_sched.serving.resuming.plans import replay

@@ -16,7 +16,7 @@ from gateway_clients import gateway_to, until
 from listeners import run
 from multidict import CIMultiDict
 
-from sola_sched.serving.answers import Answer
+from sola_sched.serving.answering.answers import Answer
 from sola_sched.serving.call import Call, Lengths
 from sola_sched.serving.gateway import Gateway
 

@@ -26,7 +26,7 @@ WHOLE = output_of("hello", 12)
 def when_a_stream_is_read(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short streams are read when they are lost, of long ones most as they go."""
     if request.param == "as it goes":
-        monkeypatch.setattr("sola_sched.serving.outgoing._MOST_UNREAD", 0)
+        monkeypatch.setattr("sola_sched.serving.answering.outgoing._MOST_UNREAD", 0)
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1.0}, {}])

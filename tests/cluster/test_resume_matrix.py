@@ -82,7 +82,7 @@ def test_a_cut_stream_is_as_uncut_or_ends_with_an_error(
 ) -> None:
     setting = request.node.callspec.params["server"]
     if interval == 3:  # read as they go, as long streams are
-        monkeypatch.setattr("sola_sched.serving.outgoing._MOST_UNREAD", 0)
+        monkeypatch.setattr("sola_sched.serving.answering.outgoing._MOST_UNREAD", 0)
 
     counts, faults = asyncio.run(resumed(server.url, _bodies(interval), step))
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sola_sched.config.live_options import CHANGEABLE, LiveOptions
+from sola_sched.config.sola_config import SolaConfig
 from sola_sched.errors import ConfigError
 
 START = {"ttft_s": 1.0, "tpot_s": 0.05, "classes": {"chat": {"ttft_s": 0.5, "share": 0.3}}}
@@ -147,6 +148,100 @@ def test_a_repaired_file_is_told_even_if_nothing_changes(tmp_path: Path) -> None
     assert options.look()
     path.unlink()
     assert options.look() == f"options unchanged ({path})"
+
+
+def refuse(config: SolaConfig) -> None:
+    raise OSError("no space left")
+
+
+def test_options_that_are_tried_out_in_vain_change_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "options.json"
+    options = live(path)
+    for changes in ({"ttft_s": 3.0}, {"ttft_s": 3.0, "steer": False}, {"safety": 0.5}):
+        write(path, changes)
+        assert options.look(refuse) == "options stay as they were: OSError('no space left')"
+        assert options.options == START
+        assert options.problem == "OSError('no space left')"
+
+
+def test_a_rollback_holds_though_it_is_tried_out_in_vain(tmp_path: Path) -> None:
+    path = tmp_path / "options.json"
+    options = live(path)
+    for before, rollback in (
+        ({}, {"steer": False}),
+        ({"ttft_s": 3.0}, {"steer": False}),
+        ({"ttft_s": 3.0}, {"ttft_s": 3.0, "steer": False}),
+    ):
+        write(path, before)
+        options.look()
+
+        write(path, rollback)
+        news = options.look(refuse)
+
+        assert news is not None
+        assert news.startswith(f"options changed ({path}): ")
+        assert "'steer' True -> False" in news
+        assert news.endswith("; the policy could not be made anew: OSError('no space left')")
+        assert options.problem is None
+        assert options.options == {**START, **rollback}
+
+
+def as_it_arrives(refusal: Any) -> Any:
+    return json.loads(json.dumps(refusal))
+
+
+def test_another_process_goes_on_with_the_options_of_one_that_refuses_the_file(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "options.json"
+    engine, front_end = live(path), live(path)
+    assert engine.refusal() is None
+    write(path, {"ttft_s": 3.0})
+    engine.look()
+    write(path, {"classes": {"batch": {}}})
+    engine.look(refuse)
+    front_end.look()
+    assert front_end.problem is None
+
+    front_end.follow(as_it_arrives(engine.refusal()))
+
+    assert front_end.problem == engine.problem == "OSError('no space left')"
+    assert front_end.config == engine.config
+    assert front_end.options == engine.options == {**START, "ttft_s": 3.0}
+    assert front_end.look() is None
+    path.unlink()
+    for each in (engine, front_end):
+        each.look()
+        assert (each.problem, each.refusal(), each.options) == (None, None, START)
+
+
+@pytest.mark.parametrize("was_there", [True, False])
+def test_a_refusal_of_another_file_is_not_followed(was_there: bool, tmp_path: Path) -> None:
+    path = tmp_path / "options.json"
+    write(path, {"ttft_s": 3.0})
+    engine, front_end = live(path), live(path)
+    if was_there:
+        write(path, {"ttft_s": 4.0})
+    else:
+        path.unlink()
+    engine.look(refuse)
+    write(path, {"ttft_s": 5.0})
+    front_end.look()
+
+    front_end.follow(as_it_arrives(engine.refusal()))
+
+    assert front_end.problem is None
+    assert front_end.config.ttft_s == 5.0
+
+
+def test_without_a_file_no_refusal_is_followed(tmp_path: Path) -> None:
+    path = tmp_path / "options.json"
+    write(path, {"ttft_s": 3.0})
+    engine, other = live(path), LiveOptions({"sola_sched": START})
+    path.unlink()
+    engine.look(refuse)
+    other.follow(as_it_arrives(engine.refusal()))
+    assert (other.problem, other.config.ttft_s) == (None, 1.0)
 
 
 @pytest.mark.parametrize("name", CHANGEABLE)

@@ -7,12 +7,13 @@ the PATH.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,8 +158,30 @@ def inference_perf(server: Server, folder: Path, body: dict[str, Any], header: s
     )
 
 
-def run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+def aiperf(server: Server, folder: Path, body: dict[str, Any], header: str) -> Figures:
+    """Without a connection to a hub: with the variable for that it takes a path for a name."""
+    run([
+        *("aiperf", "profile", "--model", "tiny", "--tokenizer", str(server.model_dir)),
+        *("--url", server.url, "--endpoint-type", "completions", "--streaming"),
+        *("--isl", "40", "--osl", str(OUTPUT_TOKENS), "--concurrency", "4"),
+        *("--request-count", str(NUM_REQUESTS), "--use-server-token-count"),
+        *("--extra-inputs", json.dumps({"ignore_eos": True, "temperature": 0} | body)),
+        *(("--header", header.replace(": ", ":")) if header else ()),
+        *("--artifact-dir", str(folder), "--ui-type", "none", "--no-server-metrics"),
+    ], without=("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))  # fmt: skip
+    found = json.loads((folder / "profile_export_aiperf.json").read_text())
+    return Figures(
+        found["request_count"]["avg"], found["total_output_tokens"]["avg"],
+        found["time_to_first_token"]["avg"] / 1e3, found["inter_token_latency"]["avg"] / 1e3,
+    )  # fmt: skip
+
+
+def run(command: list[str], without: Collection[str] = ()) -> None:
+    """Run it, without some variables of the environment."""
+    env = {name: value for name, value in os.environ.items() if name not in without}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, check=False, env=env
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
 
 
@@ -166,6 +189,7 @@ CLIENTS: dict[str, tuple[str, Callable[..., Figures]]] = {
     "vllm bench serve": ("", vllm_bench),
     "guidellm": ("guidellm", guidellm),
     "inference-perf": ("inference-perf", inference_perf),
+    "aiperf": ("aiperf", aiperf),
 }
 
 

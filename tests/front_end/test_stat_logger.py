@@ -14,7 +14,9 @@ from fates import ended, record_of
 from prometheus_client import REGISTRY
 from vllm.v1.metrics.stats import SchedulerStats
 
-from sola_sched.front_end import stat_logger
+from sola_sched.config.live_options import LiveOptions
+from sola_sched.config.sola_config import SolaConfig
+from sola_sched.front_end import options_http, stat_logger
 from sola_sched.front_end.fates_http import answer
 from sola_sched.front_end.stat_logger import SolaStatLogger
 from sola_sched.reports import carrier as telemetry_carrier
@@ -132,3 +134,36 @@ def test_a_wrong_options_file_is_told_while_the_server_idles(
     assert value("sola_options_refused", "idle", 0) == 1.0
     file.write_text('{"ttft_s": 1}')
     assert value("sola_options_refused", "idle", 0) == 0.0
+
+
+def test_options_that_the_engine_refuses_hold_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    monkeypatch.setattr(options_http, "_in_force", {})
+    file = tmp_path / "options.json"
+    sola = {"ttft_s": 1.0, "options_file": str(file)}
+    logger, engine = make_logger("refused", **sola), LiveOptions({"sola_sched": sola})
+
+    def refuse(config: SolaConfig) -> None:
+        raise ValueError("this policy needs a TTFT")
+
+    def told() -> dict[str, Any]:
+        (options,) = options_http._in_force.values()
+        return options_http.answer(options)
+
+    file.write_text('{"ttft_s": null, "classes": {"new": {}}}')
+    engine.look(refuse)
+    assert told()["problem"] is None
+    for _ in range(2):
+        send(logger, 0, TelemetryReport(refused=engine.refusal()).to_text())
+        send(logger, 1, TelemetryReport().to_text())
+
+        assert value("sola_options_refused", "refused", 0) == 1.0
+        assert told()["options"] == {"ttft_s": 1.0}
+        assert "this policy needs a TTFT" in told()["problem"]
+    refusal = engine.refusal()
+    file.write_text('{"ttft_s": 2.0}')
+    send(logger, 0, TelemetryReport(refused=refusal).to_text())
+    assert value("sola_options_refused", "refused", 0) == 0.0
+    assert told()["options"] == {"ttft_s": 2.0}

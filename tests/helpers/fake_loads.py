@@ -64,13 +64,8 @@ class FakeLoads(KVConnectorBase_V1):
     def wait_for_save(self) -> None: ...
 
 
-class LoadingScheduler(sola_sched.Scheduler):
-    """Notes which loaded requests did not resume in the first step after their load.
-
-    Attributes:
-        num_resumed: Those that did.
-        late: The others, where a slot was free.
-    """
+class Loading:
+    """Of a scheduler: it has the connector."""
 
     def __init__(self, *, vllm_config: Any, **kwargs: Any) -> None:
         vllm_config.kv_transfer_config = KVTransferConfig(
@@ -78,6 +73,24 @@ class LoadingScheduler(sola_sched.Scheduler):
         )
         vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
         super().__init__(vllm_config=vllm_config, **kwargs)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        model_runner_output.kv_connector_output = KVConnectorOutput(
+            finished_recving=self.connector.ended() or None
+        )
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+
+class LoadingScheduler(Loading, sola_sched.Scheduler):
+    """Notes which loaded requests did not resume in the first step after their load.
+
+    Attributes:
+        num_resumed: Those that did.
+        late: The others, where a slot was free.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.num_resumed, self.late = 0, []
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -89,9 +102,3 @@ class LoadingScheduler(sola_sched.Scheduler):
         if len(loaded) <= free_slots:
             self.late += sorted(late)
         return output
-
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        model_runner_output.kv_connector_output = KVConnectorOutput(
-            finished_recving=self.connector.ended() or None
-        )
-        return super().update_from_output(scheduler_output, model_runner_output)

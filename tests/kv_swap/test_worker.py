@@ -225,7 +225,26 @@ def test_a_copy_that_fails_is_reported_once() -> None:
     report, loaded, failed = wait_for(worker, 1)
 
     assert (report.failed, loaded, failed) == ({1}, {"a"}, {"a"})
+    assert worker.is_idle
     assert worker.poll()[0].is_empty
+    worker.close()
+
+
+def test_a_worker_is_idle_once_all_that_it_has_to_tell_is_told() -> None:
+    """While it is, the engine's steps do not ask it."""
+    worker, _ = make_worker()
+    is_idle = [worker.is_idle]
+    worker.poll()  # tells the slots
+    is_idle.append(worker.is_idle)
+    worker.submit([save_job(1, [3], (0,)), load_job(2, [4], (1,))])
+    is_idle.append(worker.is_idle)
+    told: set[int] = set()
+    while len(told) < 2:
+        assert not worker.is_idle
+        told.update(worker.poll()[0].num_ended)
+
+    assert is_idle == [False, True, False]
+    assert worker.is_idle
     worker.close()
 
 

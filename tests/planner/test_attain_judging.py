@@ -111,3 +111,94 @@ def test_after_refusals_in_a_row_one_of_any_rank_is_served() -> None:
         for row in pair:
             b.table.remove(str(b.table.req_id[row]))
     assert number == AttainTuning().refused_in_a_row // 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "slo"),
+    [
+        pytest.param(50_000, SLO, id="its prompt takes 5 s"),
+        pytest.param(100, SloTarget(e2e_s=0.4), id="50 tokens take 0.5 s"),
+    ],
+)
+@pytest.mark.parametrize("has_others", [False, True])
+def test_refusals_of_a_kind_are_in_a_row_whatever_others_are_served(
+    prompt: int, slo: SloTarget, has_others: bool
+) -> None:
+    b, planner = StateBuilder(), make_attain(overload="reject")
+    for _ in range(AttainTuning().refused_in_a_row):
+        b.waiting("refused", waited_s=0.0, prompt=prompt, slo=slo)
+        if has_others:
+            b.waiting("served", waited_s=0.5)
+            b.table.length_class[b.waiting("ends", waited_s=0.5, slo=SloTarget(e2e_s=9.0))] = 1
+        plan = planner.plan(b.build(max_num_tokens=100_000))
+        assert b.names(plan.reject) == ["refused"]
+        b.table.remove("refused")
+        if has_others:
+            assert sorted(b.names(plan.admit)) == ["ends", "served"]
+            b.table.remove("served")
+            b.table.remove("ends")
+    b.waiting("spared", waited_s=0.0, prompt=prompt, slo=slo)
+    plan = planner.plan(b.build(max_num_tokens=100_000))
+    assert b.names(plan.admit) == ["spared"]
+    assert not len(plan.reject)
+
+
+def test_one_of_a_kind_that_begins_ends_the_row() -> None:
+    b, planner = StateBuilder(), make_attain(overload="reject")
+    for number in range(20):
+        b.waiting("refused", waited_s=0.995)  # its prompt takes 10 ms
+        if number % 5 == 4:
+            b.waiting("served", waited_s=0.5)
+        plan = planner.plan(b.build())
+        assert b.names(plan.reject) == ["refused"]
+        b.table.remove("refused")
+        if number % 5 == 4:
+            b.table.remove("served")
+
+
+def test_who_is_late_by_the_clock_is_no_refusal_by_a_prediction() -> None:
+    b, planner = StateBuilder(), make_attain(overload="reject")
+    for _ in range(20):
+        b.waiting("late", waited_s=1.5)
+        b.waiting("end is past", waited_s=1.5, slo=SloTarget(e2e_s=1.4))
+        assert sorted(b.names(planner.plan(b.build()).reject)) == ["end is past", "late"]
+        b.table.remove("late")
+        b.table.remove("end is past")
+
+
+def test_who_is_spared_stays_until_it_is_served_and_no_other_of_its_kind_is() -> None:
+    """With a share of the time for those who are late."""
+    b = StateBuilder(max_num_running=1)
+    planner = make_attain(overload="reject", best_effort_share=0.05)
+    b.decode("runs", first_ago_s=0.05, out=1)
+    for number in range(30):
+        row = b.waiting(f"w{number}", waited_s=0.0, prompt=50_000)
+        rejected = b.names(planner.plan(b.build(max_num_tokens=100_000)).reject)
+        assert rejected == ([] if number == 8 else [f"w{number}"])
+        for name in rejected:
+            b.table.remove(name)
+        if number == 8:
+            spared = row
+        if number == 15:  # it is late by the clock as well now
+            b.table.due_s[spared] = NOW - 1.0
+
+
+def test_without_a_share_for_the_late_who_is_spared_is_refused_once_it_is_late() -> None:
+    """It might wait for ever, and keep others of its kind from being spared."""
+    b = StateBuilder(max_num_running=1)
+    planner = make_attain(overload="reject", best_effort_share=0.0)
+    b.decode("runs", first_ago_s=0.05, out=1)
+    rejected: list[list[str]] = []
+    for number in range(22):
+        row = b.waiting(f"w{number}", waited_s=0.0, prompt=50_000)
+        if number == 8:
+            spared = row
+        if number == 12:
+            b.table.due_s[spared] = NOW - 1.0
+        rejected.append(b.names(planner.plan(b.build(max_num_tokens=100_000)).reject))
+        for name in rejected[-1]:
+            b.table.remove(name)
+
+    assert rejected[8] == []
+    assert rejected[12] == ["w8", "w12"]
+    assert sum(not names for names in rejected) == 2, "another one is spared after it"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from random_states import random_builder
+from states import StateBuilder
 
 from sola_sched.config.sola_config import SolaConfig
 from sola_sched.core.state import DECODE, IntArray, StepPlan, StepState
 from sola_sched.planner import make_planner, pass_through
+from sola_sched.planner.passes import in_class_order
 
 
 def tokens_of(state: StepState, rows: IntArray) -> IntArray:
@@ -93,3 +95,38 @@ def test_no_class_loses_kv_slot_or_step_to_a_lower_one(policy: str, seed: int) -
     running, waiting = set(state.running.tolist()), set(state.waiting.tolist())
     if running or waiting:
         assert plan.run is None or len(plan.run) or len(plan.admit), "nothing would run"
+
+
+def test_a_begun_prompt_of_a_higher_class_takes_no_tokens_of_the_decodes_behind_it() -> None:
+    b = StateBuilder()
+    for number in range(20):
+        b.decode(f"low{number}", first_ago_s=0.5, out=10, priority=1)
+    b.prefill("high", waited_s=0.1, computed=100, prompt=900)
+    state = b.build(max_num_tokens=512)
+    decodes, high = state.running[:20], state.running[20:]
+
+    plan = in_class_order(state, StepPlan(run=np.append(decodes, high), token_budget=320))
+
+    assert plan.run is not None
+    assert plan.run.tolist() == [*high, *decodes]
+    assert (plan.token_budget, plan.prefill_cap) == (320, 300)
+
+
+def test_prompts_behind_one_that_gets_a_part_sit_out() -> None:
+    b = StateBuilder()
+    for number in range(20):
+        b.decode(f"low{number}", first_ago_s=0.5, out=10, priority=2)
+    for name, priority in (("first", 0), ("second", 0), ("third", 1)):
+        b.prefill(name, waited_s=0.1, computed=100, prompt=900, priority=priority)
+    b.waiting("last", waited_s=0.1, priority=2)
+    state = b.build(max_num_tokens=512)
+    names = state.table.req_id
+
+    plan = in_class_order(state, StepPlan(run=state.running, admit=state.waiting, token_budget=320))
+
+    assert plan.run is not None
+    assert plan.admit is not None
+    assert [names[row] for row in plan.run][:2] == ["first", "low0"]
+    assert len(plan.run) == 21
+    assert plan.prefill_cap == 300
+    assert not len(plan.admit), "nobody starts past a prompt of a higher class that sits out"

@@ -68,7 +68,7 @@ def test_nobody_gives_way_for_one_that_is_not_admitted_then() -> None:
     other = not_tried.plan(fits_nowhere.build())
     assert not len(plan.preempt)
     assert as_lists(plan) == as_lists(other)
-    assert tried.account.tolist() == not_tried.account.tolist(), "time is booked twice"
+    assert tried.account.tobytes() == not_tried.account.tobytes(), "time is booked twice"
     assert tried.account.credit_s != 0.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from live_sessions import (
     send_next,
 )
 from loaded_engine import changed
+from needs import NEEDS_SWAPPING
 from virtual_model import TINY_MODEL
 from virtual_runs import make_small_engine, make_workload, step_until, warm_up
 from vllm.lora.request import LoRARequest
@@ -381,3 +383,72 @@ def test_with_pipeline_parallelism_no_batch_has_more_adapters_than_slots(is_asyn
 
     assert all(record.is_finished for record in engine.run())
     assert engine.scheduler.sola_support.own_order
+
+
+def _run_while_copies_hold_blocks(
+    sola: dict[str, Any], *, is_async: bool, change: Callable[[VirtualEngine], None] | None = None
+) -> tuple[VirtualEngine, list[str]]:
+    """Requests of five adapters, slots for two, and less memory than they take; after 3 s `change`.
+
+    While copies to the host end, whoever finds no block waits for them, and gets no tokens.
+
+    Returns:
+        The engine, and who of the requests has not got all of its tokens.
+    """
+    from sola_sched.simulator.swap_link import LinkSpeed
+
+    swap = {"mode": "raw", "always": True, "host_gib": 1.0}
+    engine = make_small_engine(
+        sola_sched.Scheduler,
+        {"ttft_s": 2.0, "tpot_s": 0.05, "swap": swap, "plan_limit_s": None, **sola},
+        num_blocks=220, max_num_seqs=32, max_num_batched_tokens=256, enable_prefix_caching=False,
+        swap_link=LinkSpeed(100_000, 2e7), stall_limit_s=60.0, async_scheduling=is_async,
+    )  # fmt: skip
+    engine.scheduler.lora_config = SimpleNamespace(max_loras=2)
+    rng = random.Random(0)
+    requests = make_workload(60, 12.0, seed=0)
+    for request in requests:
+        engine.add(request)
+        name = rng.choice("abcde")
+        engine._requests[request.req_id].lora_request = LoRARequest(name, ord(name), "/")
+    if change is not None:
+        step_until(engine, lambda: engine.clock.now > 3.0)
+        change(engine)
+    step_until(engine, lambda: False)
+    lengths = {request.req_id: request.output_len for request in requests}
+    return engine, [n for n, num in lengths.items() if engine.record(n).num_output_tokens != num]
+
+
+@NEEDS_SWAPPING
+@pytest.mark.parametrize("is_async", [False, True])
+def test_with_planning_off_nobody_starts_in_the_slots_of_those_who_wait_for_copies_to_end(
+    is_async: bool,
+) -> None:
+    """vLLM asserts that no more adapters than there are slots for are computed in a step."""
+    engine, lacking = _run_while_copies_hold_blocks({"steer": False}, is_async=is_async)
+
+    assert lacking == []
+    assert engine.scheduler.sola_stats()["swap"]["num_swapped_out"] > 1000
+    assert engine.scheduler.sola_stats()["failures"] == {}
+
+
+@NEEDS_SWAPPING
+@pytest.mark.injects_failures
+@pytest.mark.parametrize("is_async", [False, True])
+def test_after_stepping_aside_an_engine_with_adapters_swaps_nothing(is_async: bool) -> None:
+    """There is no queue of ours then that keeps who would start from vLLM."""
+    before = []
+
+    def fail(engine: VirtualEngine) -> None:
+        guard = engine.scheduler.sola_guard
+        while not guard.is_aside:
+            guard.failed("planning a step", RuntimeError("injected"))
+        before.append(engine.scheduler.sola_stats()["swap"]["num_swapped_out"])
+
+    engine, lacking = _run_while_copies_hold_blocks({}, is_async=is_async, change=fail)
+
+    assert lacking == []
+    assert before[0] > 0
+    assert engine.scheduler.sola_swap.has_ended
+    assert engine.scheduler.connector.num_pinned == 0
+    assert not engine.scheduler.sola_swap.has_pending_push_work()

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from telling_scheduler import TellingScheduler
 from virtual_runs import make_small_engine, make_workload, step_until, warm_up
 
 import sola_sched
@@ -155,6 +156,83 @@ def test_options_that_a_policy_refuses_change_nothing(tmp_path: Path) -> None:
     path.write_text('{"ttft_s": 0.9}')
     scheduler._changing.look()
     assert scheduler.sola_config.ttft_s == 0.9
+
+
+def test_what_an_engine_refuses_is_told_until_it_is_taken_back(tmp_path: Path) -> None:
+    class Choosy(TellingScheduler):
+        def sola_new_planner(self) -> Any:
+            if self.sola_config.ttft_s is None:
+                raise ValueError("this policy needs a TTFT")
+            return super().sola_new_planner()
+
+    path = tmp_path / "options.json"
+    engine = make_small_engine(Choosy, {**START, "options_file": str(path)})
+    scheduler = engine.scheduler
+    for request in make_workload(160, 16.0):
+        engine.add(request)
+    run_until(engine, 2.0)
+    assert {str(report.refused) for report in scheduler.received} == {"None"}
+
+    path.write_text('{"ttft_s": null}')
+    run_until(engine, 5.0)
+
+    refused = scheduler.received[-1].refused
+    assert refused is not None
+    assert refused["options"] == START
+    assert "this policy needs a TTFT" in refused["problem"]
+    path.unlink()
+    engine.run()
+    assert scheduler.received[-1].refused is None
+    assert scheduler.sola_stats()["failures"] == {}
+
+
+@pytest.mark.parametrize(
+    ("before", "rollback", "ttft_s"),
+    [
+        (None, '{"steer": false}', 0.4),
+        ('{"ttft_s": 0.9}', '{"steer": false}', 0.4),
+        ('{"ttft_s": 0.9}', '{"ttft_s": 0.9, "steer": false}', 0.9),
+    ],
+)
+def test_a_rollback_holds_where_the_planner_cannot_be_made(
+    before: str | None, rollback: str, ttft_s: float, tmp_path: Path
+) -> None:
+    class Breaking(sola_sched.Scheduler):
+        is_broken = False
+
+        def sola_new_planner(self) -> Any:
+            if self.is_broken:
+                raise OSError("no space left on device")
+            return super().sola_new_planner()
+
+    path = tmp_path / "options.json"
+    engine = make_small_engine(Breaking, {**START, "options_file": str(path)})
+    scheduler = engine.scheduler
+    if before is not None:
+        path.write_text(before)
+        scheduler._changing.look()
+    for request in make_workload(60, 16.0):
+        engine.add(request)
+    run_until(engine, 1.5)
+    Breaking.is_broken, planner = True, scheduler.sola_planner
+
+    path.write_text(rollback)
+    run_until(engine, 3.0)
+
+    assert "not steered" in str(scheduler.sola_support)
+    assert (scheduler.sola_config.steer, scheduler.sola_config.ttft_s) == (False, ttft_s)
+    assert scheduler.sola_options.problem is None
+    assert scheduler.sola_planner is planner
+    path.write_text('{"steer": true}')
+    scheduler._changing.look()
+    assert "no space left" in str(scheduler.sola_options.problem)
+    assert not scheduler.sola_support.steers
+    Breaking.is_broken = False
+    path.write_text('{"ttft_s": 1.2}')
+    engine.run()
+    assert scheduler.sola_support.steers
+    assert len(fates(engine)) == 60
+    assert scheduler.sola_stats()["failures"] == {}
 
 
 @pytest.mark.injects_failures

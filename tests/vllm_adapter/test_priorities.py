@@ -176,3 +176,26 @@ def test_vllms_own_victims_are_of_the_lowest_class() -> None:
     engine.run(make_workload(400, 30.0, 2))
     assert engine.scheduler.num_preempted > 20
     assert engine.scheduler.inversions == []
+
+
+@pytest.mark.parametrize("async_scheduling", MODES)
+def test_decodes_of_a_lower_class_go_on_beside_the_prompts_of_a_higher_one(
+    async_scheduling: bool,
+) -> None:
+    """A plan has tokens for both; vLLM would give all of them to a prompt that has begun."""
+    sola = {"ttft_s": 2.0, "tpot_s": 0.03, "plan_limit_s": None}
+    engine = make_engine(
+        sola_sched.Scheduler, sola, num_blocks=4000, async_scheduling=async_scheduling
+    )
+    lows = [VirtualRequest(f"low{i}", 0.05 * i, 300, 100, priority=1) for i in range(60)]
+    highs = [VirtualRequest(f"high{i}", 2.0 + 0.5 * i, 10, 1500) for i in range(16)]
+    for request in (*lows, *highs):
+        engine.add(request)
+    engine.run()
+
+    for request in highs:
+        record = engine.record(request.req_id)
+        assert record.first_token_s - record.arrival_s < 2.0
+    for request in lows:
+        record = engine.record(request.req_id)
+        assert (record.finished_s - record.first_token_s) / 299 < 0.03

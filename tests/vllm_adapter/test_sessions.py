@@ -25,7 +25,7 @@ from vllm.v1.request import RequestStatus
 
 import sola_sched
 from sola_sched.simulator import VirtualRequest
-from sola_sched.vllm_adapter.steps.steering import Steering
+from sola_sched.vllm_adapter.steps.shortage import Shortage
 from sola_sched.vllm_adapter.versions import Seams
 
 pytestmark = pytest.mark.vllm
@@ -246,15 +246,15 @@ def test_a_session_keeps_its_kv_where_another_has_just_left(
 
 @pytest.mark.injects_failures
 def test_a_failure_while_room_is_made_costs_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_room, failed = Steering._make_one_give_back, []
+    make_room, failed = Shortage._make_one_give_back, []
 
-    def fail_once(steering: Any) -> None:
+    def fail_once(shortage: Any) -> None:
         if not failed:
-            failed.append(steering)
+            failed.append(shortage)
             raise RuntimeError("injected")
-        make_room(steering)
+        make_room(shortage)
 
-    monkeypatch.setattr(Steering, "_make_one_give_back", fail_once)
+    monkeypatch.setattr(Shortage, "_make_one_give_back", fail_once)
     scheduler, num_tokens = _go_on_together(sola_sched.Scheduler, {}, True)
 
     assert min(num_tokens[:3]) >= 25

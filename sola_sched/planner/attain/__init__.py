@@ -23,7 +23,8 @@ Glossary:
 - *bank* of a decode: time until its next token is due. Token j after the first is due at
   ``first + j * TPOT``, so steps that were faster than the target have put time in the bank.
 - *lost*: it missed a target, or cannot meet one any more. *Alive*: not lost.
-- *held*: it keeps slot and KV, and sits the step out: one that is far ahead, or lost.
+- *held*: it keeps slot and KV, and sits the step out: one that is far ahead, or lost, or whose
+  tokens a prompt of a higher class takes.
 - *rank*: by priority and by what is owed to a service; a smaller one goes first, strictly.
 - *slack*: the longest step that keeps all alive decodes on course (the smallest bank, as a rule).
 - *lent*: later time of decodes for a longer step now, where else somebody were late.

@@ -8,6 +8,7 @@ import numpy as np
 
 from sola_sched.compiled.functions import compiled
 from sola_sched.cost.times import chunk_s, most_tokens
+from sola_sched.planner.attain.held import hold_lower_classes
 from sola_sched.planner.attain.lost import most_lent_s
 from sola_sched.planner.attain.pace import open_slots, token_room
 from sola_sched.planner.attain.records import MAY, ORDER
@@ -77,11 +78,16 @@ def _serve(step, count):
     if not count:
         return False
     first, room = may[0], token_room(at)
+    has = step.prefills[first].has
     for i in range(count):
         prefill = step.prefills[may[i]]
         end = at.chunk + prefill.chunk
         limit_s = at.upper_limit_s if prefill.rank <= at.upper_rank else at.limit_s
-        tokens = tokens_within(step, end, limit_s, room, step.prefills[first].has)
+        tokens = tokens_within(step, end, limit_s, room, has)
+        if at.has_ranks and tokens < end:
+            most = tokens_within(step, end, limit_s, at.max_num_tokens, has)
+            room = hold_lower_classes(step, prefill, most, room)
+            tokens = tokens_within(step, end, limit_s, room, has)
         is_cut = is_cut or tokens < end or prefill.chunk < prefill.new
         if tokens > at.chunk:
             may[at.num_served], at.chunk = may[i], tokens

@@ -163,6 +163,7 @@ def _choose_decodes(step, num_lost, are_prefills, passed_s):
     whose slot or KV those who start may need. Where prompts that can be on time want them, credit
     also pays for these, as the same share of the time that has passed; whoever cannot pay goes on
     until one of those takes its place. With swapping only where slots are short: see `_mark_safe`.
+    None on credit takes the tokens of a prompt of a higher class.
     """
     at, account, num_older, count = step.at, step.account, num_lost, 0
     if are_prefills:
@@ -172,6 +173,8 @@ def _choose_decodes(step, num_lost, are_prefills, passed_s):
     can = max(0, min(at.room // at.tokens_per_decode, num_lost + min(0, at.slots)))
     if at.free < at.num_decodes:
         can = 0
+    if _is_served_above(step, step.decodes[step.lists[LOST, 0]].row):
+        num_older = min(num_older, at.room // at.tokens_per_decode)
     ctx = 0
     while count < max(can, num_older):
         decode = step.decodes[step.lists[LOST, count]]
@@ -196,6 +199,15 @@ def _choose_decodes(step, num_lost, are_prefills, passed_s):
     at.lost_slots -= count
     at.lost_blocks -= ctx / at.block_size
     at.lost_run = count
+
+
+@compiled
+def _is_served_above(step, row):
+    """Whether a prompt of a higher class than that of a row is served."""
+    if not step.at.has_ranks or not step.at.num_served:
+        return False
+    first = step.prefills[step.lists[MAY, 0]].row
+    return step.requests[first].priority < step.requests[row].priority
 
 
 @compiled

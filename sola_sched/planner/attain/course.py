@@ -18,6 +18,7 @@ from sola_sched.planner.attain.lost import (
     is_rejected,
     judge_decodes,
     judge_prefills,
+    note_begun,
     spare_one,
 )
 from sola_sched.planner.attain.pace import find_pace
@@ -156,6 +157,10 @@ def _put_together(step):
             if is_rejected(step, place):
                 lists[REJECT, at.num_reject] = step.prefills[place].row
                 at.num_reject += 1
+        for i in range(at.num_served):
+            note_begun(step, lists[MAY, i])
+        for i in range(at.num_chosen):
+            note_begun(step, lists[CHOSEN, i])
     for i in range(at.num_served, at.num_served + at.num_offered):
         _list_prefill(step, lists[MAY, i], False)
     if not at.num_run and not at.num_admit:

@@ -1,12 +1,15 @@
-"""Which decodes sit a step out: those ahead of their schedules, while prompts want the time."""
+"""Which decodes sit a step out: those ahead of their schedules, while prompts want the time, and
+those of lower classes, while prompts want the tokens."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
 from sola_sched.compiled.functions import compiled
 from sola_sched.cost.times import chunk_overhead_s, chunk_s, decode_s, prompts_constant_s
-from sola_sched.planner.attain.records import NEAR, ORDER
+from sola_sched.planner.attain.records import GIVING, NEAR, ORDER, insert
 
 
 @compiled
@@ -110,9 +113,15 @@ def hold_decodes(step):
             if not decode.is_held:
                 num_taking += 1
                 ctx += decode.ctx
-    at.is_holding, at.num_taking, at.ctx_taking = num_taking < at.num_alive, num_taking, ctx
-    at.taking_s = decode_s(at, num_taking, ctx) if num_taking else 0.0
-    at.least_s = at.taking_s + chunk_overhead_s(at) if num_taking else prompts_constant_s(at)
+    _take_part(at, num_taking, ctx)
+
+
+@compiled
+def _take_part(at, num, ctx):
+    """So many of the decodes that are alive take part."""
+    at.is_holding, at.num_taking, at.ctx_taking = num < at.num_alive, num, ctx
+    at.taking_s = decode_s(at, num, ctx) if num else 0.0
+    at.least_s = at.taking_s + chunk_overhead_s(at) if num else prompts_constant_s(at)
 
 
 @compiled
@@ -129,3 +138,44 @@ def _is_urgent(step):
         if ends_s > at.limit_s:  # those that follow are in a later step
             return False
     return False
+
+
+@compiled
+def hold_lower_classes(step, prefill, most, room):
+    """Mark decodes of lower classes that sit out so that a prefill finds tokens; the new room.
+
+    As few as let its prompt end in as many steps as without any of them: the lowest class first,
+    and of a class those that came last.
+
+    Args:
+        most: Tokens for prompts up to this one that the step has time for.
+        room: Tokens that the decodes which take part leave over.
+    """
+    at, decodes, requests = step.at, step.decodes, step.requests
+    if most <= room:
+        return room
+    priority, num_uppers = requests[prefill.row].priority, 0
+    for place in range(at.num_decodes):
+        if not at.is_holding:
+            decodes[place].is_held = False
+        is_lower = requests[decodes[place].row].priority > priority
+        num_uppers += not decodes[place].is_lost and not is_lower
+    least_room = at.max_num_tokens - num_uppers * at.tokens_per_decode
+    most = min(most, least_room) - at.chunk
+    if most <= 0 or (not at.chunks_prefills and most < prefill.new):
+        return room
+    wanted = at.chunk + math.ceil(prefill.new / math.ceil(prefill.new / most))
+    lacking = math.ceil((wanted - room) / at.tokens_per_decode)
+    if lacking <= 0:
+        return room
+    line, keys, count, ctx = step.lists[GIVING], np.empty((lacking, 2)), 0, at.ctx_taking
+    for place in range(at.num_decodes):
+        decode = decodes[place]
+        request = requests[decode.row]
+        if request.priority > priority and not decode.is_lost and not decode.is_held:
+            count = insert(line, keys, count, place, -request.priority, -request.arrival_s)
+    for i in range(count):
+        decodes[line[i]].is_held = True
+        ctx -= decodes[line[i]].ctx
+    _take_part(at, at.num_taking - count, ctx)
+    return room + count * at.tokens_per_decode

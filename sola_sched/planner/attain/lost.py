@@ -8,9 +8,18 @@ import numpy as np
 
 from sola_sched.compiled.functions import compiled
 from sola_sched.core.state import DECODE
-from sola_sched.cost.times import chunk_overhead_s, chunks_s, decode_s, most_tokens
+from sola_sched.cost.times import chunk_overhead_s, chunks_alone_s, chunks_s, decode_s, most_tokens
 from sola_sched.planner.attain.held import wait_for_first
-from sola_sched.planner.attain.records import GIVING, PREEMPT, insert, is_in, rank_of
+from sola_sched.planner.attain.records import (
+    GIVING,
+    NUM_KINDS,
+    NUM_LENGTHS,
+    NUM_SIZES,
+    PREEMPT,
+    insert,
+    is_in,
+    rank_of,
+)
 
 
 @compiled
@@ -283,6 +292,8 @@ def _judge_prefill(at, tuning, prefill, request, chunk):
     todo = max(float(request.prefill_target) - done, 1.0)
     prefill.new, prefill.has, prefill.chunk = todo, done, todo
     prefill.service_s = chunks_s(at, todo, done, chunk)
+    if _is_judged_alone(at, tuning):
+        prefill.service_s = min(prefill.service_s, chunks_alone_s(at, todo, done, chunk))
     prefill.weight_s = prefill.service_s / request.weight
     if at.max_chunk:  # the steps that a long prompt takes before its last one count
         prefill.chunk = min(todo, float(at.max_chunk))
@@ -316,8 +327,20 @@ def _limit_s(at, tuning, prefill, request):
         left_s = tuning.keep * (request.e2e_due_s - at.now_s)
         step_s = max(at.decode_s, decode_s(at, 1.0, 0.0))  # it will be one of them
         token_s = _usual_token_s(at, step_s)
+        if at.num_prefills == 1 and _is_judged_alone(at, tuning):  # no prompts come in between
+            token_s = step_s / at.per_step
         limit_s = min(limit_s, left_s - (prefill.left - 1.0) * token_s)
     return limit_s
+
+
+@compiled
+def _is_judged_alone(at, tuning):
+    """Whether nobody decodes, and who would be late is refused.
+
+    Then its own steps tell what it takes. Steps beside decodes may not have run for long, and would
+    not if what is known of them refused all.
+    """
+    return tuning.rejects and not at.num_decodes
 
 
 @compiled
@@ -342,33 +365,66 @@ def is_overdue(step, place):
 
 @compiled
 def spare_one(step):
-    """After many refusals in a row serve one that would be refused, late if need be.
+    """Of those that predictions alone refuse, spare one of each kind after many in a row.
 
-    Whoever is refused computes nothing, so if all are, step times that are wrong stay wrong.
+    Whoever is refused computes nothing, so if all of a kind are, predictions that are wrong of it
+    stay wrong. The one that is spared is served, late if need be, and until it is no other. Without
+    a share of the time for the late it may not be served then, so it is refused.
     """
-    at, account, requests = step.at, step.account, step.requests
-    count, first, oldest, is_waiting = 0, np.inf, 0, False
-    is_computing = at.num_started > 0
-    for place in range(at.num_prefills):
-        prefill = step.prefills[place]
-        # One of an upper rank that is hopeless counts as feasible too, to go before lower ones.
-        is_computing = is_computing or (prefill.is_feasible and not prefill.is_hopeless)
-        if prefill.is_hopeless and prefill.due_s > 0.0:
-            request = requests[prefill.row]
-            count += 1
-            is_waiting = is_waiting or request.serial == account.spared
-            if request.arrival_s < first:
-                first, oldest = request.arrival_s, place
-    if is_computing or (account.spared >= 0 and not is_waiting):
-        account.num_refused, account.spared = 0, -1
-    if not count or is_computing:
+    at, account, tuning = step.at, step.account, step.tuning
+    if not at.num_hopeless:
         return
-    if account.num_refused < step.tuning.refused_in_a_row:
-        account.num_refused += count
-        return
-    step.prefills[oldest].is_hopeless = False
-    at.num_hopeless -= 1
-    account.spared = requests[step.prefills[oldest].row].serial
+    has_spared = np.zeros(NUM_KINDS, np.bool_)
+    for place in range(at.num_started, at.num_prefills):
+        kind, request = _kind(step, place), step.requests[step.prefills[place].row]
+        may_be_served = tuning.share > 0.0 or not _is_late(at, request)
+        if request.serial == account.spared[kind] and may_be_served:
+            has_spared[kind] = True
+            _spare(at, step.prefills[place])
+    for place in range(at.num_started, at.num_prefills):
+        kind, request = _kind(step, place), step.requests[step.prefills[place].row]
+        is_hopeless = step.prefills[place].is_hopeless
+        if not is_hopeless or _is_late(at, request) or has_spared[kind]:
+            continue
+        if account.num_refused[kind] < tuning.refused_in_a_row:
+            account.num_refused[kind] += 1
+            continue
+        account.num_refused[kind], account.spared[kind] = 0, request.serial
+        has_spared[kind] = True
+        _spare(at, step.prefills[place])
+
+
+@compiled
+def _is_late(at, request):
+    """Whether it is late by the clock, whatever is predicted."""
+    return min(request.due_s, request.e2e_due_s) <= at.now_s
+
+
+@compiled
+def _spare(at, prefill):
+    at.num_hopeless -= prefill.is_hopeless
+    prefill.is_hopeless = False
+
+
+@compiled
+def note_begun(step, place):
+    """If a prefill begins in this step, refusals of its kind are no longer in a row."""
+    if place >= step.at.num_started:
+        step.account.num_refused[_kind(step, place)] = 0
+
+
+@compiled
+def _kind(step, place):
+    """Number of those prefills that are refused by the same predictions.
+
+    What is learned of prompts is that of about the length that is left to compute. Where answers
+    have to end in time, it is the output length of their class too.
+    """
+    prefill, lengths = step.prefills[place], 0
+    request = step.requests[prefill.row]
+    if request.e2e_due_s < np.inf:
+        lengths = 1 + request.length_class % (NUM_LENGTHS - 1)
+    return lengths * NUM_SIZES + min(NUM_SIZES - 1, int(math.log2(prefill.new)))
 
 
 @compiled

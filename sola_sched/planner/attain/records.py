@@ -100,17 +100,22 @@ PREFILL = np.dtype([
     ("is_hopeless", "?"),
 ], align=True)  # fmt: skip
 
+#: Kinds of prompts whose refusals are counted apart: by tokens to compute, in powers of two, and
+#: for answers that have to end in time by class of output length; more classes share counts.
+NUM_SIZES, NUM_LENGTHS = 20, 16
+NUM_KINDS = NUM_SIZES * NUM_LENGTHS
+
 #: What spans steps.
 #:
 #: - credit_s: engine time that the lost have earned and not yet spent, at most `most_credit_s`
 #:   either way. unseen_s: engine time of steps in which nobody looked whether a lost one waits.
 #: - is_blocked: the oldest lost request has full credit but neither slot nor memory: nobody else
 #:   starts until it has.
-#: - num_refused, spared: requests refused in a row by predicted step times, while no prompt was
-#:   computed; number of the one that is served all the same, -1 for none.
+#: - num_refused, spared: by kind of prompt, requests refused in a row by predictions while none of
+#:   the kind was computed; number of the last one that is served all the same, -1 for none.
 ACCOUNT = np.dtype([
-    ("credit_s", "f8"), ("unseen_s", "f8"), ("is_blocked", "?"), ("num_refused", "i8"),
-    ("spared", "i8"),
+    ("credit_s", "f8"), ("unseen_s", "f8"), ("is_blocked", "?"),
+    ("num_refused", "i8", (NUM_KINDS,)), ("spared", "i8", (NUM_KINDS,)),
 ], align=True)  # fmt: skip
 
 #: Options of the operator and the constants of `AttainTuning`.

@@ -48,8 +48,8 @@ class AttainTuning:
         most_credit_s: Bound of the account of the lost, seconds: the longest burst of them.
         many_tiles, sub_tile: Chunks of fewer tiles come in these smaller multiples, tokens: what
             rounding down to a tile leaves out would be a large share of them.
-        refused_in_a_row: Requests that `overload: reject` refuses by predicted step times, while no
-            prompt is computed, before it serves one: its step shows whether they are right.
+        refused_in_a_row: Requests of a kind that `overload: reject` refuses by predictions, while
+            none of it is computed, before it serves one: that shows whether they are right.
         num_lost: Lost prefills looked at in a step, by arrival; bounds the time of a plan.
     """
 

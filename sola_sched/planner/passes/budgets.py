@@ -27,10 +27,10 @@ def with_whole_prompts(state: StepState, plan: StepPlan) -> StepPlan:
     run = state.running if plan.run is None else plan.run
     if plan.run is None and len(plan.preempt):
         run = run[~np.isin(run, plan.preempt)]
-    new = _chunks(state, plan.admit).tolist()
+    new = chunks(state, plan.admit).tolist()
     is_decode = table.phase[run] == DECODE
     started = run[~is_decode]
-    tokens = int(_chunks(state, started).sum())
+    tokens = int(chunks(state, started).sum())
     (decodes,) = is_decode.nonzero()
     tokens += len(decodes) * state.tokens_per_decode
     num_over = -(-(tokens + new[0] - most) // state.tokens_per_decode)
@@ -55,7 +55,7 @@ def with_whole_prompts(state: StepState, plan: StepPlan) -> StepPlan:
     )
 
 
-def _chunks(state: StepState, rows: IntArray) -> IntArray:
+def chunks(state: StepState, rows: IntArray) -> IntArray:
     """Tokens that each of these prefills takes in a step that has room for all of them."""
     table = state.table
     left: IntArray = np.maximum(table.prefill_target[rows] - table.num_computed[rows], 1)
@@ -110,7 +110,7 @@ def with_room_to_resume(state: StepState, plan: StepPlan, needs: Sequence[int]) 
     is_prefill = table.phase[rows] != DECODE
     begun = rows[is_prefill]
     room = budget - (len(rows) - len(begun)) * state.tokens_per_decode
-    left = _chunks(state, begun).tolist()
+    left = chunks(state, begun).tolist()
     if sum(left) + sum(needs) > room:
         if room < len(left) + len(needs):  # they would find nothing
             run, left = rows[~is_prefill], []

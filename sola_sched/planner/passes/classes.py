@@ -13,6 +13,7 @@ import numpy as np
 
 from sola_sched.core.state import DECODE, IntArray, StepPlan, StepState, blocks_of_step
 from sola_sched.planner.base import blocks_held
+from sola_sched.planner.passes.budgets import chunks
 
 #: Above every class.
 _NOBODY = np.iinfo(np.int64).min
@@ -25,6 +26,8 @@ def in_class_order(state: StepState, plan: StepPlan) -> StepPlan:
     - A running request takes part if anybody of a lower class does.
     - A prefill of a lower class that has begun waits where it would take the tokens of one that
       is admitted, and nobody is admitted past a waiting request of a higher class.
+    - A prefill that has begun takes no tokens of the decodes behind it, unless others before it
+      that are computed whole take more than it is to have.
     - Requests of a lower class that sit out leave when the KV memory may not do for the others.
 
     Args:
@@ -44,9 +47,14 @@ def in_class_order(state: StepState, plan: StepPlan) -> StepPlan:
         # All are served, and the engine's own victim is of the lowest class.
         return dataclasses.replace(plan, admit=admit)
     run = stay if plan.run is None else plan.run[np.isin(plan.run, stay)]
+    admit = _without_those_in_the_way(state, stay, run, admit)
     run, num_more = _with_uppers(state, stay, run, admit)
     budget = min(state.max_num_tokens, budget + num_more * state.tokens_per_decode)
     run, admit = _without_lower_prefills(state, run, admit, budget)
+    fitting, cap = _beside_decodes(state, run, budget, plan.prefill_cap)
+    if len(fitting) < len(run):
+        out = state.table.priority[run[~np.isin(run, fitting)]]
+        run, admit = fitting, admit[state.table.priority[admit] <= out.min()]
     leaving = _leaving(state, stay, run, budget, plan.preempt)
     if len(leaving):
         run = run[~np.isin(run, leaving)]
@@ -57,6 +65,7 @@ def in_class_order(state: StepState, plan: StepPlan) -> StepPlan:
         run=run,
         admit=admit,
         token_budget=None if plan.token_budget is None else budget,
+        prefill_cap=cap,
         preempt=np.concatenate([plan.preempt, leaving]) if len(leaving) else plan.preempt,
     )
 
@@ -76,6 +85,27 @@ def _admitted(state: StepState, admit: IntArray | None) -> IntArray:
     if len(out):
         admit = admit[priority[admit] <= priority[out].min()]
     return _by_class(state, admit)
+
+
+def _without_those_in_the_way(
+    state: StepState, stay: IntArray, run: IntArray, admit: IntArray
+) -> IntArray:
+    """Those to admit, without the classes below decodes that sit out for a prompt of a higher one.
+
+    Else these would take part, as nobody waits for a lower class, and leave the prompt no tokens.
+    """
+    table = state.table
+    priority, is_decode = table.priority, table.phase[stay] == DECODE
+    held = priority[stay[is_decode & ~np.isin(stay, run)]]
+    if not len(held) or not (priority[admit] > held.min()).any():
+        return admit
+    prefills = np.concatenate([run[table.phase[run] != DECODE], admit])
+    prefills = prefills[priority[prefills] < held.min()]
+    tokens = int(np.count_nonzero(is_decode)) * state.tokens_per_decode
+    if not len(prefills) or tokens + int(chunks(state, prefills).sum()) <= state.max_num_tokens:
+        return admit
+    left: IntArray = admit[priority[admit] <= held.min()]
+    return left
 
 
 def _with_uppers(
@@ -107,13 +137,40 @@ def _without_lower_prefills(
     is_lower = is_prefill & (table.priority[run] > table.priority[admit[0]])
     if not is_lower.any():
         return run, admit
-    new = np.maximum(table.prefill_target - table.num_computed, 1)
+    uppers = admit[table.priority[admit] < table.priority[run[is_lower]].max()]
     need = int(np.count_nonzero(~is_prefill)) * state.tokens_per_decode
-    need += int(new[run[is_prefill]].sum())
-    need += int(new[admit[table.priority[admit] < table.priority[run[is_lower]].max()]].sum())
+    need += int(chunks(state, np.concatenate([run[is_prefill], uppers])).sum())
     if need <= budget:
         return run, admit
     return run[~is_lower], admit[table.priority[admit] <= table.priority[run[is_lower]].min()]
+
+
+def _beside_decodes(
+    state: StepState, run: IntArray, budget: int, cap: int | None
+) -> tuple[IntArray, int | None]:
+    """Who runs, and the most tokens of a prefill, so that the decodes behind it find theirs.
+
+    The engine serves them in this order, and gives a prefill all that is left. The first that is to
+    get a part of its tokens is kept to it, and those behind it sit out, unless it would also cut
+    longer ones before it.
+    """
+    is_prefill = state.table.phase[run] != DECODE
+    (places,) = is_prefill.nonzero()
+    num_decodes = len(run) - len(places)
+    room = budget - num_decodes * state.tokens_per_decode
+    if not len(places) or places[0] >= num_decodes or room <= 0:
+        return run, cap
+    tokens = chunks(state, run[places])
+    if cap is not None:
+        tokens = np.minimum(tokens, cap)
+    ends = tokens.cumsum()
+    if ends[-1] <= room:
+        return run, cap
+    num_whole = int(ends.searchsorted(room, side="right"))
+    part = room - int(tokens[:num_whole].sum())
+    if part < tokens[:num_whole].max(initial=1):
+        return run, cap
+    return np.delete(run, places[num_whole + 1 :]), part
 
 
 def _leaving(

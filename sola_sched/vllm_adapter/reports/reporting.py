@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sola_sched.vllm_adapter.requests.targets import Targets
     from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
     from sola_sched.vllm_adapter.steps.planning import Planning
+    from sola_sched.vllm_adapter.steps.shortage import Shortage
     from sola_sched.vllm_adapter.steps.steering import Steering
     from sola_sched.vllm_adapter.swap.swapping import Swapping
 
@@ -33,7 +34,7 @@ class Reporting:
         scheduler: Of which they are.
         seams: Of the same scheduler.
         interval_log: Says when a line is due.
-        arrivals, targets, planning, steering, swapping: Parts with figures.
+        arrivals, targets, planning, steering, shortage, swapping: Parts with figures.
 
     Attributes:
         telemetry: Counts steps for the metrics.
@@ -50,11 +51,13 @@ class Reporting:
         targets: Targets,
         planning: Planning,
         steering: Steering,
+        shortage: Shortage,
         swapping: Swapping | None,
     ) -> None:
         self._scheduler, self._seams, self._interval_log = scheduler, seams, interval_log
         self._arrivals, self._targets = arrivals, targets
         self._planning, self._steering, self._swapping = planning, steering, swapping
+        self._shortage = shortage
         config = scheduler.sola_config
         self._has_log = bool(config.log_interval_s)
         self._missed_log = MissedLog(config.log_missed)
@@ -98,6 +101,7 @@ class Reporting:
             swapped_bytes=self._swapped_bytes,
             load=self._load,
             engine=self._engine,
+            refusal=scheduler.sola_options.refusal,
         )
 
     def _engine(self) -> dict[str, Any] | None:
@@ -171,6 +175,7 @@ class Reporting:
             "num_stalled": planning.num_stalled,
             "shadow": dict(planning.shadow),
             **self._steering.counts,
+            "num_kv_given_back": self._shortage.num_given_back,
         }
         if self._swapping is not None:
             figures["swap"] = self._swapping.stats()

@@ -77,6 +77,7 @@ class TelemetrySender:
         swapped_bytes: Callable[[], tuple[int, int]],
         load: Callable[[], str],
         engine: Callable[[], dict[str, Any] | None],
+        refusal: Callable[[], dict[str, Any] | None],
     ) -> None:
         """Send what is new with a step's `outputs`, now and then.
 
@@ -88,6 +89,7 @@ class TelemetrySender:
             swapped_bytes: Gives those to the host and back, since start.
             load: Gives the load, for routers.
             engine: Gives what it is, as `fates.engine_facts`.
+            refusal: Gives `LiveOptions.refusal`.
         """
         try:
             now_s = monitor.clock()
@@ -96,6 +98,7 @@ class TelemetrySender:
             carrier = telemetry_carrier.find_carrier(outputs)
             if carrier is not None:
                 report = self._counts.report(monitor, now_s, swapped_bytes())
+                report.refused = refusal()
                 if not is_followed:  # nobody knows
                     report.num_held = report.num_lost = 0
                     report.slack = [0] * len(report.slack)

@@ -190,6 +190,8 @@ class Planning:
         left_out = None
         if scheduler.lora_config:
             left_out = self._adapters.leave_out(state, active)
+            if self._steers:
+                seams.defer(scheduler.requests[state.table.req_id[row]] for row in left_out)
         if self._lookups is not None:
             self._lookups.step(state.waiting, scheduler.requests, monitor)
         with_swaps = None
@@ -373,6 +375,8 @@ class Planning:
         self._booking.forget_rows()
         self._steering.step_aside()
         scheduler = self._scheduler
+        if self._swapping is not None and scheduler.lora_config:
+            self._swapping.end()  # with adapters it takes a queue of ours
         predictions, scheduler.sola_predictions = scheduler.sola_predictions, None
         if predictions is not None:  # its end may take seconds
             threading.Thread(target=predictions.close, daemon=True).start()

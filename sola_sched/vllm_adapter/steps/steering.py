@@ -17,12 +17,13 @@ from vllm.v1.request import Request, RequestStatus
 from sola_sched.core.state import PREFILL, IntArray, StepPlan
 from sola_sched.vllm_adapter.steps.adapter_slots import AdapterSlots
 from sola_sched.vllm_adapter.steps.guarded_queue import GuardedQueue
-from sola_sched.vllm_adapter.versions import WAITS_FOR_INPUT, Seams
+from sola_sched.vllm_adapter.versions import Seams
 
 if TYPE_CHECKING:
     from sola_sched.vllm_adapter.requests.booking import Booking
     from sola_sched.vllm_adapter.requests.rejecting import Rejecting
     from sola_sched.vllm_adapter.scheduler import SolaSchedulerMixin
+    from sola_sched.vllm_adapter.swap.swapping import Swapping
 
 #: vLLM's order of waiting requests under its priority policy.
 place_of = operator.attrgetter("priority", "arrival_time", "request_id")
@@ -42,6 +43,7 @@ class Steering:
         seams: Of the same scheduler.
         booking: Knows the rows of those that run.
         rejecting: Ends those that a plan rejects.
+        swapping: Copies KV to the host; None where nothing is swapped.
         honours_priority: Whether vLLM goes by the requests' priorities.
 
     Attributes:
@@ -51,6 +53,7 @@ class Steering:
         offered: Waiting requests that vLLM was shown in it; None for all.
         counts: Interventions since start, by name.
         has_cadence: Prefills start at some steps only (`--prefill-schedule-interval`).
+        min_budget: The fewest tokens with which vLLM starts a prefill that is computed in parts.
     """
 
     def __init__(
@@ -60,11 +63,12 @@ class Steering:
         *,
         booking: Booking,
         rejecting: Rejecting,
+        swapping: Swapping | None,
         honours_priority: bool,
     ) -> None:
         self._scheduler, self._seams = scheduler, seams
         self._adapters = AdapterSlots(scheduler, seams)
-        self._booking, self._rejecting = booking, rejecting
+        self._booking, self._rejecting, self._swapping = booking, rejecting, swapping
         self._monitor, self._guard = scheduler.sola_monitor, scheduler.sola_guard
         scheduler.waiting = GuardedQueue(
             key=place_of if honours_priority else None,
@@ -75,7 +79,7 @@ class Steering:
         self._tokens_per_decode = 1 + int(scheduler.num_spec_tokens)
         # Chunks of models with aligned state must span a block, or they would never start.
         is_aligned = getattr(scheduler, "need_mamba_block_aligned_split", False)
-        self._min_budget = scheduler.block_size if is_aligned else 1
+        self.min_budget = scheduler.block_size if is_aligned else 1
         is_first_runner = not scheduler.vllm_config.use_v2_model_runner
         # vLLM's first model runner keeps the state of thinking budgets by place in the batch. When
         # one leaves and the last of the batch, without a budget, gets its place, the state stays.
@@ -89,7 +93,6 @@ class Steering:
         self.has_cadence = scheduler.scheduler_config.prefill_schedule_interval > 1
         # Since the engine was idle, of those who came, some with a seed, or a thinking budget.
         self._has_seeds = self._has_budgets = False
-        self._has_kept_some = False  # of those who wait, some for whom the engine had room
         self._has_stepped_aside = False
         self._is_reordered = False  # `running`, by plans, since it was in vLLM's order
         # While vLLM schedules, what it had before: policy, tokens of a step, and of a chunk.
@@ -98,9 +101,7 @@ class Steering:
         self.out_of_sight: list[Request] = []
         self.num_tokens = 0
         self.offered: list[Request] | None = None
-        self.counts = dict.fromkeys(
-            ("num_held", "num_reordered", "num_preempted_by_policy", "num_kv_given_back"), 0
-        )
+        self.counts = dict.fromkeys(("num_held", "num_reordered", "num_preempted_by_policy"), 0)
 
     def received(self, request: Request) -> None:
         """A request is about to be added."""
@@ -180,12 +181,15 @@ class Steering:
     def _counts_adapters(self) -> bool:
         """Whether adapters of all who run count, and of those whose KV is being loaded.
 
-        Where plans are only counted nobody is held, and vLLM goes by those that it computes in the
-        step. With several batches in flight that is not enough, and its synchronous scheduler ends
-        the engine with too many adapters, so there all count, too.
+        vLLM goes by those that it computes in the step, and ends the engine if later too many are.
+        Where plans are only counted nobody is held, so these are all who run; but while copies to
+        the host hold blocks, whoever finds none waits for their end, and is not computed.
         """
         scheduler = self._scheduler
-        return bool(scheduler.lora_config) and not scheduler.sola_support.is_shadow
+        if not scheduler.lora_config:
+            return False
+        is_shadow, swapping = scheduler.sola_support.is_shadow, self._swapping
+        return not is_shadow or (swapping is not None and swapping.frees_soon())
 
     def _shares_tokens(self) -> bool:
         """Whether a step leaves tokens for all prompts that are computed in parts."""
@@ -206,7 +210,9 @@ class Steering:
             shown = list(scheduler.waiting) if shown is None else shown
         if counts_adapters:
             active, late = self._adapters.count()
-            shown = self._adapters.within(shown or (), active)
+            asking, shown = shown or [], self._adapters.within(shown or (), active)
+            if len(shown) < len(asking):
+                self._seams.defer(set(asking).difference(shown))
             if late:
                 self._seams.set_apart(list(late))
         if plan.run is not None:  # the plan orders by class itself: vLLM's victim is the last
@@ -235,11 +241,19 @@ class Steering:
         """Let the step have no more tokens than the plan says, and each prefill."""
         scheduler = self._scheduler
         if plan.token_budget is not None:
-            budget = max(self._min_budget, plan.token_budget)
+            budget = max(self.min_budget, plan.token_budget)
             scheduler.max_num_scheduled_tokens = min(scheduler.max_num_scheduled_tokens, budget)
         if plan.prefill_cap is not None:
-            cap = max(self._min_budget, plan.prefill_cap)
-            self._seams.limit_chunks(min(cap, self._seams.max_chunk() or cap), False)
+            self._limit_chunks(plan.prefill_cap)
+
+    def _limit_chunks(self, cap: int) -> None:
+        """Let each prefill have so many tokens, and no fewer than a decode with its drafts.
+
+        vLLM holds decodes to that limit too, and expects that a request with one token left to
+        compute, which it pads to the length of a decode, gets all of it.
+        """
+        cap = max(self.min_budget, self._tokens_per_decode, cap)
+        self._seams.limit_chunks(min(cap, self._seams.max_chunk() or cap), False)
 
     # Those with a slot ----------------------------------------------------------------------
 
@@ -266,7 +280,7 @@ class Steering:
         sits_out[places] = False
         (left,) = sits_out.nonzero()
         decodes, parts = self._that_must(places, left, starting) if self._has_budgets else ([], [])
-        num_more = len(decodes) * self._tokens_per_decode + len(parts) * self._min_budget
+        num_more = len(decodes) * self._tokens_per_decode + len(parts) * self.min_budget
         if num_more:
             places = np.concatenate([decodes, places, parts]).astype(np.intp)
             left = left[~np.isin(left, [*decodes, *parts])]
@@ -311,7 +325,7 @@ class Steering:
             left -= min(num_new, longest) if is_part else self._tokens_per_decode
         num_starting = 0
         for request in starting[: max(0, self._seams.num_slots - len(self._scheduler.running))]:
-            if left < self._min_budget:
+            if left < self.min_budget:
                 break
             left -= min(request.num_tokens - request.num_computed_tokens, longest)
             num_starting += 1
@@ -342,8 +356,8 @@ class Steering:
             return
         share = 0
         if lacking:
-            share = max(self._min_budget, (budget - for_decodes) // len(lacking))
-            self._seams.limit_chunks(min(share, self._seams.max_chunk() or share), False)
+            share = max(self.min_budget, (budget - for_decodes) // len(lacking))
+            self._limit_chunks(share)
         budget = max(budget, for_decodes + share * len(lacking))
         scheduler.max_num_scheduled_tokens = min(most, budget)
 
@@ -406,57 +420,3 @@ class Steering:
                 return shown[:place]
             left -= max(num_new, self._tokens_per_decode)
         return shown
-
-    # After a step ---------------------------------------------------------------------------
-
-    def note_capacity(self, output: Any) -> None:
-        """Tell vLLM after a planned step whether the engine is short of room for prefills.
-
-        Of use with a cadence only. While room is short, vLLM lets prefills start at any step, also
-        between those at which data parallel ranks have agreed to. It goes by whether anybody is
-        left waiting; here by whether those who are find no slot, memory or tokens. Tokens that are
-        short because a plan kept requests waiting do not count.
-        """
-        self._guard.book("telling what the engine is short of", self._note_capacity, output)
-
-    def _note_capacity(self, output: Any) -> None:
-        scheduler = self._scheduler
-        first: Request | None = next(iter(scheduler.waiting), None)
-        if first is None or not self._seams.num_ready():
-            scheduler.prefill_capacity_bound = self._has_kept_some = False
-            return
-        is_chunked = scheduler.scheduler_config.enable_chunked_prefill
-        left = scheduler.max_num_scheduled_tokens - output.total_num_scheduled_tokens
-        lacks_tokens = left < (self._min_budget if is_chunked else first.num_tokens)
-        self._has_kept_some |= not lacks_tokens
-        blocks = -(-first.num_tokens // scheduler.block_size)
-        scheduler.prefill_capacity_bound = (
-            (lacks_tokens and not self._has_kept_some)
-            or len(scheduler.running) >= self._seams.num_slots
-            or blocks > scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        )
-
-    def make_room(self) -> None:
-        """Break a deadlock of vLLM's: all who could run wait, for KV that others of them hold.
-
-        Streaming sessions hold KV while they wait. If they go on together and memory has no room
-        for any, vLLM waits for ever; here the last of them gives its KV back, to be loaded or
-        computed anew. Those that wait for their client's next input keep theirs: vLLM knows their
-        answers by it.
-        """
-        self._guard.book("making room among those that wait", self._make_one_give_back)
-
-    def _make_one_give_back(self) -> None:
-        is_blocked, seams = self._scheduler._is_blocked_waiting_status, self._seams
-        waiting = [r for r in seams.not_running() if r.status.name != WAITS_FOR_INPUT]
-        # vLLM promotes those that its scan comes to, and it ends at the first without room.
-        are_ready = [not is_blocked(r.status) or seams.promote(r) for r in waiting]
-        if not all(are_ready):
-            return  # a load or a grammar ends by itself
-        holding = [r for r in waiting if r.num_computed_tokens]
-        if not holding or len(waiting) == 1:
-            return  # nobody's KV would help another
-        last = max(holding, key=place_of)
-        if self._seams.can_preempt(last):
-            self._seams.give_back(last, time.monotonic())
-            self.counts["num_kv_given_back"] += 1

@@ -299,6 +299,10 @@ class Swapping:
                 scheduler.failed_recving_kv_req_ids.add(req_id)
                 scheduler.finished_recving_kv_req_ids.add(req_id)
 
+    def end(self) -> None:
+        """Copy nothing any more: whoever is preempted is computed again."""
+        self.connector.end()
+
     # Around planning ------------------------------------------------------------------------
 
     def expect_loads(self, state: StepState) -> None:

@@ -10,8 +10,8 @@ from multidict import CIMultiDict, MultiMapping
 
 from sola_sched.proxy.errors import error_body
 from sola_sched.proxy.headers import for_pages
+from sola_sched.serving.answering.protocols import as_json, protocol_of
 from sola_sched.serving.call import Call
-from sola_sched.serving.protocols import as_json, protocol_of
 from sola_sched.serving.resuming import events
 from sola_sched.serving.resuming.rewrite import Rewrite
 from sola_sched.serving.resuming.transcript import Transcript

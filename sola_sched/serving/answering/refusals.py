@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from http import HTTPStatus
 
-from sola_sched.serving.answers import FAILURES, Answer
+from sola_sched.serving.answering.answers import FAILURES, Answer
 from sola_sched.serving.call import Call
 from sola_sched.serving.replicas import Replica, Replicas
 

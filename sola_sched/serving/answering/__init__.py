@@ -1,0 +1,1 @@
+"""What a gateway's client gets for one request: a stream or a whole answer, or a refusal."""
