@@ -80,7 +80,8 @@ class Choosy:
         if config.ttft_s is None:
             raise ValueError("this policy needs a TTFT")
 
-    def plan(self, state: Any) -> Any: ...
+    def plan(self, state: Any) -> Any:
+        raise AssertionError("the API server must plan nothing")
 
 
 def test_what_a_policy_of_others_refuses_does_not_hold(

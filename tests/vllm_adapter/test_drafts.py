@@ -42,19 +42,25 @@ class LoadingDrafts(Loading, Drafting):
     """The same beside a connector that loads prompts."""
 
 
+def make_engine(
+    scheduler_cls: type[Any], policy: str, *, tpot_s: float, **options: Any
+) -> VirtualEngine:
+    defaults: dict[str, Any] = {
+        "model": TINY_MODEL,
+        "num_blocks": 4000,
+        "max_model_len": 2048,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 128,
+        "step_time": STEP_TIME,
+        "additional_config": {"sola_sched": {"policy": policy, "ttft_s": 1.0, "tpot_s": tpot_s}},
+    }
+    return VirtualEngine(scheduler_cls, **(defaults | options))
+
+
 @pytest.mark.parametrize("policy", ["attain", "paper", "alise", "doubling"])
 def test_requests_whose_prompts_were_loaded_resume_where_drafts_fill_the_steps(policy: str) -> None:
     """vLLM pads their one token, and asserts that no limit of a chunk takes some of that."""
-    engine = VirtualEngine(
-        LoadingDrafts,
-        model=TINY_MODEL,
-        num_blocks=4000,
-        max_model_len=2048,
-        max_num_seqs=64,
-        max_num_batched_tokens=128,
-        step_time=STEP_TIME,
-        additional_config={"sola_sched": {"policy": policy, "ttft_s": 1.0, "tpot_s": 0.2}},
-    )
+    engine = make_engine(LoadingDrafts, policy, tpot_s=0.2)
     engine.run(make_workload(30, 10.0, prompt=60))  # step times are known
     start_s = engine.clock.now
     decodes = [VirtualRequest(f"d{i}", start_s + 0.05 * i, 200, prompt_len=20) for i in range(32)]
@@ -95,17 +101,7 @@ def test_a_request_that_is_cached_whole_starts_beside_a_decode_with_drafts(polic
 
 def times_of_high(policy: str, num_low: int, prompt_len: int) -> tuple[list[float], float]:
     """TTFT of prompts of the higher class, and how long the whole load takes, seconds."""
-    engine = VirtualEngine(
-        Drafting,
-        model=TINY_MODEL,
-        num_blocks=4000,
-        max_model_len=2048,
-        max_num_seqs=64,
-        max_num_batched_tokens=128,
-        scheduling_policy="priority",
-        step_time=STEP_TIME,
-        additional_config={"sola_sched": {"policy": policy, "ttft_s": 1.0, "tpot_s": 0.1}},
-    )
+    engine = make_engine(Drafting, policy, tpot_s=0.1, scheduling_policy="priority")
     engine.run(make_workload(30, 10.0, prompt=60))  # step times are known
     start_s = engine.clock.now
     low = [
